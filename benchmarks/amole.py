@@ -34,8 +34,11 @@ LIMITS = {"PEFT LoRA": 1.6, "loop over experts": 0.6}
 
 
 class LoopAmole(nn.Module):
-    """The same layer as research code has it: tokens are copied for each expert that works on
-    them and sorted by it, every expert's LoRA runs on its part, and the results are sorted back."""
+    """The layer as research code implements it, with a loop over the experts.
+
+    Tokens are copied for each of their experts and sorted by expert, the LoRA pair of each expert
+    runs on its tokens, and the results are sorted back.
+    """
 
     def __init__(self, base: nn.Module, inside: int, outside: int) -> None:
         super().__init__()

@@ -127,8 +127,11 @@ def ours(folder: Path, weights: Any, steps: int, threads: int) -> Row:
 
 
 def lora_training(plain: Any, loss: Callable[[Any], Tensor]) -> tuple[Any, int, Callable[[], None]]:
-    """PEFT's model with as many LoRA values as CoMiGS-1G1S has at rank 8, how many these are, and a
-    step of AdamW on a loss of the model."""
+    """Create a PEFT model with as many LoRA values as CoMiGS-1G1S has at rank 8.
+
+    Returns:
+        The model, the number of LoRA values, and a function that takes a step of AdamW.
+    """
     mlp = "gate_proj|up_proj|down_proj"
     how = LoraConfig(r=RANK, target_modules="all-linear", rank_pattern={mlp: 2 * RANK})
     model = get_peft_model(plain, how)

@@ -40,8 +40,10 @@ class Step:
 
 
 def made(small: bool, precision: Precision, window: int) -> LlamaForCausalLM:
-    """A base as it is trained: in bf16, its linear layers alone. It is made in bf16 as a whole, so
-    that the peak is not that of making it."""
+    """Create a base with the dtypes of training: with bf16, only linear layers are in bf16.
+
+    The whole base is created in bf16, so that its creation does not determine the memory peak.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if precision == "bf16" else torch.float32)
     try:

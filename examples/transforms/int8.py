@@ -1,5 +1,8 @@
-"""Eight bits for each number, in both directions, with error feedback (Karimireddy et al., arXiv
-1901.09847): what rounding loses in an exchange is added to the next one."""
+"""Quantisation of updates to eight bits in both directions, with error feedback.
+
+Error feedback (Karimireddy et al., arXiv 1901.09847) adds the rounding error of an exchange to the
+update of the next.
+"""
 
 from dataclasses import replace
 from typing import ClassVar

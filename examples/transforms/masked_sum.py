@@ -53,7 +53,7 @@ class MaskedSum(Reduction):
     def encode(self, update: Groups, context: Context) -> Groups:
         private = X25519PrivateKey.from_private_bytes(bytes.fromhex(context.memory.values["key"]))
         masked = mapped(update, lambda t: (t.double().cpu() * ONE).round().long())
-        for peer, key in sorted(context.told.items()):
+        for peer, key in sorted(context.server_value.items()):
             if peer != context.client:
                 shared = private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key)))
                 seed = int.from_bytes(hashlib.sha256(shared).digest()[:8], "big")

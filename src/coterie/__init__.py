@@ -1,4 +1,4 @@
-"""Coterie: fine-tune language models together and personally; the text never leaves its machine.
+"""Federated and personalised fine-tuning of language models; texts never leave their machine.
 
 import coterie
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from coterie.methods.contract import Method
     from coterie.runs.progress import Callback
 
-# Threads that wait without spinning: on a shared machine the usual busy waiting of OpenMP makes a
-# run many times slower as soon as another process wants the same cores. Read when torch is loaded.
+# By default, OpenMP threads wait in busy loops, which makes a run many times slower as soon as
+# another process uses the same cores. torch reads the variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "tokenizer",
 ]
 
-_HOMES = {
+_MODULES = {
     "Callback": "runs.progress",
     "CoterieError": "errors",
     "DataKind": "data.kind",
@@ -63,9 +63,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is: torch takes seconds, which `coterie --help` saves."""
+    """Import a public name on first use; importing torch here would delay `coterie --help`."""
     if name == "__version__":
         return metadata.version("coterie")
     if name not in __all__:
         raise AttributeError(f"module 'coterie' has no attribute {name!r}")
-    return getattr(import_module(f"coterie.{_HOMES.get(name, 'api')}"), name)
+    return getattr(import_module(f"coterie.{_MODULES.get(name, 'api')}"), name)

@@ -1,4 +1,4 @@
-"""`python -m coterie` is the command `coterie`."""
+"""The command `coterie`, as `python -m coterie`."""
 
 from coterie.cli import main
 

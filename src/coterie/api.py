@@ -1,4 +1,4 @@
-"""What the library offers: run, resume, compare, load."""
+"""The Python API: run, resume and compare methods, and load trained models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,17 +24,19 @@ from coterie.runs import Callback, RunFolder
 __all__ = ["Run", "compare", "load", "resume", "run", "tokenizer", "write_comparison"]
 
 Config = RunConfig | Mapping[str, Any] | str | Path
-"""A run: validated, as plain data, or the path of a run file."""
+"""A validated configuration, the plain data of a run file, or the path of a run file."""
 
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A finished run and the baselines that were run beside it."""
+    """A finished run and its baselines."""
 
     path: Path
+    """The run folder; baselines are in its subfolder `baselines`."""
     config: RunConfig
+    """The configuration of the run."""
     results: dict[str, dict[str, Any]]
-    """result.json by method: baselines first, the run's own method last."""
+    """The content of result.json by method: baselines first, the run's own method last."""
 
     def __repr__(self) -> str:
         """Return the folder and the methods."""
@@ -45,23 +47,42 @@ class Run:
         return self.table()._repr_html_()
 
     def table(self) -> Table:
-        """Each client's score by method."""
+        """Return the scores of all clients.
+
+        Returns:
+            A table with a row per client and a column per method.
+        """
         scored = self.config.evaluation
         outcome = RunFolder(self.path).outcome
         floor = None if outcome is None else floor_in(outcome)
         return run_table(self.results, scored.split, scored.metric, floor)
 
     def gains(self) -> str | None:
-        """Who does better with the run's method than alone, told in a sentence; None where the run
-        has no baseline `local`, or where scores by window are missing."""
+        """Describe which clients gain and which lose by the run's method, compared with `local`.
+
+        Returns:
+            A sentence; None if the run has no baseline `local` or no scores by window.
+        """
         folders = {name: self.path / "baselines" / name for name in self.results}
         folders[self.config.label] = self.path
-        found = {name: RunFolder(folders[name]).outcome for name in self.results}
-        known = {name: outcome for name, outcome in found.items() if outcome is not None}
-        return gains(known, self.config.evaluation.metric)
+        outcomes = {name: RunFolder(folders[name]).outcome for name in self.results}
+        finished = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+        return gains(finished, self.config.evaluation.metric)
 
     def model(self, client: str) -> PreTrainedModel:
-        """A client's model, or the server's; see `load`."""
+        """Load the model of a client or of the server.
+
+        LoRA pairs are merged into the weights where `load` merges them by default.
+
+        Args:
+            client: The client's name, or "server" for the server's own model.
+
+        Returns:
+            A transformers model.
+
+        Raises:
+            CoterieError: The run has no such client, or the method trains no model on the server.
+        """
         return model_of(RunFolder(self.path), self.config, client)
 
 
@@ -75,13 +96,27 @@ def run(
     callbacks: Sequence[Callback] = (),
     engine: Engine = "local",
 ) -> Run:
-    """Run a method, after its baselines, into a new folder (default `runs/NAME`).
+    """Run the baselines of a run, then its method.
 
-    `callbacks` follow the baselines and the run; see `Callback` for what they are told.
-    `method` and `transforms` replace the configuration's; their classes need not be registered
-    where `engine` is "local".
-    Raises CoterieError for anything that the caller can mend; nothing is overwritten unless
-    `force`.
+    Args:
+        config: A validated configuration, the plain data of a run file, or the path of a run file.
+        out: The folder to create for the run; by default, `runs/NAME` with the run's name.
+        method: A method that replaces the configuration's. Its class need not be registered if
+            `engine` is "local".
+        transforms: Aggregation transforms that replace the configuration's. Their classes need not
+            be registered if `engine` is "local".
+        force: Whether to overwrite a run that the folder already contains.
+        callbacks: Objects whose hooks are called during the baselines and the run.
+        engine: "local" trains clients one at a time in this process; "flower-simulation" trains
+            them in several processes on this machine.
+
+    Returns:
+        The finished run and its baselines.
+
+    Raises:
+        CoterieError: The configuration is invalid, the method cannot carry out the run, a text or
+            a base cannot be read, training diverged, or the folder already contains a run and
+            `force` is false.
     """
     config = _config(config)
     if method is not None:
@@ -108,33 +143,51 @@ def resume(
     engine: Engine | None = None,
     from_round: int | None = None,
 ) -> Run:
-    """Go on with a run that was stopped, to the same result that it would have had.
+    """Continue an interrupted run from its newest checkpoint.
 
-    The engine makes no difference to it; the default is the one that the run began with.
-    from_round: go on from the state after so many rounds, where the newest checkpoint is damaged.
-    Raises CoterieError if the folder holds no run or if the clients' texts have changed.
+    The result is identical to the result of an uninterrupted run.
+
+    Args:
+        path: The run folder.
+        method: The run's method, if its class is not registered.
+        callbacks: Objects whose hooks are called during the baselines and the run.
+        engine: "local" or "flower-simulation", as in `run`; by default, the engine that the run
+            began with. The result does not depend on it.
+        from_round: The number of complete rounds in the checkpoint to continue from, such as the
+            last but one if the newest is damaged. Later checkpoints are deleted.
+
+    Returns:
+        The finished run and its baselines.
+
+    Raises:
+        CoterieError: The folder contains no run, the run is deployed, a client's text or a plugin
+            has changed since the run began, or there is no checkpoint of `from_round`.
     """
     folder = RunFolder(Path(path))
-    config, began = recorded(folder, method), folder.description
-    if "run" in began:
+    config, description = recorded(folder, method), folder.description
+    if "run" in description:
         raise CoterieError(
             f"{path} is a deployed run; continue it with `coterie server --resume`, or with "
             "the same `coterie client` command."
         )
     if from_round is not None:
         _go_back(folder, from_round)
-    session = Session(config, began["threads"], engine or began.get("engine", "local"))
+    recorded_engine: Engine = description.get("engine", "local")
+    session = Session(config, description["threads"], engine or recorded_engine)
     return _continue(session, folder, callbacks)
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
-    """Take what is unfinished of a run and its baselines back to a round."""
-    every = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
-    further = [run for run in every if run.result is None and run.rounds() > rounds]
-    if not further:
-        raise CoterieError(f"Nothing unfinished in {folder.path} is past round {rounds}.")
+    """Delete checkpoints after a round from a run and its baselines, except finished ones."""
+    runs = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
+    later = [run for run in runs if run.result is None and run.rounds() > rounds]
+    if not later:
+        raise CoterieError(
+            f"{folder.path} has no unfinished run with checkpoints after round {rounds}; choose "
+            "an earlier round."
+        )
     with folder.lock():
-        for run in further:
+        for run in later:
             run.go_back(rounds)
 
 
@@ -149,16 +202,35 @@ def compare(
     callbacks: Sequence[Callback] = (),
     report: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Run several methods on the same data, over `seeds` seeds from the configuration's on.
+    """Run several methods on the same data, and compare their scores.
 
-    A method is a name or an object; a mapping gives each a name in the table, such as
-    `{"rank 4": FedAvg(..), "rank 8": FedAvg(..)}`. Runs are kept in `out` (default
-    `runs/compare-NAME`) under the hash of their configuration: finished ones are used again, an
-    interrupted one is continued. The table is written beside them as Markdown and JSON.
+    The folder of a run has the hash of its configuration in its name. If `compare` is called
+    again, it reuses finished runs and continues an interrupted one. After each run, the tables are
+    written to compare.md and compare.json.
 
-    tune: values by dotted key, such as `{"training.learning_rate": [1e-4, 1e-3]}`. Each method is
-    tried with all combinations, with the first seed; the one that does best on validation text is
-    then run with all seeds. against: the row from which differences are told; default: the best.
+    Args:
+        config: A validated configuration, the plain data of a run file, or the path of a run file.
+            The runs have all its settings except `method` and `baselines`.
+        methods: Names of methods, or objects. A mapping gives the name of each row in the tables:
+            `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
+        seeds: The number of seeds; the first is the configuration's, and each is one more than the
+            one before.
+        tune: Values to try by dotted key, such as `{"training.learning_rate": [1e-4, 1e-3]}`. Each
+            method runs with all combinations and the first seed; the combination with the best
+            score on validation text then runs with all seeds.
+        against: The row that the others are compared with; by default, the row with the best score.
+        out: The folder for runs and tables; by default, `runs/compare-NAME` with the name of the
+            configuration.
+        callbacks: Objects whose hooks are called during all runs.
+        report: Called with a line of text for each run that begins and each warning.
+
+    Returns:
+        The results of all runs, with methods to tabulate them.
+
+    Raises:
+        CoterieError: The configuration, a method or a value to try is invalid, `methods` is empty
+            or has two objects of one name, `against` is not a row, `out` is the folder of a run,
+            or training diverged.
     """
     config = _config(config)
     if not methods:
@@ -167,7 +239,7 @@ def compare(
     check_against(against, rows)
     path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
     if RunFolder(path).is_run:
-        raise CoterieError(f"{path} holds a run; choose another folder with --out.")
+        raise CoterieError(f"{path} is the folder of a run; choose another with --out.")
     session = Session(config)
     session.check(*rows.values())
     for text in session.warnings:
@@ -176,24 +248,29 @@ def compare(
     trials = {name: tuner.trials(name, row) for name, row in rows.items()}
     cells = Cells(sum(map(len, trials.values())) + seeds * len(rows), callbacks, report)
     tuned: dict[str, dict[str, Any]] = {}
-    for name, tried in trials.items():
-        if tried:
-            rows[name], tuned[name] = tuner.choose(cells, tried, path)
+    for name, candidates in trials.items():
+        if candidates:
+            rows[name], tuned[name] = tuner.choose(cells, candidates, path)
     split, metric = config.evaluation.split, config.evaluation.metric
     floors: list[dict[str, Any]] = []
     results: dict[str, list[dict[str, Any]]] = {}
-    found = Comparison(config.name, results, split, metric, against, tuned, floors)
+    comparison = Comparison(config.name, results, split, metric, against, tuned, floors)
     for seed in range(config.seed, config.seed + seeds):
         floors.append(session.floor(config.model_copy(update={"seed": seed})))
         for name, row in rows.items():
             cell = row.model_copy(update={"seed": seed, "name": f"{path_part(name)}-seed{seed}"})
             results.setdefault(name, []).append(cells.finished(session, cell, path)[1])
-            write_comparison(replace(found), path)  # a copy: it keeps the rows that it has told
-    return found
+            write_comparison(replace(comparison), path)  # a copy, as the original caches its rows
+    return comparison
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Leave a comparison's table in a folder, as Markdown and JSON."""
+    """Write compare.md, with the tables of a comparison, and compare.json, with its summary.
+
+    Args:
+        comparison: The comparison.
+        path: The folder for both files.
+    """
     write_text(path / "compare.md", "\n".join(t.markdown() for t in comparison.tables()))
     write_json(path / "compare.json", comparison.summary())
 
@@ -205,12 +282,12 @@ def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]
             if name == config.label:
                 continue
             baseline = config.with_method(name).model_copy(update={"name": name})
-            inner = RunFolder(folder.path / "baselines" / name)
-            if not inner.is_run:
+            subfolder = RunFolder(folder.path / "baselines" / name)
+            if not subfolder.is_run:
                 description = session.description(baseline, session.participants(baseline))
-                inner = RunFolder.create(inner.path, description)
-            session.finish(inner, baseline, callbacks)
-            results[name] = inner.result
+                subfolder = RunFolder.create(subfolder.path, description)
+            session.finish(subfolder, baseline, callbacks)
+            results[name] = subfolder.result
         session.finish(folder, config, callbacks)
         results[config.label] = folder.result
         finished = Run(folder.path, config, results)
@@ -219,7 +296,7 @@ def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]
 
 
 def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, str | Method]:
-    """What is compared, by its name in the table."""
+    """Return methods by the name of their row in the table."""
     if isinstance(methods, Mapping):
         return dict(methods)
     named: dict[str, str | Method] = {}
@@ -227,7 +304,7 @@ def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict
         name = method if isinstance(method, str) else method.name
         if named.setdefault(name, method) != method:
             raise CoterieError(
-                f"Two methods are called {name!r}; pass a mapping with a name for each."
+                f"Two methods are called {name!r}; pass a mapping with a different name for each."
             )
     return named
 

@@ -126,7 +126,7 @@ def test_homogeneous_bounds_share_experts_out_evenly(E, C) -> None:
     [
         (
             Bounds(5, 1, 8),
-            "Each expert is to choose 5 clients, but there are only 4; lower "
+            "Each expert needs 5 clients, but the run has only 4; lower "
             "clients_per_expert (k_c) to at most 4.",
         ),
         (

@@ -57,7 +57,7 @@ def test_memory_does_not_grow_with_the_number_of_products() -> None:
         total = LowRankSum()
         for B, A in products(count):
             total.add(B, A)
-        held = [*(total._factors or ()), *([] if total._whole is None else [total._whole])]
+        held = [*(total._factors or ()), *([] if total._sum is None else [total._sum])]
         return sum(tensor.numel() for tensor in held)
 
     assert held(2) < held(1000) == held(100) == 12 * 20

@@ -254,15 +254,16 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
 def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
     found = aggregation("tokens")
     for wrong in (None, 0, -3, 1.5, True, "100", [100]):
-        with pytest.raises(MessageError, match="ada did not send its number of training tokens"):
+        with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
             found.transforms.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
     found.transforms.join("ada", Message(values={"tokens": 1000}))
     with pytest.raises(
-        MessageError, match="ada claims 1,001 training tokens, but declared 1,000 when"
+        MessageError,
+        match="'ada' claims 1,001 training tokens in its upload, but declared 1,000",
     ):
         found.contribution("ada", upload(tokens=1001), SHAPES)
     assert found.contribution("ada", upload(tokens=999), SHAPES).weight == 999.0
-    with pytest.raises(MessageError, match="ada did not send its number of training tokens"):
+    with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
         found.contribution("ada", upload(), SHAPES)
     found.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
     assert found.contribution("ada", upload(tokens=1001), SHAPES).weight == 1001.0

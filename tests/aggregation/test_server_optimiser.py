@@ -204,7 +204,7 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        ("local", "has no effect with the method 'local', in which the server takes no mean"),
+        ("local", "has no effect with the method 'local', whose server averages no uploads"),
         ("pcl-2", "has no effect with the method 'pcl-2'"),
         ({"name": "hetlora", "attention": None}, "because no parameter is replaced by a mean"),
         ({"name": "flexlora", "attention": None}, "because no parameter is replaced by a mean"),
@@ -224,7 +224,7 @@ def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
 
 def test_where_nothing_is_replaced_it_is_refused() -> None:
     mean = {"statistics": {"x": torch.ones(1)}}
-    with pytest.raises(CoterieError, match="replaces no parameters by their mean; remove it"):
+    with pytest.raises(CoterieError, match="replaced by a mean; remove it"):
         server_of("fedadam").on_mean(mean, ServerSide().replaces())
 
 

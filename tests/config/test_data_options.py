@@ -9,7 +9,8 @@ from coterie.bases import load_tokenizer
 from coterie.config.run import parse
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
-from coterie.federation.participants import check, participants_of
+from coterie.federation.checks import check
+from coterie.federation.participants import participants_of
 from coterie.messages.envelope import Order
 from coterie.testing.loop import site
 

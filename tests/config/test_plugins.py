@@ -132,7 +132,7 @@ def refusals(run, tmp_path, monkeypatch, clients) -> list[str]:
         for client in run.clients
     }
     server._send("poet", "join")
-    [(_, order)] = network.under_way.values()
+    [(_, order)] = network.pending.values()
     clients()
     network.workers["poet"].answer(order)
     assert str(tmp_path).encode() not in order  # the file's name travels, its place does not

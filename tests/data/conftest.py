@@ -14,7 +14,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
-def texts() -> list[str]:
+def passages() -> list[str]:
     """Pieces of a book, and the same with ever more words changed."""
     draw = random.Random(0)
     book = (files("coterie") / "assets" / "demo-writers" / "whaler.txt").read_text(encoding="utf-8")

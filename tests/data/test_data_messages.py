@@ -177,9 +177,9 @@ def test_a_template_s_file_is_read_with_the_run_file(tmp_path: Path) -> None:
     with pytest.raises(CoterieError, match=r"notes\.txt is not a chat template, which is Jinja"):
         chat("notes.txt")
     told = {**run, "data": {"messages": True}}
-    with pytest.raises(CoterieError, match="accuracy needs answers to choose from"):
+    with pytest.raises(CoterieError, match="accuracy` needs answers to choose from"):
         parse({**told, "evaluation": {"metric": "accuracy"}})
-    with pytest.raises(CoterieError, match=r"^Evaluation\.generate needs answers; set"):
+    with pytest.raises(CoterieError, match=r"^`evaluation\.generate` needs answers; set"):
         parse({**run, "evaluation": {"generate": 3}})
     assert parse({**told, "evaluation": {"generate": 3}}).evaluation.generate == 3
 

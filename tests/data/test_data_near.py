@@ -24,20 +24,22 @@ HINWEIS = "この文書は自由に複製し配布することができます。
 SHIPPED = ["alpaca", "plain", "chat"]
 
 
-def test_near_pairs_are_those_of_the_definition(texts: list[str]) -> None:
+def test_near_pairs_are_those_of_the_definition(passages: list[str]) -> None:
     draw = random.Random(1)
-    versions = [changed(texts[0], 2, draw) for _ in range(6)]
-    records = [[text] for text in texts + versions]
+    versions = [changed(passages[0], 2, draw) for _ in range(6)]
+    records = [[text] for text in passages + versions]
     wanted = naive_pairs(records)
     assert len(wanted) > 30  # all versions of the first text, and some of the changed ones
     assert near_pairs(records) == wanted
-    filled = [[f"{NOTICE}{word}", texts[n % 3]] for n, word in enumerate(WORDS)]
+    filled = [[f"{NOTICE}{word}", passages[n % 3]] for n, word in enumerate(WORDS)]
     assert near_pairs(filled) == naive_pairs(filled) == []
     assert near_pairs([]) == near_pairs([[" "], ["a"]]) == []
 
 
-def test_space_case_and_a_final_stop_make_texts_nearly_the_same(texts: list[str]) -> None:
-    assert near_pairs([[texts[0]], [texts[1]], [texts[0].upper().replace(" ", "\n")]]) == [(0, 2)]
+def test_space_case_and_a_final_stop_make_texts_nearly_the_same(passages: list[str]) -> None:
+    assert near_pairs([[passages[0]], [passages[1]], [passages[0].upper().replace(" ", "\n")]]) == [
+        (0, 2)
+    ]
     assert near_pairs([["A sea"], ["A lake"], ["a  sea."]]) == [(0, 2)]
 
 
@@ -110,7 +112,7 @@ def test_records_that_share_a_template_or_a_header_are_no_duplicates(kind: str) 
 
 
 @pytest.mark.parametrize("kind", [k for k, (_, records) in UNLIKE.items() if k != "numbers"])
-def test_edited_copies_among_such_records_are_found(kind: str, texts: list[str]) -> None:
+def test_edited_copies_among_such_records_are_found(kind: str, passages: list[str]) -> None:
     data, records = UNLIKE[kind]
     draw = random.Random(2)
     key = {"messages": "messages", "preferences": "prompt"}.get(next(iter(data), ""), "")
@@ -122,5 +124,5 @@ def test_edited_copies_among_such_records_are_found(kind: str, texts: list[str])
         system, user, answer = record["messages"]
         return {"messages": [system, {**user, "content": user["content"] + text}, answer]}
 
-    more = [longer(records[0], text) for text in (texts[3], changed(texts[3], 2, draw))]
+    more = [longer(records[0], text) for text in (passages[3], changed(passages[3], 2, draw))]
     assert near_pairs(contents(data, [*records, *more])) == [(len(records), len(records) + 1)]

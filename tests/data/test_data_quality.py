@@ -58,9 +58,9 @@ def kind_of(place: Place, other: Place) -> Kind | None:
     return "in_training" if other.client == place.client else "in_others"
 
 
-def test_copies_are_found_where_they_are(texts: list[str]) -> None:
+def test_copies_are_found_where_they_are(passages: list[str]) -> None:
     draw = random.Random(1)
-    few = [text for own in texts[:5] for text in (own, changed(own, 2, draw), own + "\n")]
+    few = [text for own in passages[:5] for text in (own, changed(own, 2, draw), own + "\n")]
     names = [(client, split) for client in ("ann", "ben") for split in ("train", "test")]
     splits = {name: draw.choices(few, k=6) for name in names}
     found, wanted = find_copies(splits), naive_copies(splits)
@@ -74,9 +74,9 @@ def test_copies_are_found_where_they_are(texts: list[str]) -> None:
     assert find_copies(splits) == found
 
 
-def test_near_copies_are_looked_for_in_the_start_alone(texts: list[str]) -> None:
-    near = texts[0].upper()
-    splits = {("ann", "train"): [texts[1], texts[0]], ("ann", "test"): [near, texts[1]]}
+def test_near_copies_are_looked_for_in_the_start_alone(passages: list[str]) -> None:
+    near = passages[0].upper()
+    splits = {("ann", "train"): [passages[1], passages[0]], ("ann", "test"): [near, passages[1]]}
     assert {c.exact for c in find_copies(splits)} == {True, False}
     assert [c.exact for c in find_copies(splits, compared=10)] == [True]
 

@@ -115,7 +115,7 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
 
     def reconnect(loop: Loop) -> None:
         for name in NAMES:
-            loop.again(name)
+            loop.reconnect(name)
 
     events = dict.fromkeys(range(3, 100, 3), reconnect)
     loop = deploy(run, tmp_path, lose=lose, events=events)
@@ -126,7 +126,7 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
 @pytest.mark.parametrize("turn", some({2, 4}, [2, 3, 4, 5, 6]))
 def test_a_client_that_is_killed_and_comes_back(turn, run, local, tmp_path) -> None:
     def killed(loop: Loop) -> None:
-        loop.again("poet", Worker(site(run, "poet", tmp_path)))
+        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
 
     deploy(run, tmp_path, events={turn: killed})
     assert_as_local(run, tmp_path, local)
@@ -140,21 +140,21 @@ class Hasty(Loop):
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
         ticket = super().send(client, data, round, seconds)
-        self.under_way[ticket] = client, self.workers[client].answer(data)
+        self.pending[ticket] = client, self.workers[client].answer(data)
         if unseal(Order, data)[0].kind == "finish":
             self.away.add(client)
         return ticket
 
     def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
         for ticket in list(tickets):
-            if ticket in self.under_way:
-                yield ticket, self.under_way.pop(ticket)[1]
+            if ticket in self.pending:
+                yield ticket, self.pending.pop(ticket)[1]
 
 
 def test_a_client_that_leaves_with_its_reply_has_replied(run, local, tmp_path) -> None:
     loop = Hasty(workers(run, tmp_path))
     server(run, tmp_path / "server", loop).rounds()
-    assert not loop.under_way
+    assert not loop.pending
     assert len([o for _, o in loop.orders if o.kind == "finish"]) == len(NAMES)
     assert_as_local(run, tmp_path, local)
 
@@ -190,7 +190,7 @@ def test_an_upload_that_did_not_count_is_undone(run, tmp_path) -> None:
 def test_a_client_that_joins_late_takes_part_from_the_next_round(run, tmp_path) -> None:
     quorum = deployed(run, quorum=2)
     loop = deploy(
-        quorum, tmp_path, away={"whaler"}, events={1: lambda network: network.again("whaler")}
+        quorum, tmp_path, away={"whaler"}, events={1: lambda network: network.reconnect("whaler")}
     )
     rounds = sorted(r for name, r in steps(loop) if name == "whaler")
     assert rounds
@@ -326,7 +326,7 @@ def test_a_client_whose_disk_is_full_is_left_out_and_keeps_its_state(
 def test_a_client_that_lost_its_folder_begins_anew(run, tmp_path) -> None:
     def lost(loop: Loop) -> None:
         shutil.rmtree(folder(run, tmp_path, "poet").path)
-        loop.again("poet", Worker(site(run, "poet", tmp_path)))
+        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
 
     deploy(run, tmp_path, events={4: lost})
     assert folder(run, tmp_path, "poet").result is not None

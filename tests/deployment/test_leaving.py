@@ -105,8 +105,8 @@ def test_when_all_uploads_of_a_round_were_of_one_who_is_expelled_others_are_wait
     folder, notes = tmp_path / "server", Notes()
 
     def others_come(loop: Loop) -> None:
-        loop.again("diarist")
-        loop.again("whaler")
+        loop.reconnect("diarist")
+        loop.reconnect("whaler")
 
     loop = Loop(
         workers(run, tmp_path),

@@ -124,7 +124,7 @@ def test_it_is_asked_again_when_it_comes_back(config, tmp_path) -> None:
     everybody[WHO] = Worker(no_base(site(run, WHO, tmp_path), tmp_path / "own"))
 
     def back(loop: Loop) -> None:
-        loop.again(WHO, Worker(site(run, WHO, tmp_path)))
+        loop.reconnect(WHO, Worker(site(run, WHO, tmp_path)))
 
     network = Loop(everybody, events={20: back})
     server(run, tmp_path / "server", network).rounds()

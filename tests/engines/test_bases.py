@@ -88,7 +88,7 @@ def test_every_client_is_scored_in_the_tokens_of_its_own_base(method, mixed, tmp
 
 
 def test_a_method_that_averages_refuses_different_bases(mixed, other, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=f"fedavg needs one base, .*poet: {other}.* `bases`"):
+    with pytest.raises(CoterieError, match=f"fedavg needs the run's base .*poet: {other}.* `bases`"):
         coterie.run(mixed(method="fedavg"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     same = mixed(method="fedavg", base=other)  # by a mapping that changes nothing
@@ -287,7 +287,7 @@ def test_a_pooled_client_has_the_servers_base_and_the_public_part_too(divided) -
 
 
 def test_two_public_texts_are_refused(divided) -> None:
-    with pytest.raises(CoterieError, match="give one"):
+    with pytest.raises(CoterieError, match="both define a public set"):
         divided(data={"window": 60, "instructions": {}, "public": "poet.jsonl"})
 
 

@@ -166,9 +166,8 @@ def test_fedmkt_refuses_conversations(teachers: Run, talks: Path, tmp_path: Path
     ):
         root = talks if "messages" in data else None
         changes = {} if root is None else {"data_root": str(root)}
-        with pytest.raises(
-            CoterieError, match=r"^The method 'fedmkt' needs prompts with answers that no chat"
-        ):
+        refusal = "^The method 'fedmkt' needs prompts with answers that are not rendered by a chat"
+        with pytest.raises(CoterieError, match=refusal):
             coterie.run(teachers(data={"window": 48, **data}, **changes), out=tmp_path / "run")
 
 

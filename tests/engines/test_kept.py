@@ -161,7 +161,7 @@ def test_a_round_that_did_not_count_is_not_kept(config, tmp_path) -> None:
 
 def test_who_comes_when_all_rounds_are_over_keeps_the_base(config, tmp_path) -> None:
     run = config(method="local", rounds=1, deployment={"quorum": 2})
-    late = {2: lambda network: network.again("whaler")}
+    late = {2: lambda network: network.reconnect("whaler")}
     network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
     assert [o.kind for name, o in network.orders if name == "whaler"] == ["join", "finish"]
     assert (loop.folder(run, tmp_path, "whaler").result or {})["kept"] == {"whaler": 0}

@@ -21,7 +21,7 @@ from coterie import CoterieError
 from coterie.runs import RunFolder
 
 Make = Callable[[str, str], Finished]
-EXPERTS = "cannot hold several experts.*coterie.load"
+EXPERTS = "does not support several experts.*coterie.load"
 FAST = {("comigs-1g1s", "llama"), ("fedit", "llama"), ("fedprompt", "llama")}
 SLOW = {(method, "llama") for method in ("three experts", "fedamole", "one set", "local")}
 SLOW |= {("comigs-1g1s", "tiny-gpt2")}

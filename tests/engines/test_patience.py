@@ -177,7 +177,7 @@ def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
         evaluation={"patience": 2},
         deployment={"quorum": 2},
     )
-    late = {6: lambda network: network.again("whaler")}
+    late = {6: lambda network: network.reconnect("whaler")}
     network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
     first = min(o.round for name, o in network.orders if (name, o.kind) == ("whaler", "step"))
     assert first > 1

@@ -84,7 +84,7 @@ def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None
     assert_same_states(stopped, local)
 
     def killed(loop: Loop) -> None:
-        loop.again("poet", Worker(site(run, "poet", tmp_path)))
+        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
 
     clients = clients_of(run, tmp_path)
     with pytest.raises(Killed):
@@ -104,7 +104,7 @@ def test_lost_replies_are_told_once(run, tmp_path) -> None:
 
     def reconnect(loop: Loop) -> None:
         for client in run.clients:
-            loop.again(client.name)
+            loop.reconnect(client.name)
 
     deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
     assert_as_local(run, tmp_path, local)
@@ -199,7 +199,7 @@ def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) ->
 
     def wipe(loop: Loop) -> None:
         worker = Worker(site(run, "poet", tmp_path / "anew"), seen=lambda *what: seen.append(what))
-        loop.again("poet", worker)
+        loop.reconnect("poet", worker)
 
     with pytest.raises(Killed):
         deploy(run, tmp_path, events={4: wipe, 8: kill})
@@ -227,17 +227,20 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
         ({"transforms": ["median", "trimmed_mean"]}, "several transforms that replace the mean"),
         ({"transforms": ["int8", "median", "int8"]}, "has 'int8' twice; keep one of them"),
         ({"transforms": ["median", "median"]}, "has 'median' twice"),
-        ({"transforms": ["tokens"], "weights": "tokens"}, "has 'tokens', which the keys weights"),
+        (
+            {"transforms": ["tokens"], "weights": "tokens"},
+            "has 'tokens', which is also configured by weights",
+        ),
         (
             {"transforms": ["bounds"], "largest_norm": None},
-            "has 'bounds', which the keys largest_change, largest_norm and largest_weight",
+            "has 'bounds', which is also configured by largest_change, largest_norm and ",
         ),
         (
             {
                 "transforms": [{"name": "server_optimiser", "optimiser": "fedadam"}],
                 "optimiser": "fedadam",
             },
-            "has 'server_optimiser', which the keys optimiser of aggregation name, too; keep one",
+            "has 'server_optimiser', which is also configured by optimiser in section aggregation",
         ),
         (
             {
@@ -249,8 +252,11 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
         ),
         ({"transforms": ["server_optimiser"]}, r"transforms\[0\].optimiser is missing"),
         ({"transforms": [{"name": "bounds", "largest_change": 0.5}]}, r"\[0\].largest_change"),
-        ({"transforms": ["masked_sum", "phased"]}, "The phase 'keys' of a round is of two"),
-        ({"transforms": ["trained"]}, "The phase 'train' of a round .* rename it"),
+        (
+            {"transforms": ["masked_sum", "phased"]},
+            "The phase 'keys' is declared by two transforms",
+        ),
+        ({"transforms": ["trained"]}, "The phase 'train' is declared .* rename it"),
         ({"transforms": ["failing"]}, "The transform 'failing' failed: check raised KeyError"),
         (
             {"transforms": [{"name": "failing", "hook": "schema"}]},
@@ -274,15 +280,19 @@ def test_what_cannot_be_is_refused(changes, why, config) -> None:
     ("method", "transform", "why"),
     [
         ("local", "median", "has no effect with the method 'local'"),
-        ("pcl-2", "clipped_gaussian", "covers; remove it"),
-        ("pcl-2", "tokens", "in which the server takes no mean; remove it"),
+        ("pcl-2", "clipped_gaussian", "encodes; remove it"),
+        ("pcl-2", "tokens", "whose server averages no uploads; remove it"),
         (
             "fdlora",
             {"name": "server_optimiser", "optimiser": "fedadam"},
             "has a server optimiser of its own",
         ),
         ("fedamole", "masked_sum", "also uploads 'tokens' \\(mean token embedding"),
-        ({"name": "fedavg", "exact": True}, "median", "`exact: true` sends what makes means exact"),
+        (
+            {"name": "fedavg", "exact": True},
+            "median",
+            "method.exact needs the mean of uploads, which",
+        ),
     ],
 )
 def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why, config) -> None:

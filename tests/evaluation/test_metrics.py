@@ -2,7 +2,7 @@
 
 import pytest
 
-from coterie.engines.rounds import note as progress_note
+from coterie.engines.rounds import score_summary as progress_note
 from coterie.evaluation.accuracy import ACCURACY
 from coterie.evaluation.metrics import metric_named, metric_of
 from coterie.evaluation.perplexity import PERPLEXITY

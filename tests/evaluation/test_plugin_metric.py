@@ -123,7 +123,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest(run) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"evaluation": {"metric": "distinct-2"}}, "distinct-2 scores generated answers"),
+        ({"evaluation": {"metric": "distinct-2"}}, "distinct-2` scores generated answers"),
         ({"data": {"window": 48}}, "needs answers; set data.instructions"),
     ],
 )

@@ -13,8 +13,8 @@ from coterie.testing.work import Work, worked
 ROUNDS = 3
 
 
-distilled = partial(Work.count, owner=Distiller, name="distil", whose=attrgetter("context.name"))
-fused = partial(Work.count, owner=FDLoraClient, name="_fuse", whose=attrgetter("context.name"))
+distilled = partial(Work.count, owner=Distiller, name="distil", label=attrgetter("context.name"))
+fused = partial(Work.count, owner=FDLoraClient, name="_fuse", label=attrgetter("context.name"))
 
 
 @pytest.mark.slow

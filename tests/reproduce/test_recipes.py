@@ -12,7 +12,8 @@ from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import instructions
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.templates import holds
-from coterie.federation.participants import check, participants_of
+from coterie.federation.checks import check
+from coterie.federation.participants import participants_of
 from coterie.methods.contract import RunFacts
 from coterie.methods.registry import available
 from reproduce.table_file import is_table

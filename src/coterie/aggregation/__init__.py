@@ -1,1 +1,1 @@
-"""How a server turns uploads into downloads."""
+"""Aggregation of clients' uploads, and transforms of uploads, downloads and means."""

@@ -1,10 +1,11 @@
-"""Experts choose their clients: FedAMoLE's reverse selection, solved exactly.
+"""Assignment of experts to clients by FedAMoLE's reverse selection, solved exactly.
 
-FedAMoLE (arXiv 2411.19128, reverse selection-based expert assignment, RSEA). For every module
-that carries experts, maximise `sum P * D` over D in {0, 1}^(E x C), P the relevance of E experts
-for C clients, so that every expert chooses k_c clients and every client gets k_e to b experts. The
-constraints are those of a bounded transportation problem, a totally unimodular matrix with whole
-bounds: a vertex of the linear relaxation is whole, so the simplex method finds the exact optimum.
+FedAMoLE (arXiv 2411.19128) calls it reverse selection-based expert assignment (RSEA). For each
+module with experts, it maximises `sum P * D` over D in {0, 1}^(E x C), where P is the relevance of
+E experts for C clients. Each expert is assigned to k_c clients, and each client gets k_e to b
+experts. This is a bounded transportation problem: its constraint matrix is totally unimodular and
+its bounds are integers, so every vertex of the linear relaxation is integral, and the simplex
+method finds an exact optimum.
 """
 
 import math
@@ -22,29 +23,32 @@ from torch import Tensor
 from coterie.errors import CoterieError
 
 TOLERANCE = 1e-10
-"""Of reduced costs, where the largest score is 1: the finest that HiGHS takes."""
+"""Tolerance of reduced costs when the largest score is 1; the smallest that HiGHS accepts."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many clients an expert has, and experts a client, per module."""
+    """Bounds of an assignment: clients per expert, and experts per client, in each module."""
 
     clients_per_expert: int
-    """k_c, 1 or more: exactly so many."""
+    """The exact number of clients per expert (k_c), at least 1."""
     least: int
-    """k_e, 0 or more: experts that each client has at least."""
+    """The minimum number of experts per client (k_e), at least 0."""
     most: int
-    """b: experts that each client has at most."""
+    """The maximum number of experts per client (b)."""
 
     def refuse(self, experts: int, clients: int) -> None:
-        """Raise CoterieError unless `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
+        """Check that E experts can be assigned to C clients within the bounds.
 
-        These hold exactly when there is an assignment of E experts to C clients.
+        This is possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
+
+        Raises:
+            CoterieError: If it is impossible.
         """
         E, C, k_c = experts, clients, self.clients_per_expert
         if k_c > C:
             raise CoterieError(
-                f"Each expert is to choose {k_c} clients, but there are only {C}; lower "
+                f"Each expert needs {k_c} clients, but the run has only {C}; lower "
                 f"clients_per_expert (k_c) to at most {C}."
             )
         if C * self.least > E * k_c:
@@ -63,30 +67,36 @@ class Bounds:
             )
 
     def relaxed(self, experts: int, clients: int) -> "Bounds":
-        """The nearest bounds that can be met, for when clients drop out or join.
+        """Return the nearest feasible bounds, for when clients join or leave.
 
-        In this order: k_c falls to at most C, b rises to at least E k_c / C rounded up, k_e falls
-        to at most E k_c / C rounded down. Bounds that can be met come back unchanged.
+        First k_c is lowered to at most C, then b is raised to at least ceil(E k_c / C), then k_e is
+        lowered to at most floor(E k_c / C). Feasible bounds are returned unchanged.
         """
         k_c = min(self.clients_per_expert, clients)
         share = experts * k_c
         return Bounds(k_c, min(self.least, share // clients), max(self.most, -(-share // clients)))
 
     def homogeneous(self, experts: int, clients: int) -> "Bounds":
-        """The same k_c, with equally many experts for every client, or one more or less.
+        """Return bounds with this k_c that give all clients the same number of experts, up to one.
 
-        The paper's ablation. Only k_c can still be too large.
+        This is the paper's homogeneous ablation. The bounds are feasible unless k_c exceeds C.
         """
         share = experts * self.clients_per_expert
         return replace(self, least=share // clients, most=-(-share // clients))
 
 
 def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: int) -> np.ndarray:
-    """P: (experts, clients), float64: how much each expert prefers each client.
+    """Compute the relevance of each expert for each client (equation 20).
 
-    The softmax over clients of `e_j . t_c / sqrt(dim)`, for the mean embeddings of experts,
-    (experts, r), and of clients' tokens, (clients, r); dim: r, or the layer's width as in the paper
-    (equation 20).
+    The relevance is the softmax over clients c of `e_j . t_c / sqrt(dim)`.
+
+    Args:
+        expert_embeddings: Mean embeddings e of the experts, (experts, r).
+        token_embeddings: Mean embeddings t of the clients' tokens, (clients, r).
+        dim: The layer's width, as in the paper, or r.
+
+    Returns:
+        The relevance P, (experts, clients), float64. Each row sums to 1.
     """
     experts, tokens = (np.asarray(e, np.float64) for e in (expert_embeddings, token_embeddings))
     return softmax(experts @ tokens.T / math.sqrt(dim), axis=1)
@@ -95,31 +105,51 @@ def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: 
 def relevance_of_known(
     experts: Sequence[Tensor | None], clients: Sequence[Tensor | None], dim: int
 ) -> np.ndarray:
-    """The relevance by mean embeddings, (r,) each, of which some are not known: None.
+    """Compute the relevance from embeddings of which some are unknown.
 
-    Such an expert prefers all clients alike; such a client counts as the mean of the others.
+    An expert with an unknown embedding is equally relevant for all clients. A client with an
+    unknown embedding gets the mean embedding of the other clients.
+
+    Args:
+        experts: The mean embedding of each expert, (r,), or None if it is unknown.
+        clients: The mean embedding of each client's tokens, (r,), or None if it is unknown. At
+            least one is known.
+        dim: The dimension in `relevance`.
+
+    Returns:
+        The relevance, (experts, clients), float64.
     """
     known = torch.stack([tokens for tokens in clients if tokens is not None])
-    mean, nothing = known.mean(0), torch.zeros_like(known[0])
-    embeddings = torch.stack([nothing if e is None else e for e in experts])
+    mean, zeros = known.mean(0), torch.zeros_like(known[0])
+    embeddings = torch.stack([zeros if e is None else e for e in experts])
     tokens = torch.stack([mean if t is None else t for t in clients])
     return relevance(embeddings.numpy(), tokens.numpy(), dim)
 
 
 def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
-    """The best assignment of one module: (experts, clients), bool.
+    """Find an optimal assignment for one module.
 
-    scores: (experts, clients), finite, of any scale. Equal scores give equal assignments, whatever
-    the number of threads; among equally good ones the solver's fixed order decides.
-    Raises CoterieError if the bounds cannot be met.
+    The result is deterministic and independent of the number of threads: the solver breaks ties in
+    a fixed order.
+
+    Args:
+        scores: The relevance of experts for clients, (experts, clients), finite, of any scale.
+        bounds: The bounds of the assignment.
+
+    Returns:
+        The assignment, (experts, clients), bool.
+
+    Raises:
+        CoterieError: If the bounds are infeasible.
     """
     E, C = scores.shape
     bounds.refuse(E, C)
-    # A row's sum is fixed, so this changes no optimum; the solver's tolerance is absolute.
+    # The solver's tolerance is absolute, so scores are shifted and scaled. The number of clients
+    # per expert is fixed, so this changes no optimum.
     gains = np.asarray(scores, np.float64) - scores.min(axis=1, keepdims=True)
     gains /= gains.max() or 1.0
-    # Variables are D, row by row, and how far each client is below b: half as many rows as with
-    # two inequalities per client, and about twice as fast.
+    # The variables are D, row by row, and one slack per client: b minus its number of experts. Two
+    # inequalities per client instead of the slack would add rows and about double the time.
     rows = sparse.kron(sparse.eye_array(E), np.ones((1, C)))
     columns = sparse.kron(np.ones((1, E)), sparse.eye_array(C))
     highest = np.concatenate([np.ones(E * C), np.full(C, bounds.most - bounds.least)])
@@ -133,22 +163,33 @@ def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
     )
     if result.status != 0:
         raise RuntimeError(f"the assignment solver failed: {result.message}")
-    return _whole(result.x[: E * C].reshape(E, C), bounds)
+    return _as_integral(result.x[: E * C].reshape(E, C), bounds)
 
 
 def assign_all(scores: Mapping[str, np.ndarray], bounds: Bounds) -> dict[str, np.ndarray]:
-    """The best assignment of every module, by name; see `assign`.
+    """Find an optimal assignment for each module.
 
-    Modules are solved side by side, in as many threads as torch may use: HiGHS lets go of Python's
-    lock, and each programme is solved in one thread, so the result does not depend on their number.
+    Modules are solved in parallel in as many threads as PyTorch uses, because HiGHS releases the
+    GIL. Each module is solved by one thread, so the result does not depend on their number.
+
+    Args:
+        scores: The scores of each module, by module name, as in `assign`.
+        bounds: The bounds of each assignment.
+
+    Returns:
+        The assignments, by module name.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        solved = pool.map(lambda one: assign(one, bounds), scores.values())
-        return dict(zip(scores, solved, strict=True))
+        assignments = pool.map(lambda matrix: assign(matrix, bounds), scores.values())
+        return dict(zip(scores, assignments, strict=True))
 
 
-def _whole(solution: np.ndarray, bounds: Bounds) -> np.ndarray:
-    """The solver's (experts, clients) as bool; RuntimeError if it is no assignment."""
+def _as_integral(solution: np.ndarray, bounds: Bounds) -> np.ndarray:
+    """Convert a solution, (experts, clients), to bool.
+
+    Raises:
+        RuntimeError: If the solution is not integral or violates the bounds.
+    """
     chosen = solution > 0.5
     held = chosen.sum(axis=0)
     if not (

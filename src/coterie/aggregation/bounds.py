@@ -1,14 +1,14 @@
-"""How far one client's upload may move a round's mean.
+"""Bounds of clients' uploads, which limit the influence of one client on a round's mean.
 
-Trained parameters are bounded by their *change*, the difference from what the client received at
-the start of the round: the initial A of a LoRA pair makes up nearly all of the pair's norm, and
-would hide it. Every size is compared with the round's median, the smaller one of an even number.
-Fewer than half of the clients cannot move it beyond what other clients send: their uploads are
-excluded from the round if they are too large. If exactly half of the uploads are too large, nobody
-can tell which half is wrong: all count, and the larger ones are scaled down to the bound. So small
-uploads never exclude large ones.
+Trained parameters are bounded by their *change*: the difference from the parameters that the client
+received at the start of the round. Their norm would not do, as the initial A of a LoRA pair makes
+up nearly all of the pair's norm. Each size is compared with the round's median (the lower one of an
+even number of sizes). A minority of clients cannot move the median beyond the sizes of other
+clients' uploads, so uploads above the bound are excluded. If exactly half of the uploads are above
+the bound, either half may be wrong. All uploads then count, and the larger ones are scaled down to
+the bound. So small uploads never exclude large ones.
 
-This is no defence against uploads of an ordinary size that are wrong.
+The bounds do not detect malicious uploads of ordinary size.
 """
 
 import math
@@ -29,17 +29,17 @@ from coterie.messages.names import CHANGE
 from coterie.messages.schema import Reduce
 
 Kind = Literal["change", "norm", "weight"]
-WHAT: Mapping[Kind, str] = {
+SUBJECTS: Mapping[Kind, str] = {
     "change": "the change of its {}",
     "norm": "the norm of its {}",
     "weight": "its number of tokens",
 }
-"""What is compared of groups of parameters, of other groups, and of an upload as a whole; limited
-by `largest_change`, `largest_norm` and `largest_weight`."""
+"""Descriptions of the compared sizes in messages: the change of a group of parameters, the norm of
+another group, and the weight of an upload. `largest_KIND` is the setting that bounds each."""
 Size = tuple[float, int]
-"""The L2 norm of a group's numbers, and how many they are."""
+"""The L2 norm of a group and the number of its elements."""
 SAMPLED = 64
-"""Entries of each tensor by which the directions of changes are compared."""
+"""The maximum number of elements of a tensor that are used to compare directions of changes."""
 
 
 @dataclass(frozen=True)
@@ -47,39 +47,37 @@ class Measure:
     """The sizes of one upload."""
 
     sizes: Mapping[tuple[Kind, str], Size]
-    """By what is compared, and the group of it; the weight has no group."""
+    """The sizes by kind and group; the group of the weight is empty."""
     direction: Mapping[str, Tensor] = field(default_factory=dict)
-    """Some entries of each parameter's change, by group, name and shape, scaled so that their norm
-    estimates that of the whole."""
+    """A sample of the elements of each parameter's change, scaled so that its norm estimates the
+    norm of the change. Keys consist of group, name and shape."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The limits that a round sets for one upload."""
+    """The limits of one upload in a round."""
 
     scales: Mapping[str, float] = field(default_factory=dict)
-    """By group, the factor of its change, or of its numbers where these are no parameters."""
+    """The factor by which to scale each group: its change for parameters, else its tensors."""
     weight: float = math.inf
-    """The largest weight with which it counts."""
+    """The upload's maximum weight."""
 
 
 class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Uploads that are much larger than the round's median are excluded, or scaled down."""
+    """Exclusion or scaling of uploads that are much larger than the round's median."""
 
     name: ClassVar[str] = "bounds"
-    summary: ClassVar[str] = "uploads much larger than the round's median are excluded"
+    summary: ClassVar[str] = "exclusion of uploads much larger than the round's median"
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     def join(self, client: str, hello: Message) -> int:
-        """Return the client's weight: some methods weigh for themselves."""
+        # Some methods declare the number of tokens without the transform `tokens`.
         return tokens_of(client, hello) if TOKENS.name in hello.values else 1
 
     def measure(self, upload: Message, reference: Groups, joined: Any) -> Measure:
-        """Return the sizes of an upload, which are compared with those of other uploads."""
         return measured(upload, reference, joined or 1)
 
     def refuse(self, measures: Mapping[str, Measure]) -> dict[str, str | Bound]:
-        """Return the clients whose uploads are too large: why, or their limits if a half is."""
         excluded: dict[str, str] = {}
         scales: dict[str, dict[str, float]] = {}
         weights: dict[str, float] = {}
@@ -88,11 +86,11 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
             if limit is None:
                 continue
             larger = {name: ratio for name, ratio in ratios_of(sizes).items() if ratio > limit}
-            half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
+            is_half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
             for name, ratio in larger.items():
-                if not half:
-                    what = WHAT[kind].format(group)
-                    excluded[name] = f"{what} is {ratio:.3g} times the round's median"
+                if not is_half:
+                    subject = SUBJECTS[kind].format(group)
+                    excluded[name] = f"{subject} is {ratio:.3g} times the round's median"
                 elif kind == "weight":
                     weights[name] = limit * sizes[name][0] / ratio
                 else:
@@ -104,7 +102,6 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
         return limited | excluded
 
     def bounded(self, client: str, upload: Message, reference: Groups, limit: Bound) -> Message:
-        """Return an upload of a half that is too large, scaled down to the bound."""
         values = upload.values
         if TOKENS.name in values and tokens_of(client, upload) > limit.weight:
             values = {**values, TOKENS.name: int(limit.weight)}
@@ -112,12 +109,17 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
         return replace(upload, groups=groups, values=values)
 
     def figures(self, measures: Mapping[str, Measure]) -> dict[str, dict[str, Json]]:
-        """Return two figures of each client's upload; see `figures_of`."""
-        return {name: {CHANGE: found} for name, found in figures_of(measures).items()}
+        return {name: {CHANGE: metrics} for name, metrics in figures_of(measures).items()}
 
 
 def measured(upload: Message, reference: Groups, weight: float) -> Measure:
-    """Return the sizes of an upload; `reference` is what its parameters started from, by group."""
+    """Measure the sizes of an upload.
+
+    Args:
+        upload: The decoded upload.
+        reference: The parameters with which the client started the round, by group and name.
+        weight: The client's weight.
+    """
     sizes: dict[tuple[Kind, str], Size] = {("weight", ""): (weight, 1)}
     direction: dict[str, Tensor] = {}
     for group, tensors in upload.groups.items():
@@ -130,9 +132,9 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
             count += tensor.numel()
             if group in reference:
                 flat = change.flatten()
-                some = flat[:: math.ceil(len(flat) / SAMPLED)]
-                key = f"{group}/{name}/{tuple(tensor.shape)}"  # ranks may differ
-                direction[key] = some * math.sqrt(len(flat) / len(some))
+                sample = flat[:: math.ceil(len(flat) / SAMPLED)]
+                key = f"{group}/{name}/{tuple(tensor.shape)}"  # ranks may differ between clients
+                direction[key] = sample * math.sqrt(len(flat) / len(sample))
         if count:
             kind = "change" if group in reference else "norm"
             sizes[kind, group] = math.sqrt(squares), count
@@ -140,29 +142,41 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
 
 
 def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Return each client's size as a multiple of the median of those that are not zero: of the
-    norms, or of the norms over the roots of the counts, whichever ratio is smaller.
+    """Compute each client's size as a multiple of the median.
 
-    Clients may have different ranks or numbers of experts. With AdamW, their norms then grow with
-    the counts; with SGD, a smaller rank has a larger change for each parameter.
+    The ratio is computed for the norms and for the root mean squares (the norms divided by the
+    square roots of the counts), and the smaller ratio is returned. The reason is that clients may
+    have different ranks or numbers of experts: with AdamW, the norm then grows with the count; with
+    SGD, a smaller rank has a larger change per element. Zeros are ignored in the medians.
+
+    Args:
+        sizes: The norm and the count of each client's upload, by client.
     """
     norms = {name: norm for name, (norm, _) in sizes.items()}
-    means = {name: norm / math.sqrt(count) for name, (norm, count) in sizes.items()}
-    medians = [median_low([v for v in by.values() if v] or [1.0]) for by in (norms, means)]
-    return {name: min(norms[name] / medians[0], means[name] / medians[1]) for name in sorted(sizes)}
+    rms = {name: norm / math.sqrt(count) for name, (norm, count) in sizes.items()}
+    medians = [median_low([v for v in values.values() if v] or [1.0]) for values in (norms, rms)]
+    return {name: min(norms[name] / medians[0], rms[name] / medians[1]) for name in sorted(sizes)}
 
 
 def _compared(measures: Mapping[str, Measure]) -> dict[tuple[Kind, str], dict[str, Size]]:
-    """Return the sizes that are compared with one another, each by client."""
+    """Return the sizes by kind and group, and then by client."""
     keys = sorted({key for measure in measures.values() for key in measure.sizes})
     return {
-        key: {name: one.sizes[key] for name, one in measures.items() if key in one.sizes}
-        for key in keys
+        key: {name: m.sizes[key] for name, m in measures.items() if key in m.sizes} for key in keys
     }
 
 
 def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> Groups:
-    """Return an upload's groups, some of them scaled towards the reference, or towards zero."""
+    """Scale groups of an upload towards the reference, or towards zero if they are no parameters.
+
+    Args:
+        upload: The decoded upload.
+        reference: The parameters with which the client started the round, by group and name.
+        scales: The factor of each group to scale.
+
+    Returns:
+        All groups of the upload.
+    """
     groups = dict(upload.groups)
     for group, scale in scales.items():
         starts = reference.get(group, {})
@@ -176,11 +190,13 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
 
 
 def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
-    """Return two figures of each client's upload by which hostile ones stand out.
+    """Compute metrics that help to detect hostile clients.
 
-    `ratio` is the largest change of a group as a multiple of the round's median. `cosine` is
-    between the client's change and the sum of the others', each scaled to a norm of 1 (None without
-    others). Only uploads of parameters have them.
+    Returns:
+        Two metrics for each upload that contains parameters, by client. `ratio` is the largest
+        change of a group as a multiple of the round's median. `cosine` is the cosine similarity of
+        the client's change and the sum of the other clients' changes, each normalised (None if
+        there are no others).
     """
     ratios: dict[str, float] = {}
     for (kind, _), sizes in _compared(measures).items():
@@ -189,8 +205,8 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
     units = {name: _unit(measures[name].direction) for name in sorted(ratios)}
     total: dict[str, Tensor] = {}
     for unit in units.values():
-        for key, part in unit.items():
-            total[key] = total[key] + part if key in total else part
+        for key, vector in unit.items():
+            total[key] = total[key] + vector if key in total else vector
     return {
         name: {"ratio": ratios[name], "cosine": _cosine(unit, total)}
         for name, unit in units.items()
@@ -198,7 +214,8 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 
 
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
-    """The difference from the start, whose tail a client may have cut off; else the tensor."""
+    """Return the tensor minus its start, or the tensor if their shapes are incompatible."""
+    # A client of a smaller rank holds the first rows or columns of the server's tensor.
     tensor = tensor.double()
     if start is None or start.dim() != tensor.dim():
         return tensor
@@ -212,9 +229,12 @@ def _unit(direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cosine(unit: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> float | None:
-    """The cosine between one unit vector and the sum of the others, where both have entries."""
+    """Return the cosine similarity of a vector and the total minus the vector.
+
+    Only keys of the vector are compared. None if the other vectors have none of them.
+    """
     dot, squares = 0.0, 0.0
-    for key, part in unit.items():
-        others = total[key] - part
-        dot, squares = dot + float(part @ others), squares + float(others @ others)
+    for key, vector in unit.items():
+        others = total[key] - vector
+        dot, squares = dot + float(vector @ others), squares + float(others @ others)
     return dot / math.sqrt(squares) if squares > 1e-12 else None

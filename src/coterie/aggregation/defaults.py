@@ -1,4 +1,4 @@
-"""The transforms that keys of the section `aggregation` name: bounds, weights, optimiser."""
+"""Transforms that have keys of their own in section `aggregation` of a run file."""
 
 from collections.abc import Sequence
 
@@ -15,36 +15,39 @@ KEYS = {
     TokenWeights.name: "weights",
     ServerOptimiser.name: "optimiser",
 }
-"""The keys that name a transform, too."""
+"""The keys of each of these transforms, by its name."""
 
 
 def with_defaults(
     spec: AggregationSpec, listed: Sequence[Transform], schema: Schema
 ) -> tuple[Transform, ...]:
-    """Return all transforms of a run: the listed ones, then those that other keys name.
+    """Return all transforms of a run: the listed ones, then bounds, weights and optimiser.
 
     Args:
-        spec: the section `aggregation` of the run file.
-        listed: its `transforms`.
-        schema: what the method declares.
+        spec: The section `aggregation` of the run file.
+        listed: The transforms in `aggregation.transforms`.
+        schema: The fields that the method may send.
     """
     bounds = Bounds(**{key: getattr(spec, key) for key in BoundsSpec.model_fields})
-    found = list(listed)
+    transforms = list(listed)
     if bounds != Bounds() or Bounds.name not in {transform.name for transform in listed}:
-        found.append(bounds)
+        transforms.append(bounds)
     if spec.weights == "tokens" and schema.reduced("mean"):
-        found.append(TokenWeights())
+        transforms.append(TokenWeights())
     if spec.optimiser is not None:
-        found.append(ServerOptimiser(optimiser=spec.optimiser))
-    return tuple(found)
+        transforms.append(ServerOptimiser(optimiser=spec.optimiser))
+    return tuple(transforms)
 
 
 def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
-    """Raise CoterieError if a run has a transform or a phase twice, or replaces the mean twice.
+    """Check that transforms and phases are unique and that at most one transform is a reduction.
 
     Args:
-        listed: the transforms in `aggregation.transforms`.
-        every: all transforms of the run.
+        listed: The transforms in `aggregation.transforms`.
+        every: All transforms of the run.
+
+    Raises:
+        CoterieError: If they are not.
     """
     reductions = [t.name for t in listed if isinstance(t, Reduction)]
     if len(set(reductions)) > 1:
@@ -53,10 +56,10 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
             f"({', '.join(reductions)}); keep one of them."
         )
     phases = [TRAIN, *(phase for transform in every for phase in transform.before)]
-    if twice := [phase for number, phase in enumerate(phases) if phase in phases[:number]]:
+    if repeated := [phase for number, phase in enumerate(phases) if phase in phases[:number]]:
         raise CoterieError(
-            f"The phase {twice[0]!r} of a round is of two transforms, or of a transform and of "
-            "training; rename it."
+            f"The phase {repeated[0]!r} is declared by two transforms, or is the name of the "
+            "training phase; rename it in `before` of one transform."
         )
     names = [transform.name for transform in every]
     for number, transform in enumerate(every):
@@ -64,6 +67,6 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
             raise CoterieError(
                 f"aggregation.transforms has {transform.name!r} twice; keep one of them."
                 if number < len(listed)
-                else f"aggregation.transforms has {transform.name!r}, which the keys "
-                f"{KEYS[transform.name]} of aggregation name, too; keep one of both."
+                else f"aggregation.transforms has {transform.name!r}, which is also configured "
+                f"by {KEYS[transform.name]} in section aggregation; keep one of the two."
             )

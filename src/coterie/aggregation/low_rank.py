@@ -1,4 +1,4 @@
-"""Sums of low-rank updates, and the best update of a given rank, without wide matrices."""
+"""Sums of low-rank updates, and their best approximation of a given rank."""
 
 import torch
 from torch import Tensor
@@ -6,45 +6,52 @@ from torch.nn import functional as F
 
 
 class LowRankSum:
-    """`sum_i B_i A_i` in float64, one product at a time, exactly.
+    """The exact sum `sum_i B_i A_i` in float64, accumulated one product at a time.
 
-    The factors stand side by side while they are smaller than the sum, a matrix (out, in); from
-    then on the sum itself is kept. So memory is bounded, whatever the number of products.
+    The factors are concatenated as long as they have fewer elements than the sum, a matrix (out,
+    in). Then the sum itself is stored. So memory is bounded, whatever the number of products.
     """
 
     def __init__(self) -> None:
         self._factors: tuple[Tensor, Tensor] | None = None
-        self._whole: Tensor | None = None
+        self._sum: Tensor | None = None
         self.weight = 0
-        """What the products weigh together; whoever adds them counts it."""
+        """The total weight of the products; the caller of `add` updates it."""
 
     def add(self, B: Tensor, A: Tensor) -> None:
-        """Add a product of B: (out, r) and A: (r, in), with any r."""
+        """Add the product of B, (out, r), and A, (r, in), with any r."""
         B, A = B.double(), A.double()
-        if self._whole is not None:
-            self._whole.addmm_(B, A)
+        if self._sum is not None:
+            self._sum.addmm_(B, A)
             return
         if self._factors is not None:
             B, A = torch.cat([self._factors[0], B], dim=1), torch.cat([self._factors[1], A])
         self._factors = B, A
         if B.numel() + A.numel() > len(B) * A.shape[1]:
-            self._whole, self._factors = B @ A, None
+            self._sum, self._factors = B @ A, None
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        """U: (out, k), S: (k,) descending and V^T: (k, in), whose product is the sum."""
-        if self._whole is not None:
-            return torch.linalg.svd(self._whole, full_matrices=False)
-        assert self._factors is not None, "something was added"
+        """Compute the singular value decomposition of the sum.
+
+        Returns:
+            U, (out, k); S, (k,), in descending order; and V^T, (k, in).
+        """
+        if self._sum is not None:
+            return torch.linalg.svd(self._sum, full_matrices=False)
+        assert self._factors is not None, "call add() first"
         B, A = self._factors
-        left, core = torch.linalg.qr(B)
-        right, other = torch.linalg.qr(A.t())
-        U, S, Vt = torch.linalg.svd(core @ other.t())
-        return left @ U, S, Vt @ right.t()
+        Q_B, R_B = torch.linalg.qr(B)
+        Q_A, R_A = torch.linalg.qr(A.t())
+        U, S, Vt = torch.linalg.svd(R_B @ R_A.t())
+        return Q_B @ U, S, Vt @ Q_A.t()
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """B = U S: (out, rank) and A = V^T: (rank, in), the best approximation of that rank.
+        """Compute the factors of the best approximation of a given rank.
 
-        Zeros fill up a rank larger than out or in.
+        If the rank exceeds the rank of the decomposition, the factors are padded with zeros.
+
+        Returns:
+            B = U S, (out, rank), and A = V^T, (rank, in).
         """
         U, S, Vt = self.svd()
         B, A = (U * S)[:, :rank], Vt[:rank]
@@ -53,7 +60,7 @@ class LowRankSum:
 
 
 def product_norm(B: Tensor, A: Tensor) -> float:
-    """The Frobenius norm of B A, of (out, r) and (r, in), without the product."""
+    """Compute the Frobenius norm of B A without the product, for B, (out, r), and A, (r, in)."""
     B, A = B.double(), A.double()
     return torch.linalg.norm(B @ torch.linalg.qr(A.t()).R.t()).item()
 
@@ -61,7 +68,9 @@ def product_norm(B: Tensor, A: Tensor) -> float:
 class PaddedMean:
     """The weighted mean of tensors of different sizes, each padded with zeros to the largest.
 
-    Entries beyond the largest that came stay as they were `before`, a tensor of the largest size.
+    Args:
+        before: The previous value, at least as large as each tensor. Elements that no tensor
+            covers keep it.
     """
 
     def __init__(self, before: Tensor) -> None:
@@ -71,7 +80,7 @@ class PaddedMean:
         self._largest: tuple[int, ...] = (0,) * before.dim()
 
     def add(self, tensor: Tensor, weight: float) -> None:
-        """Count a tensor in."""
+        """Add a tensor to the mean."""
         padded = torch.zeros_like(self._sum)
         padded[tuple(map(slice, tensor.shape))] = tensor
         self._sum.add_(padded, alpha=weight)
@@ -79,7 +88,7 @@ class PaddedMean:
         self._largest = tuple(map(max, self._largest, tensor.shape))
 
     def result(self) -> Tensor:
-        """The mean, float32."""
-        came, result = tuple(map(slice, self._largest)), self._before.clone()
-        result[came] = (self._sum[came] / self._weight).to(torch.float32)
+        """Return the mean, float32."""
+        covered, result = tuple(map(slice, self._largest)), self._before.clone()
+        result[covered] = (self._sum[covered] / self._weight).to(torch.float32)
         return result

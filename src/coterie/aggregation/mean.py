@@ -1,8 +1,7 @@
-"""The mean over clients: how a run's uploads become one message, whatever the method.
+"""Aggregation of a round's uploads, independent of the method.
 
-The only place where means are made. Everything that makes one (the mean, a transform that takes its
-place) sees a stream of contributions in the order of names, so memory need not grow with the number
-of clients.
+The weighted mean, or the reduction that replaces it, iterates over contributions in the order of
+client names. So its memory need not grow with the number of clients.
 """
 
 from collections import Counter, defaultdict
@@ -17,25 +16,26 @@ from coterie.aggregation.transform import Contribution, Transform
 from coterie.messages import Groups, Message, Schema, Shapes, check_shapes
 
 HELD = "held"
-"""The value of a mean that says, by group and tensor, how many clients held it."""
+"""The value of an aggregate with the number of clients that hold each tensor, by group and name."""
 
 
 def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
-    """Federated averaging (McMahan et al., arXiv 1602.05629): `sum_k w_k x_k / sum_k w_k`.
+    """Compute the weighted mean `sum_k w_k x_k / sum_k w_k` over the clients k that hold a tensor.
 
-    Summed in float64, one client at a time, and returned in float32.
+    This is federated averaging (McMahan et al., arXiv 1602.05629). Sums are in float64, the result
+    is in float32.
     """
     sums: dict[str, dict[str, Tensor]] = {}
     weights: dict[tuple[str, str], float] = {}
-    for one in contributions:
-        for group, tensors in one.groups.items():
+    for contribution in contributions:
+        for group, tensors in contribution.groups.items():
             total = sums.setdefault(group, {})
             for name, tensor in tensors.items():
                 if name in total:
-                    total[name].add_(tensor, alpha=one.weight)
+                    total[name].add_(tensor, alpha=contribution.weight)
                 else:
-                    total[name] = tensor.to(torch.float64, copy=True).mul_(one.weight)
-                weights[group, name] = weights.get((group, name), 0.0) + one.weight
+                    total[name] = tensor.to(torch.float64, copy=True).mul_(contribution.weight)
+                weights[group, name] = weights.get((group, name), 0.0) + contribution.weight
     return {
         group: {n: (t / weights[group, n]).to(torch.float32) for n, t in total.items()}
         for group, total in sums.items()
@@ -43,12 +43,12 @@ def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
 
 
 class Aggregation:
-    """A run's way from uploads to a mean, on both sides; one for all engines and methods.
+    """The schema, transforms and reduction of a run; the same for all engines and methods.
 
     Args:
-        schema: what the method declares.
-        transforms: the run's transforms, in the order in which they encode.
-        exchanges: the number of exchanges in which clients train.
+        schema: The fields that the method may send.
+        transforms: The run's transforms, in encoding order.
+        exchanges: The number of exchanges in which clients train.
     """
 
     def __init__(
@@ -57,17 +57,23 @@ class Aggregation:
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
         self.pipeline = Pipeline(transforms, schema, exchanges)
         self.schema = self.pipeline.schema
-        """What may travel: what the method declares, and what transforms need beside it."""
+        """The fields that may be sent: those of the method as encoded, and those of transforms."""
         self.transforms = ServerTransforms(self.pipeline)
-        """On the server: its state is part of a checkpoint."""
+        """The server's side of the transforms."""
         self._reduce = self.transforms.reduce if self.pipeline.reduction else weighted_mean
 
     def contribution(
         self, client: str, upload: Message, expected: Mapping[str, Shapes]
     ) -> Contribution:
-        """What an upload adds to the mean; `expected`: by group, the shapes that it must have.
+        """Validate an upload and return the client's contribution to the mean.
 
-        Raises MessageError for other shapes, or if a transform refuses its weight.
+        Args:
+            client: The client's name.
+            upload: The decoded upload.
+            expected: The shapes that the upload must have, by group and name.
+
+        Raises:
+            MessageError: If the shapes differ, or a transform rejects the client's weight.
         """
         for group in sorted(self._means):
             check_shapes(upload[group], expected.get(group, {}))
@@ -75,17 +81,17 @@ class Aggregation:
         return Contribution(client, upload.only(self._means).groups, weight)
 
     def each(self, upload: Message) -> Message:
-        """The part of an upload that the method's server side gets as it is."""
+        """Return the fields of an upload that the method's server side receives."""
         return upload.only(self._each)
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
-        """The mean of a round's contributions, with how many clients held each tensor."""
+        """Return the aggregate of a round's contributions, with the value `HELD`."""
         held: dict[str, Counter[str]] = defaultdict(Counter)
 
         def counted() -> Iterable[Contribution]:
-            for one in contributions:
-                for group, tensors in one.groups.items():
+            for contribution in contributions:
+                for group, tensors in contribution.groups.items():
                     held[group].update(tensors.keys())
-                yield one
+                yield contribution
 
         return Message(round, self._reduce(counted()), {HELD: held})

@@ -1,12 +1,13 @@
-"""Server optimisers: the server steps towards a round's mean instead of taking it as it is.
+"""Server optimisers, which treat the change from the old parameters to the mean as a gradient.
 
 FedAvgM (Hsu et al., arXiv 1909.06335) and FedAdagrad, FedYogi and FedAdam (Reddi et al., arXiv
-2003.00295, algorithm 2). With x_t what the clients began round t with and Delta_t = mean - x_t:
+2003.00295, algorithm 2). With the parameters x_t before round t and Delta_t = mean - x_t:
 
     fedavgm: m_t = beta m_{t-1} + Delta_t                x_{t+1} = x_t + eta m_t
     others:  m_t = beta_1 m_{t-1} + (1 - beta_1) Delta_t x_{t+1} = x_t + eta m_t / (sqrt v_t + tau)
 
-m begins as 0 and v as tau^2. A tensor that nobody held in a round keeps its value and its moments.
+The initial moments are m = 0 and v = tau^2. A tensor that no client held in a round keeps its value
+and its moments.
 """
 
 from typing import ClassVar
@@ -22,49 +23,48 @@ from coterie.messages.schema import Reduce
 
 
 class ServerOptimiser(Transform):
-    """The server steps towards a round's mean; moments are in float64 on the CPU."""
+    """Optimiser of the server's parameters, with its moments in float64 on the CPU."""
 
     name: ClassVar[str] = "server_optimiser"
-    summary: ClassVar[str] = "the server steps towards the mean of uploads"
+    summary: ClassVar[str] = "server optimiser: FedAvgM, FedAdagrad, FedYogi or FedAdam"
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     optimiser: ServerOptimiserSpec
-    """optimiser, by its name or as a mapping of `name` and settings"""
+    """server optimiser: a name, or a mapping of `name` and settings"""
 
     def check(self, run: TransformFacts) -> None:
-        """Refuse a method without a mean."""
         if not run.schema.reduced("mean"):
             raise CoterieError(
-                f"aggregation.optimiser has no effect with the method {run.method!r}, in which "
-                "the server takes no mean; remove it."
+                f"aggregation.optimiser has no effect with the method {run.method!r}, "
+                "whose server averages no uploads; remove it."
             )
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> dict[str, dict[str, Tensor]]:
-        """Return the parameters after the step, and means that replace no parameters as they are.
-
-        `memory` holds the moments: the groups `m.GROUP`, and with the adaptive optimisers
-        `v.GROUP`.
-
-        Raises:
-            CoterieError: if the mean replaces no parameters.
-        """
+        # Moments are in the groups m.GROUP and, for adaptive optimisers, v.GROUP of the memory.
+        # Means that replace no parameters are returned unchanged.
         if not any(before.values()):
             raise CoterieError(
-                "aggregation.optimiser has no effect: the server replaces no parameters by their "
-                "mean; remove it."
+                "aggregation.optimiser has no effect, because no parameters of the server are "
+                "replaced by a mean; remove it."
             )
-        found = {group: dict(tensors) for group, tensors in mean.items()}
-        for group, tensors in found.items():
+        result = {group: dict(tensors) for group, tensors in mean.items()}
+        for group, tensors in result.items():
             moments = {kind: dict(memory.groups.get(f"{kind}.{group}", {})) for kind in "mv"}
             for name in [name for name in tensors if name in before.get(group, {})]:
                 x = before[group][name].detach().to("cpu", torch.float64)
                 step = self._step(moments, name, tensors[name].to(torch.float64) - x)
                 tensors[name] = (x + step).to(torch.float32)
-            memory.groups |= {f"{kind}.{group}": of for kind, of in moments.items() if of}
-        return found
+            memory.groups |= {f"{kind}.{group}": m for kind, m in moments.items() if m}
+        return result
 
     def _step(self, moments: dict[str, dict[str, Tensor]], name: str, delta: Tensor) -> Tensor:
-        """Return what a tensor changes by; `delta` is its pseudo-gradient, turned round."""
+        """Update the moments of a tensor and return its step.
+
+        Args:
+            moments: The moments m and v of the tensor's group, by kind and name.
+            name: The name of the tensor.
+            delta: The mean minus the tensor: the negative pseudo-gradient.
+        """
         spec = self.optimiser
         m = spec.momentum * moments["m"].get(name, torch.zeros_like(delta))
         if spec.name == "fedavgm":

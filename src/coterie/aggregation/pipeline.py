@@ -1,9 +1,9 @@
-"""A run's transforms at work: at a client, and at the server.
+"""The pipeline of a run's transforms, which encodes and decodes payloads.
 
-Both sides know what a client last received. Transforms act on the difference from it, and it is
-added again when a payload is decoded. What a side remembers of an exchange becomes final when the
-client's upload counts: a client that undoes the exchange forgets it with its state, the server when
-the next exchange begins.
+Client and server both store the *reference*: the parameters that the client last received.
+Transforms encode the difference from the reference, which is added again when a payload is decoded.
+The state of an exchange becomes permanent when the client's upload counts. Otherwise the client
+discards it by restoring its previous state, and the server when the next exchange starts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +12,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from coterie.aggregation.hooks import encoded_schema, failure, run_hook
 from coterie.aggregation.transform import (
     Context,
     Memory,
     Reduction,
     Transform,
-    encoded_schema,
-    failure,
-    run_hook,
 )
 from coterie.errors import CoterieError
 from coterie.messages import (
@@ -39,54 +37,55 @@ from coterie.privacy.secrets import Secrets
 
 T = TypeVar("T")
 Memories = dict[str, Memory]
-"""What one side remembers of one client, by transform and way."""
+"""States of transforms for one client, on one side, by transform and direction."""
 ON_CLIENT = ("encode", "decode", "answer")
+"""The hooks that run on a client and can use its memory."""
 ON_SERVER = ("encode", "decode", "tell", "collect", "reduce", "on_mean")
-"""The hooks that can remember something, by where they work."""
+"""The hooks that run on the server and can use its memory."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One transform of a run, at its place among the others."""
+    """A transform in a pipeline."""
 
     key: str
-    """Its name in states."""
+    """The key of the transform's state in checkpoints."""
     transform: Transform
     plain: frozenset[str]
-    """The groups that it encodes."""
+    """The groups that the transform encodes."""
     encoded: frozenset[str]
-    """The groups that these become on the wire."""
+    """The groups that contain the encoded tensors."""
 
     def has(self, *hooks: str) -> bool:
-        """Return whether the transform has one of these hooks of its own."""
+        """Return whether the transform overrides at least one of these hooks."""
         kind = type(self.transform)
         return any(
             getattr(kind, hook, None) is not getattr(Transform, hook, None) for hook in hooks
         )
 
     def call(self, hook: str, *args: Any, error: type[CoterieError] = CoterieError) -> Any:
-        """Return what a hook returns; whatever it raises becomes one sentence."""
+        """Call a hook and return its result, with the errors of `run_hook`."""
         return run_hook(self.transform, hook, *args, error=error)
 
     def call_for(self, kind: type[T], hook: str, *args: Any) -> T:
-        """Return what a hook returns, which must be of this kind."""
-        found = self.call(hook, *args, error=MessageError)
-        if not isinstance(found, kind):
-            raise self.failure(hook, f"returned {type(found).__name__}, not a {kind.__name__}.")
-        return found
+        """Call a hook and return its result, which must be an instance of `kind`."""
+        result = self.call(hook, *args, error=MessageError)
+        if not isinstance(result, kind):
+            raise self.failure(hook, f"returned {type(result).__name__}, not a {kind.__name__}.")
+        return result
 
-    def failure(self, hook: str, what: str) -> CoterieError:
-        """Return an error that says what a hook has done wrong."""
-        return CoterieError(failure(self.transform, hook, what))
+    def failure(self, hook: str, problem: str) -> CoterieError:
+        """Return the error for a faulty hook."""
+        return CoterieError(failure(self.transform, hook, problem))
 
 
 class Pipeline:
-    """The transforms of a run, in order.
+    """The transforms of a run, in encoding order.
 
     Args:
-        transforms: the transforms, in the order in which they encode.
-        schema: what the method may send.
-        exchanges: the number of exchanges in which clients train.
+        transforms: The transforms, in encoding order.
+        schema: The fields that the method may send.
+        exchanges: The number of exchanges in which clients train.
     """
 
     def __init__(self, transforms: Sequence[Transform], schema: Schema, exchanges: int) -> None:
@@ -100,99 +99,111 @@ class Pipeline:
             self.stages.append(stage)
             schema = _with_values(stage, after)
         self.schema = schema
-        """What may be on the wire."""
+        """The fields that may be sent, as encoded."""
         self.reduction = next((s for s in self.stages if isinstance(s.transform, Reduction)), None)
         self.down = any(stage.transform.downloads for stage in self.stages)
         """Whether downloads are encoded."""
         self.active = any(stage.plain or stage.has("tell") for stage in self.stages)
-        """Whether messages are sent otherwise than the method makes them, declared values apart."""
+        """Whether transforms change messages, apart from adding declared values."""
 
-    def having(self, *hooks: str) -> list[Stage]:
-        """Return the stages whose transforms have one of these hooks."""
+    def stages_with(self, *hooks: str) -> list[Stage]:
+        """Return the stages whose transforms override at least one of these hooks."""
         return [stage for stage in self.stages if stage.has(*hooks)]
 
-    def acting(self, way: Way) -> list[Stage]:
-        """Return the stages that encode payloads of a way."""
+    def stages_encoding(self, way: Way) -> list[Stage]:
+        """Return the stages that encode payloads in a direction."""
         return [s for s in self.stages if s.plain and (way == "up" or s.transform.downloads)]
 
     def stage_of(self, phase: str) -> Stage:
-        """Return the stage whose transform has a phase of its own."""
+        """Return the stage whose transform declares a phase."""
         return next(s for s in self.stages if phase in s.transform.before)
 
-    def encode(self, groups: Groups, reference: Groups, about: "About") -> Groups:
-        """Return what is sent in place of a message's groups.
+    def encode(self, groups: Groups, reference: Groups, contexts: "Contexts") -> Groups:
+        """Encode the tensors of a message.
 
         Args:
-            groups: the tensors, by group and name.
-            reference: what the client last received, by group and name.
-            about: what transforms know.
+            groups: The tensors, by group and name.
+            reference: The tensors that the client last received, by group and name.
+            contexts: The contexts of the hooks.
         """
-        stages = self.acting(about.way)
-        groups = _moved(groups, self._relative(stages), reference, -1)
+        stages = self.stages_encoding(contexts.way)
+        groups = _shifted(groups, self._relative(stages), reference, -1)
         for stage in stages:
-            if stage.transform.sealed:  # it acts on values, as no reference is in their sum
-                groups = _moved(groups, self._relative(stages) & stage.plain, reference, 1)
+            if stage.transform.sealed:  # a sum of differences from different references is useless
+                groups = _shifted(groups, self._relative(stages) & stage.plain, reference, 1)
             plain = _only(groups, stage.plain)
-            encoded = stage.call("encode", plain, about.of(stage))
+            encoded = stage.call("encode", plain, contexts.of(stage))
             check_finite(stage, "encode", encoded)
             groups = {g: t for g, t in groups.items() if g not in plain} | dict(encoded)
         return groups
 
-    def decode(self, groups: Groups, reference: Groups, about: "About") -> Groups:
-        """Return the groups that `encode` was given; what is sealed keeps its code.
+    def decode(self, groups: Groups, reference: Groups, contexts: "Contexts") -> Groups:
+        """Decode the tensors of a message. Groups of sealed transforms stay encoded.
+
+        Args:
+            groups: The received tensors, by group and name.
+            reference: The tensors that the client last received, by group and name.
+            contexts: The contexts of the hooks.
 
         Raises:
-            MessageError: if a transform cannot decode what arrived.
+            MessageError: If a transform cannot decode them.
         """
-        stages = self.acting(about.way)
-        opened = self._relative(stages)
+        stages = self.stages_encoding(contexts.way)
+        decoded = self._relative(stages)
         for stage in reversed(stages):
             if stage.transform.sealed:
-                opened = opened - stage.plain
+                decoded = decoded - stage.plain
                 continue
             encoded = _only(groups, stage.encoded)
-            plain = stage.call("decode", encoded, about.of(stage), error=MessageError)
+            plain = stage.call("decode", encoded, contexts.of(stage), error=MessageError)
             check_finite(stage, "decode", plain)
             groups = {g: t for g, t in groups.items() if g not in encoded} | dict(plain)
-        return _moved(groups, opened, reference, 1)
+        return _shifted(groups, decoded, reference, 1)
 
     @staticmethod
     def _relative(stages: Iterable[Stage]) -> frozenset[str]:
-        """Return the groups of which stages are given differences."""
+        """Return the groups that are encoded as differences from the reference."""
         plain = (stage.plain for stage in stages if not stage.transform.sealed)
         return frozenset[str]().union(*plain)
 
 
 @dataclass(frozen=True)
-class About:
-    """What every transform knows beside its payload."""
+class Contexts:
+    """The contexts of all hooks for one payload."""
 
     client: str
     exchange: int
     exchanges: int
     way: Way
     memories: Memories
-    told: Mapping[str, Json] = field(default_factory=dict)
+    server_values: Mapping[str, Json] = field(default_factory=dict)
     secrets: Secrets | None = None
     ledger: Ledger | None = None
 
     def of(self, stage: Stage) -> Context:
-        """Return what one transform knows."""
-        memory = self.memories.setdefault(f"{stage.key}.{self.way}", Memory())
-        told = self.told.get(stage.transform.name)
-        rest = (self.exchange, self.exchanges, self.way, memory, told, self.secrets, self.ledger)
-        return Context(self.client, *rest)
+        """Return the context of one transform's hooks."""
+        return Context(
+            self.client,
+            self.exchange,
+            self.exchanges,
+            self.way,
+            self.memories.setdefault(f"{stage.key}.{self.way}", Memory()),
+            self.server_values.get(stage.transform.name),
+            self.secrets,
+            self.ledger,
+        )
 
 
 def _with_values(stage: Stage, schema: Schema) -> Schema:
-    """Return a schema with the values that a transform declares, tells and answers."""
+    """Return a schema with the JSON values that a transform adds to messages."""
     value = Field(stage.transform.name, stage.transform.summary, "json")
 
     def added(fields: Sequence[Field], *hooks: str) -> tuple[Field, ...]:
         if not stage.has(*hooks):
             return tuple(fields)
+        # Some methods declare this value, too.
         others = (f for f in fields if (f.name, f.dtype) != (value.name, "json"))
-        return (*others, value)  # some methods have the value, too
+        return (*others, value)
 
     return Schema(
         added(schema.hello, "declare"),
@@ -209,18 +220,18 @@ def _only(groups: Groups, names: frozenset[str]) -> dict[str, Tensors]:
     return {group: tensors for group, tensors in groups.items() if group in names}
 
 
-def _moved(groups: Groups, names: frozenset[str], reference: Groups, sign: int) -> Groups:
-    """Return groups, some of them moved by the reference of equal name and shape."""
-    moved = dict(groups)
+def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int) -> Groups:
+    """Add or subtract the reference in some groups, for tensors of equal name and shape."""
+    shifted = dict(groups)
     for group in names & groups.keys():
         before = reference.get(group, {})
-        moved[group] = {
+        shifted[group] = {
             name: tensor + sign * before[name].detach().to(tensor.device)
             if name in before and before[name].shape == tensor.shape
             else tensor
             for name, tensor in groups[group].items()
         }
-    return moved
+    return shifted
 
 
 def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
@@ -232,30 +243,33 @@ def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
             for tensors in groups.values()
         )
     ):
-        what = f"returned {type(groups).__name__}, not tensors by group and name."
-        raise stage.failure(hook, what)
+        problem = f"returned {type(groups).__name__}, not tensors by group and name."
+        raise stage.failure(hook, problem)
 
 
 def check_finite(stage: Stage, hook: str, groups: Groups) -> None:
-    """Raise CoterieError unless a hook returned groups of finite tensors."""
+    """Raise CoterieError unless a hook returned finite tensors by group and name."""
     check_groups(stage, hook, groups)
     if not all(is_finite(t) for tensors in groups.values() for t in tensors.values()):
         raise stage.failure(hook, "returned values that are not finite.")
 
 
-def check_alike(failing: str, groups: Groups, expected: Mapping[str, Shapes]) -> None:
-    """Raise CoterieError unless groups have tensors of the expected names and shapes.
+def check_same_shapes(prefix: str, groups: Groups, expected: Mapping[str, Shapes]) -> None:
+    """Check that tensors have the expected groups, names and shapes.
 
     Args:
-        failing: the start of the sentence, up to what was returned.
-        groups: tensors, by group and name.
-        expected: shapes, by group and name.
+        prefix: The start of the error message.
+        groups: The tensors, by group and name.
+        expected: The shapes, by group and name.
+
+    Raises:
+        CoterieError: If they do not.
     """
     for group in sorted(groups.keys() | expected.keys()):
         try:
             check_shapes(groups.get(group, {}), expected.get(group, {}))
         except MessageError as error:
-            raise CoterieError(f"{failing} other tensors in {group!r}: {error}") from error
+            raise CoterieError(f"{prefix} other tensors in {group!r}: {error}") from error
 
 
 def shapes_of(groups: Groups) -> dict[str, Shapes]:

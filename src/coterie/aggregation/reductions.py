@@ -1,7 +1,7 @@
-"""Reductions that a minority of wrong uploads moves little: median and trimmed mean.
+"""Reductions that are robust to a minority of wrong uploads: median and trimmed mean.
 
-Yin et al., arXiv 1803.01498, definitions 1 and 2, for each number over the clients that hold it.
-Unlike the mean, they need all uploads in memory at once, and ignore weights.
+Yin et al., arXiv 1803.01498, definitions 1 and 2. Each element is reduced over the clients that
+hold it. Unlike the mean, these reductions ignore weights and need all uploads in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from coterie.messages import Groups
 
 
 class Median(Reduction):
-    """The coordinate-wise median; of an even number, the mean of the middle two."""
+    """The coordinate-wise median; for an even number of clients, the mean of the middle two."""
 
     name: ClassVar[str] = "median"
     summary: ClassVar[str] = "coordinate-wise median of uploads in place of their mean"
@@ -26,37 +26,34 @@ class Median(Reduction):
     def reduce(
         self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
     ) -> Groups:
-        """Return the median of each number."""
         return reduced(contributions, lambda uploads: uploads.quantile(0.5, dim=0))
 
 
 class TrimmedMean(Reduction):
-    """The mean of each number without its smallest and its largest values."""
+    """The coordinate-wise mean without a share of the smallest and of the largest values."""
 
     name: ClassVar[str] = "trimmed_mean"
-    summary: ClassVar[str] = "mean of uploads without the extreme values of each number"
+    summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"
     least: ClassVar[int] = 3
 
     trim: float = Field(default=0.2, gt=0, lt=0.5)
-    """share of values to drop at either end, at least one"""
+    """share of values to drop at each end, rounded down, but at least one value"""
 
     def check(self, run: TransformFacts) -> None:
-        """Refuse a share that drops every value."""
         super().check(run)
         if 2 * self._dropped(len(run.clients)) >= len(run.clients):
             raise CoterieError(
-                f"trimmed_mean with trim: {self.trim} drops the uploads of all "
-                f"{len(run.clients)} clients; lower trim, or take more clients."
+                f"The transform 'trimmed_mean' with trim: {self.trim} would drop the uploads of "
+                f"all {len(run.clients)} clients; lower trim, or add clients."
             )
 
     def reduce(
         self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
     ) -> Groups:
-        """Return the trimmed mean of each number."""
         return reduced(contributions, self._trimmed)
 
     def _trimmed(self, uploads: Tensor) -> Tensor:
-        """Return the mean over the first dimension, without the extremes where enough are left."""
+        # Few clients may hold a tensor, so at least one value is kept.
         dropped = min(self._dropped(len(uploads)), (len(uploads) - 1) // 2)
         return uploads.sort(dim=0).values[dropped : len(uploads) - dropped].mean(dim=0)
 
@@ -67,11 +64,15 @@ class TrimmedMean(Reduction):
 def reduced(
     contributions: Iterable[Contribution], reduce: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Return one tensor for each group and name, from a stack of those that clients hold.
+    """Reduce each tensor over the clients that hold it.
 
     Args:
-        contributions: the uploads.
-        reduce: turns (clients, ...) in float64 into (...).
+        contributions: The uploads.
+        reduce: A function from the stacked tensors, (clients, ...), float64, to their reduction,
+            (...).
+
+    Returns:
+        The reductions, float32, by group and name.
     """
     held: dict[str, dict[str, list[Tensor]]] = {}
     for contribution in contributions:

@@ -1,6 +1,6 @@
-"""Aggregation transforms by name: those of the package, registered ones and those of plugins.
+"""Registry of aggregation transforms: built-in, registered, and from plugins.
 
-A transform is imported when it is asked for by its name: names alone cost nothing.
+Built-in transforms are imported only when they are used, so listing names does not import torch.
 """
 
 import re
@@ -21,17 +21,20 @@ OWN = {
     "tokens": "weights:TokenWeights",
     "trimmed_mean": "reductions:TrimmedMean",
 }
-"""The package's own: by name, the file and the class."""
+"""The module and class of each built-in transform, by name."""
 
 
 def register(kind: Any) -> Any:
-    """Register a transform's class under its `name`, for as long as this process runs.
+    """Register a transform's class under its `name` in this process.
+
+    Args:
+        kind: A subclass of `Transform` with a `name` and a `summary`.
 
     Returns:
-        The class, so that the function can be used as a decorator.
+        The class itself, so that the function can be used as a decorator.
 
     Raises:
-        CoterieError: the class is no transform with a name and a summary, or the name is taken.
+        CoterieError: If the class is invalid or the name is already registered.
     """
     from coterie.aggregation.transform import Transform
 
@@ -46,7 +49,7 @@ def register(kind: Any) -> Any:
             "dashes and underscores."
         )
     if not hasattr(kind, "summary"):
-        raise CoterieError(f"The transform {name!r} needs a `summary`: one line on what it does.")
+        raise CoterieError(f"The transform {name!r} needs a `summary`: a description in one line.")
     TRANSFORMS.add(name, kind)
     return kind
 

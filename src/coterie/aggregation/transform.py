@@ -1,9 +1,9 @@
-"""Aggregation transforms: what happens to every upload, download or mean, whatever the method.
+"""Aggregation transforms: changes of every upload, download or mean, independent of the method.
 
-A transform is data (its settings) and hooks; whatever it must remember is in the `Memory` that the
-engine hands to it, saves with the run, and takes back if an upload does not count. The run file
-lists transforms under `aggregation.transforms`; they encode in that order and decode in the
-reverse one. A complete transform, which sends updates in half precision::
+A transform consists of settings and hooks. Its state is in a `Memory`, which the engine passes to
+the hooks, saves in checkpoints, and rolls back when an upload does not count. Transforms are listed
+under `aggregation.transforms` in the run file. They encode in the order of the list and decode in
+reverse order. For example, this complete transform sends updates in half precision::
 
     class Half(Transform):
         name = "half"
@@ -20,140 +20,71 @@ reverse one. A complete transform, which sends updates in half precision::
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from coterie.aggregation.context import Context, Contribution, Memory, TransformFacts
 from coterie.errors import CoterieError
-from coterie.messages import Groups, Json, Message, Schema, State
-from coterie.messages.schema import Reduce, Way
-from coterie.privacy.ledger import Budget, Ledger
-from coterie.privacy.secrets import Secrets
-from coterie.seeding import generator
+from coterie.messages import Groups, Json, Message, Schema
+from coterie.messages.schema import Reduce
+from coterie.privacy.ledger import Budget
 
 TRAIN = "train"
-"""The phase of a round in which clients train and upload; a transform may add others."""
-
-
-@dataclass
-class Memory:
-    """What a transform keeps from one exchange to the next. Replace tensors; do not change them."""
-
-    groups: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Tensors, by group and name."""
-    values: dict[str, Json] = field(default_factory=dict)
-    """Plain data."""
-
-    def copied(self) -> "Memory":
-        """Return a copy that shares tensors."""
-        return Memory(dict(self.groups), dict(self.values))
-
-    def state(self) -> State:
-        """Return the memory as part of a checkpoint."""
-        return State(dict(self.groups), dict(self.values))
-
-    @classmethod
-    def of(cls, state: State) -> "Memory":
-        """Return a memory from `state()`."""
-        return cls(dict(state.groups), dict(state.values))
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a hook knows beside its payload."""
-
-    client: str
-    """The client at one end; the server is at the other."""
-    exchange: int
-    """The exchange, 0 for the first."""
-    exchanges: int
-    """The number of exchanges of the run in which clients train."""
-    way: Way
-    """`up` or `down`."""
-    memory: Memory
-    """What this side keeps of this client and way."""
-    told: Json = None
-    """On a client: what `tell` returned for this download."""
-    secrets: Secrets | None = None
-    """On a client: what its noise and keys are drawn from."""
-    ledger: Ledger | None = None
-    """On a client: what it has told of its texts so far."""
-
-    def generator(self, purpose: str, update: Groups) -> torch.Generator:
-        """Return a generator that only this client can make, for one update.
-
-        It depends on a secret of the client and on the digest of what it protects: an upload that
-        is sent again after a crash has the noise that it had, another upload has fresh noise.
-        """
-        assert self.secrets is not None, "only clients have secrets"
-        return generator(self.secrets.of(self.exchange), purpose, digest_of(update))
-
-    def spend(self, update: Groups, noise: float, releases: int) -> bool:
-        """Return whether the client's budget allows a Gaussian release of an update; count it.
-
-        Args:
-            update: what is told under noise.
-            noise: standard deviation of the noise over the sensitivity.
-            releases: number of such releases in the run.
-        """
-        assert self.ledger is not None, "only clients have a ledger"
-        release = self.generator("release", update).initial_seed()
-        return self.ledger.spend(f"{release:016x}", noise, releases)
-
-
-@dataclass(frozen=True)
-class TransformFacts:
-    """What a transform can know of a run before it begins, to refuse what it cannot do."""
-
-    clients: tuple[str, ...]
-    method: str
-    schema: Schema
-    """What the method may send."""
-    exchanges: int
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What one client adds to a round's mean."""
-
-    client: str
-    groups: Groups
-    weight: float = 1.0
+"""The phase of a round in which clients train and upload. Transforms may add other phases."""
 
 
 class Transform(BaseModel):
-    """Something done to every upload, download or mean, whatever the method."""
+    """A change of every upload, download or mean, independent of the method.
+
+    Subclasses declare `name` and `summary`, their settings as pydantic fields, and override the
+    hooks that they need. An exception in a hook becomes an error that names transform and hook.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
+    """The transform's name in run files."""
     summary: ClassVar[str]
-    """What it does, in one line."""
+    """A description in one line."""
     reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean"})
-    """The reductions of the fields of uploads that it covers; none: it encodes nothing."""
+    """The reductions whose upload fields the transform encodes. Empty: it encodes nothing."""
     private: ClassVar[bool] = False
-    """Whether it promises privacy: it then refuses a method that uploads floating-point numbers
-    which it does not cover."""
+    """Whether the transform promises privacy. If so, methods that upload floating-point fields
+    which the transform does not encode are refused."""
     downloads: ClassVar[bool] = False
-    """Whether it encodes downloads, too."""
+    """Whether the transform also encodes downloads."""
     sealed: ClassVar[bool] = False
-    """Whether one upload cannot be decoded alone, as only the mean has a meaning."""
+    """Whether single uploads cannot be decoded, only their reduction."""
     before: ClassVar[tuple[str, ...]] = ()
-    """Phases of a round before training, each with one download and one upload of its own."""
+    """The names of additional phases before training, each with one download and one upload."""
     least: ClassVar[int] = 1
-    """The least number of clients whose uploads it can reduce."""
+    """The minimum number of clients."""
 
     def covered(self, schema: Schema) -> set[str]:
-        """Return the groups of floating-point tensors that the transform encodes."""
+        """Return the names of the groups that the transform encodes.
+
+        Args:
+            schema: The fields of the transform's input.
+
+        Returns:
+            The groups of float32 tensors whose reduction is one of `reductions`.
+        """
         fields = (f for f in schema.up if f.reduce in self.reductions)
         return {f.name for f in fields if f.dtype == "float32"}
 
     def retyped(self, schema: Schema, dtype: str) -> Schema:
-        """Return a schema in which the covered groups have another dtype on the wire."""
+        """Return a schema in which the encoded groups have another dtype on the wire.
+
+        Args:
+            schema: The fields of the transform's input.
+            dtype: The dtype of the encoded tensors, such as `float16`.
+
+        Returns:
+            The schema with the new dtype, for downloads only if `downloads` is true.
+        """
         groups, ways = self.covered(schema), ("up", "down") if self.downloads else ("up",)
         fields = {
             way: tuple(
@@ -167,11 +98,25 @@ class Transform(BaseModel):
     def schema(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, schema: Schema
     ) -> Schema:
-        """Return what may be sent, with the fields and dtypes that the transform needs."""
+        """Declare the encoded fields.
+
+        Args:
+            schema: The fields of the transform's input.
+
+        Returns:
+            The fields of the transform's output. Other fields cannot be sent.
+        """
         return schema
 
     def check(self, run: TransformFacts) -> None:
-        """Raise CoterieError if the transform cannot be part of a run."""
+        """Check that the transform can be used in a run.
+
+        Args:
+            run: Facts about the run.
+
+        Raises:
+            CoterieError: If it cannot. The message says what to change.
+        """
         if len(run.clients) < self.least:
             raise CoterieError(
                 f"The transform {self.name!r} needs at least {self.least} clients, and the run has "
@@ -180,179 +125,243 @@ class Transform(BaseModel):
         if self.reductions and not self.covered(run.schema):
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, whose "
-                "uploads contain nothing that it covers; remove it."
+                "uploads contain no field that it encodes; remove it."
             )
-        whole = ("json", "uint8", "int64")
+        exact = ("json", "uint8", "int64")
         floats = {
-            field.name: field.description for field in run.schema.up if field.dtype not in whole
+            field.name: field.description for field in run.schema.up if field.dtype not in exact
         }
-        open_ = sorted(floats.keys() - self.covered(run.schema))
-        if self.private and open_:
+        uncovered = sorted(floats.keys() - self.covered(run.schema))
+        if self.private and uncovered:
             raise CoterieError(
                 f"The transform {self.name!r} promises privacy, but the method {run.method!r} also "
-                f"uploads {', '.join(f'{name!r} ({floats[name]})' for name in open_)}, which the "
-                "transform does not cover; use another method, or remove the transform."
+                f"uploads {', '.join(f'{name!r} ({floats[name]})' for name in uncovered)}, which "
+                "the transform does not protect; use another method, or remove the transform."
             )
 
     def described(self) -> dict[str, Any]:
-        """Return the transform as a run file would give it."""
+        """Describe the transform.
+
+        Returns:
+            The name and the settings, as an entry of a run file.
+        """
         return {"name": self.name, **self.model_dump(mode="json")}
 
     def budget(self, exchanges: int) -> Budget | None:
-        """Return what the uploads of a run spend of a client's privacy budget, if anything."""
+        """Return the privacy budget that a client spends in a run.
+
+        Args:
+            exchanges: The number of exchanges in which clients train.
+
+        Returns:
+            The budget, or None if the transform adds no noise.
+        """
         return None
 
     def encode(self, update: Groups, context: Context) -> Groups:
-        """Return what is sent in place of an update.
+        """Encode an update before it is sent.
 
         Args:
-            update: by covered group and name, the difference of each tensor from what the client
-                last received under this name, or from zero.
-            context: the client, the exchange, the way, and what this side remembers.
+            update: Float32 tensors by group and name: each tensor minus the tensor of this name
+                that the client last received, if any. A sealed transform gets the tensors
+                themselves.
+            context: The circumstances of the call.
+
+        Returns:
+            Tensors by group and name, as `schema` declares them.
         """
         return update
 
     def decode(self, payload: Groups, context: Context) -> Groups:
-        """Return the update in a payload: float32, by the groups and names that it had."""
+        """Decode a received payload.
+
+        Args:
+            payload: The tensors that `encode` returned, by group and name.
+            context: The circumstances of the call.
+
+        Returns:
+            The update: float32 tensors with the groups, names and shapes that `encode` got.
+
+        Raises:
+            MessageError: If the payload is invalid. The upload then does not count.
+        """
         return payload
 
     def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
-        """Return what the server tells a client in a download; None: nothing."""
+        """Return a value to send to a client with its download. Runs on the server.
+
+        Args:
+            phase: The phase of the round: `train`, or one of the transform's `before`.
+            client: The client that receives the download.
+            clients: All clients of the exchange.
+            memory: The transform's state on the server.
+
+        Returns:
+            The value that the client's hooks get as `context.server_value`, or None.
+        """
         return None
 
     def answer(self, phase: str, context: Context) -> Json:
-        """Return what a client tells the server in the upload of a phase of the transform's."""
+        """Return a client's upload in one of the phases in `before`. Runs on the client.
+
+        Args:
+            phase: The phase of the round.
+            context: The circumstances of the call.
+
+        Returns:
+            The value that the server passes to `collect`.
+        """
         return None
 
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
-        """Note at the server what a client answered in a phase of the transform's.
+        """Process a client's upload in one of the phases in `before`. Runs on the server.
 
-        Clients are collected in the order of names. A client whose answer raises MessageError does
-        not count in the exchange.
+        Called once per client, in the order of names.
+
+        Args:
+            phase: The phase of the round.
+            client: The client that sent the upload.
+            answer: The value that `answer` returned on the client.
+            memory: The transform's state on the server.
+
+        Raises:
+            MessageError: If the answer is invalid. The client is then excluded from the exchange.
         """
 
     def declare(self, tokens: int) -> Json:
-        """Return what a client declares when it joins and with every upload; None: nothing.
+        """Return a value to send when a client joins and with each upload. Runs on the client.
 
         Args:
-            tokens: number of the client's training tokens.
+            tokens: The number of the client's training tokens.
+
+        Returns:
+            The value, or None. The server finds it in `message.values` under the transform's name.
         """
         return None
 
     def join(self, client: str, hello: Message) -> Any:
-        """Return whatever the server must know of a client that joins.
+        """Process the first message of a client that joins. Runs on the server.
 
         Args:
-            client: who joins.
-            hello: the client's first message; it has what the client declares.
+            client: The client's name.
+            hello: The client's first message, which contains the value of `declare`.
+
+        Returns:
+            Any value that `measure` and `weight` need. It is not saved: after a restart, the server
+            calls `join` again with the saved message.
 
         Raises:
-            MessageError: if the message is wrong; the client then does not join.
+            MessageError: If the message is invalid. The client then does not join.
         """
         return None
 
     def measure(self, upload: Message, reference: Groups, joined: Any) -> Any:
-        """Return whatever `refuse` and `figures` must know of an upload.
+        """Measure an upload. Runs on the server.
 
         Args:
-            upload: the decoded upload.
-            reference: by group, the parameters that the client started the round from.
-            joined: what `join` returned for the client.
+            upload: The decoded upload.
+            reference: The parameters with which the client started the round, by group and name.
+            joined: The value that `join` returned for the client.
+
+        Returns:
+            Any value that `refuse` and `figures` need.
         """
         return None
 
     def refuse(self, measures: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the clients whose uploads do not count in this exchange as they are.
+        """Determine which uploads of an exchange are excluded or limited. Runs on the server.
 
         Args:
-            measures: what `measure` returned for every upload of the exchange, by client.
+            measures: The value that `measure` returned for each upload, by client.
 
         Returns:
-            By client, a sentence that says why the upload does not count; or anything else that
-            `bounded` gets as the upload's limit.
+            Decisions by client. A string excludes the upload and gives the reason. Any other value
+            is passed to `bounded` as the upload's limit. Other uploads count unchanged.
         """
         return {}
 
     def bounded(self, client: str, upload: Message, reference: Groups, limit: Any) -> Message:
-        """Return an upload within the limit that `refuse` has set; called only where it has."""
+        """Apply the limit that `refuse` returned for an upload. Runs on the server.
+
+        Args:
+            client: The client's name.
+            upload: The decoded upload.
+            reference: The parameters with which the client started the round, by group and name.
+            limit: The limit of the upload.
+
+        Returns:
+            The changed upload.
+        """
         return upload
 
     def weight(self, client: str, upload: Message, joined: Any) -> float:
-        """Return the client's weight in the mean; the weights of several transforms multiply.
+        """Return a client's weight in the mean. Runs on the server.
+
+        Args:
+            client: The client's name.
+            upload: The decoded upload, within its limits.
+            joined: The value that `join` returned for the client.
+
+        Returns:
+            A positive, finite weight. The weights of several transforms are multiplied.
 
         Raises:
-            MessageError: if the upload must not count.
+            MessageError: If the upload is invalid. It then does not count.
         """
         return 1.0
 
     def figures(self, measures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
-        """Return what is recorded of the exchange's uploads: metrics by client and name."""
+        """Return metrics to record for an exchange's uploads. Runs on the server.
+
+        Args:
+            measures: The value that `measure` returned for each upload, by client.
+
+        Returns:
+            The metrics, by client and then by metric name.
+        """
         return {}
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
-        """Return what takes the place of a mean.
+        """Replace the mean of a round. Runs on the server.
 
         Args:
-            mean: the reduced uploads, by group and name.
-            before: the server's parameters that the mean replaces.
-            memory: what the server remembers.
+            mean: The reduced uploads, by group and name.
+            before: The server's parameters that the mean will replace, by group and name.
+            memory: The transform's state on the server.
 
         Returns:
-            Tensors of the names and shapes of the mean.
+            Tensors with the groups, names and shapes of the mean.
         """
         return mean
 
 
 class Reduction(Transform):
-    """A transform that makes one of many uploads in place of the weighted mean.
-
-    A run has at most one. Contributions come in the order of names.
-    """
+    """A transform that reduces uploads in place of the weighted mean. A run has at most one."""
 
     def reduce(
         self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
     ) -> Groups:
-        """Return one tensor for each group and name that a contribution holds.
+        """Reduce a round's uploads. Runs on the server.
 
         Args:
-            contributions: the uploads that count.
-            clients: everybody who was asked for an upload.
-            memory: what the server remembers.
+            contributions: The uploads that count, in the order of client names.
+            clients: All clients of the exchange, whether or not their uploads count.
+            memory: The transform's state on the server.
+
+        Returns:
+            One tensor for each group and name in any contribution, of the same shape.
         """
         raise NotImplementedError
 
 
-def run_hook(
-    transform: Transform, hook: str, *args: Any, error: type[CoterieError] = CoterieError
-) -> Any:
-    """Return what a hook of a transform returns; whatever it raises becomes one sentence."""
-    try:
-        return getattr(transform, hook)(*args)
-    except CoterieError:
-        raise
-    except Exception as cause:
-        raise error(failure(transform, hook, f"raised {type(cause).__name__}: {cause}")) from cause
-
-
-def failure(transform: Transform, hook: str, what: str) -> str:
-    """Return the sentence on what a hook has done wrong."""
-    return f"The transform {transform.name!r} failed: {hook} {what}"
-
-
-def encoded_schema(transform: Transform, schema: Schema) -> Schema:
-    """Return what may be sent with a transform, given what may be sent without it."""
-    after = run_hook(transform, "schema", schema)
-    if not isinstance(after, Schema):
-        what = f"returned {type(after).__name__}, not a Schema."
-        raise CoterieError(failure(transform, "schema", what))
-    return after
-
-
-def digest_of(groups: Groups) -> str:
-    """Return a hash of tensors with their names."""
-    return blake2b(Message(0, groups).encode(), digest_size=16).hexdigest()
-
-
 def mapped(groups: Groups, change: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return groups in which every tensor is replaced."""
+    """Apply a function to every tensor of groups.
+
+    Args:
+        groups: Tensors by group and name.
+        change: The function.
+
+    Returns:
+        The results, by group and name.
+    """
     return {g: {n: change(t) for n, t in tensors.items()} for g, tensors in groups.items()}

@@ -1,7 +1,4 @@
-"""How much a client trusts the others: a row of weights, from how alike or how useful they are.
-
-The three measures of personalised collaborative fine-tuning (PCL, arXiv 2404.09753, section 3).
-"""
+"""Trust weights of personalised collaborative fine-tuning (PCL, arXiv 2404.09753, section 3)."""
 
 import logging
 from collections.abc import Mapping
@@ -12,16 +9,24 @@ from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
 ALWAYS = 2
-"""Clients that a threshold always leaves: the released code keeps the two best."""
+"""The number of best clients that a threshold never excludes, as in PCL's released code."""
 
 
 def trust_row(
     own: str, scores: Mapping[str, float], top: int | None = None, threshold: float | None = None
 ) -> dict[str, float]:
-    """The softmax of a client's scores: weights by client, which sum to 1 (PCL, equation 2).
+    """Compute a client's trust weights: the softmax of its scores (PCL, equation 2).
 
-    `top` keeps that many best scores; `threshold` keeps those above it, and always the best two.
-    A score that is not finite counts nothing; without any that is, the client trusts itself alone.
+    Args:
+        own: The name of the client.
+        scores: The score of each client, by name, including the client itself. Clients whose score
+            is not finite get weight 0.
+        top: The number of best scores to keep; None: all.
+        threshold: The value that a score must exceed to be kept. The two best scores are always
+            kept. None: no threshold.
+
+    Returns:
+        Weights by client, which sum to 1. If no score is finite, `own` gets weight 1.
     """
     row = torch.tensor(list(scores.values()), dtype=torch.float64)
     row[~row.isfinite()] = -torch.inf
@@ -33,7 +38,7 @@ def trust_row(
         row[others[row[others] <= threshold]] = -torch.inf
     if not row.isfinite().any():
         log.warning(
-            "No client's model could be scored by %r, which keeps its own model in this exchange.",
+            "Client %r has no finite trust score, so it keeps its own model in this exchange.",
             own,
         )
         return {name: float(name == own) for name in scores}
@@ -41,9 +46,13 @@ def trust_row(
 
 
 def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = False) -> float:
-    """Cosine similarity of two adapters as one vector each, or the mean of their columns' cosines.
+    """Compute the cosine similarity of two adapters.
 
-    Of A: (r, in) and B: (out, r), whose columns are the rows of PCL's released code.
+    Args:
+        a: The tensors of one adapter by name: A, (r, in), and B, (out, r).
+        b: The tensors of the other adapter.
+        by_columns: Whether to average the cosines of corresponding columns, as PCL's released code
+            does (it stores the transposes), instead of comparing concatenated vectors.
     """
     if by_columns:
         columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]
@@ -53,14 +62,16 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
 
 
 def sparse_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
-    """Mean over tokens of the l1 distance of sparse logits; what is left out counts as 0.
+    """Compute the L1 distance of sparse logits, averaged over tokens. Missing logits are 0.
 
-    Each is values: (tokens, k) and their places in the vocabulary: (tokens, k), ascending.
+    Args:
+        a: Logits, (tokens, k), and their token ids in ascending order, (tokens, k).
+        b: The logits and token ids to compare with, with any k.
     """
-    (x, at), (y, there) = ((values.float(), places.long()) for values, places in (a, b))
-    place = torch.searchsorted(there, at).clamp(max=there.shape[-1] - 1)
-    common = there.gather(-1, place) == at
-    z = y.gather(-1, place)
-    # Apart, x and z would count |x| + |z|; at a common place they count |x - z|.
-    saved = ((x.abs() + z.abs() - (x - z).abs()) * common).sum(-1)
-    return (x.abs().sum(-1) + y.abs().sum(-1) - saved).mean().item()
+    (x, x_ids), (y, y_ids) = ((values.float(), ids.long()) for values, ids in (a, b))
+    matches = torch.searchsorted(y_ids, x_ids).clamp(max=y_ids.shape[-1] - 1)
+    common = y_ids.gather(-1, matches) == x_ids
+    z = y.gather(-1, matches)
+    # The total adds |x| + |z| for common ids, where the distance is |x - z|: subtract the excess.
+    excess = ((x.abs() + z.abs() - (x - z).abs()) * common).sum(-1)
+    return (x.abs().sum(-1) + y.abs().sum(-1) - excess).mean().item()

@@ -1,4 +1,4 @@
-"""Weights of clients in the mean: their numbers of training tokens (McMahan et al., 1602.05629)."""
+"""Weights by numbers of training tokens, as in FedAvg (McMahan et al., arXiv 1602.05629)."""
 
 from typing import Any, ClassVar
 
@@ -11,9 +11,10 @@ TOKENS = Field("tokens", "number of training tokens, the client's weight in the 
 
 
 class TokenWeights(Transform):
-    """Every client's weight in the mean is its number of training tokens.
+    """Weights of clients in the mean: their numbers of training tokens.
 
-    The client declares it when it joins and with every upload, which may claim fewer tokens.
+    A client declares its number when it joins and with each upload. The number of an upload may be
+    smaller than the number declared at the join, but not larger.
     """
 
     name: ClassVar[str] = TOKENS.name
@@ -21,35 +22,35 @@ class TokenWeights(Transform):
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     def check(self, run: TransformFacts) -> None:
-        """Refuse a method without a mean."""
         if not run.schema.reduced("mean"):
             raise CoterieError(
-                f"The transform {self.name!r} has no effect with the method {run.method!r}, in "
-                "which the server takes no mean; remove it."
+                f"The transform {self.name!r} has no effect with the method {run.method!r}, "
+                "whose server averages no uploads; remove it."
             )
 
     def declare(self, tokens: int) -> int:
-        """Return the number of training tokens."""
         return tokens
 
     def join(self, client: str, hello: Message) -> int:
-        """Return the largest weight that the client may claim."""
         return tokens_of(client, hello)
 
     def weight(self, client: str, upload: Message, joined: Any) -> float:
-        """Return the number of tokens that came with the upload."""
         tokens = tokens_of(client, upload)
         if tokens > joined:
             raise MessageError(
-                f"{client} claims {tokens:,} training tokens, but declared {joined:,} when it "
-                "joined."
+                f"The client {client!r} claims {tokens:,} training tokens in its upload, but "
+                f"declared {joined:,} when it joined."
             )
         return float(tokens)
 
 
 def tokens_of(client: str, message: Message) -> int:
-    """Return the number of training tokens in a message."""
+    """Return the number of training tokens that a message declares.
+
+    Raises:
+        MessageError: If it is not a positive integer.
+    """
     tokens = message.values.get(TOKENS.name)
     if type(tokens) is not int or tokens < 1:
-        raise MessageError(f"{client} did not send its number of training tokens.")
+        raise MessageError(f"The client {client!r} did not send its number of training tokens.")
     return tokens

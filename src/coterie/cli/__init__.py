@@ -1,6 +1,7 @@
 """The command line: `coterie COMMAND`.
 
-No module here imports torch, transformers or pydantic outside a function: help is there at once.
+Modules of this package import torch, transformers and pydantic inside functions only, so that
+`--help` and errors in arguments need not wait for them.
 """
 
 import os
@@ -26,8 +27,8 @@ app = typer.Typer(
 )
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         terminal.say(f"coterie {metadata.version('coterie')}")
         raise typer.Exit
 
@@ -36,10 +37,10 @@ def _say_version(asked: bool) -> None:
 def coterie(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """What stands before a command; the help is the app's own."""
+    """Handle the options that precede a command."""
 
 
 app.command(cls=options.Command)(run.run)
@@ -72,13 +73,13 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 
 
 def main(app: typer.Typer = app) -> None:
-    """Run a command; an error that the user can mend is one sentence and exit code 2.
+    """Run a command, and exit with one sentence and code 2 after an error that the user can fix.
 
-    What is written is for this user alone: models, losses and logs are personal.
+    Files are created with permissions for this user only: models, losses and logs are personal.
     """
     os.umask(0o077)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # not where a test or a program has replaced it
+        if isinstance(stream, TextIOWrapper):  # tests and programs may replace it
             stream.reconfigure(errors="replace")
     try:
         _check_arguments(sys.argv[1:])
@@ -95,6 +96,6 @@ def main(app: typer.Typer = app) -> None:
         if options.debug or not ran_out_of_memory(error):
             raise
         terminal.complain(
-            "Error: out of memory; set a smaller training.micro_batch, or base.weights: nf4."
+            "Error: out of memory. Set a smaller training.micro_batch, or base.weights: nf4."
         )
         sys.exit(2)

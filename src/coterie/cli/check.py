@@ -1,4 +1,4 @@
-"""`coterie server --check` and `coterie client --check`: what would go wrong, before a long run."""
+"""The checks of `coterie server --check` and `coterie client --check` before a long run."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -30,101 +30,116 @@ from coterie.network.door_process import listen
 from coterie.network.flower import fleet
 from coterie.network.keys import Keys, Kit
 
-ASKED_WITHIN = 30.0
-"""Seconds that a client waits for the server to ask it to join."""
+JOIN_TIMEOUT = 30.0
+"""Timeout in seconds for the server's order to join a run."""
 
 
 def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, address: str) -> None:
-    """Check keys, address, models, and a step of the run with a text of the demo.
+    """Check the keys, the address, the models, the disk, and one step on a text of the demo.
 
-    values: the plain data of the run file.
+    Args:
+        values: The plain data of the run file.
+        config: The run.
+        keys: The server's keys.
+        address: The address to listen on, HOST:PORT.
     """
     names = [client.name for client in config.clients]
-    with _checking("keys") as found:
+    with _checking("keys") as report:
         remarks = "".join(f"; {remark}" for remark in keys.remarks())
         hosts = ", ".join(keys.hosts())
         count = len(keys.clients())
-        have = "1 client has a kit" if count == 1 else f"{count} clients have kits"
-        found(f"{have}; the certificate is for {hosts}, until {keys.expires():%Y-%m-%d}{remarks}")
-    with _checking("address") as found:
+        registered = "1 client has a key" if count == 1 else f"{count} clients have keys"
+        until = f"{keys.expires():%Y-%m-%d}"
+        report(f"{registered}; the certificate is valid for {hosts}, until {until}{remarks}")
+    with _checking("address") as report:
         listen(address).close()
-        found(f"nobody else listens on {address}")
-    with _checking("run") as found:
-        found(
+        report(f"{address} is free")
+    with _checking("run") as report:
+        report(
             f"{config.label}, {plural(config.rounds, 'round')} of "
-            f"{plural(config.training.steps, 'step')}, for "
-            f"{', '.join(names)}; a round needs {config.deployment.quorum or len(names)} of them"
+            f"{plural(config.training.steps, 'step')}; clients: {', '.join(names)}; "
+            f"quorum: {config.deployment.quorum or len(names)}"
         )
     if config.server is not None:
-        with _checking("model") as found:
+        with _checking("model") as report:
             served(config)
-            found(f"the server's own: {config.server.base or config.base}")
-    # What is wrong may be about that text, and not the clients' own.
-    with _checking("messages", "not measured, as a text of the demo does not do") as found:
+            report(f"the server's own model: {config.server.base or config.base}")
+    # An error may concern the demo's text only, and not the clients' texts.
+    with _checking("messages", "not measured: the demo's text does not suit this run") as report:
         short = load_with_any_text(values)
         step = trial.run_trial(Session(short), short)
-        held = size(len(names) * (step.up + step.down))
-        ways = f"{size(step.up)} up and {size(step.down)} down per client and round"
-        found(f"{ways}; Flower may hold {held} of them at once")
-    with _checking("disk") as found:
-        found(f"{size(shutil.disk_usage(Path()).free)} free here")
+        total = size(len(names) * (step.up + step.down))
+        each = f"{size(step.up)} up and {size(step.down)} down per client and round"
+        report(f"{each}; Flower may store {total} at once")
+    with _checking("disk") as report:
+        report(f"{size(shutil.disk_usage(Path()).free)} free in the current folder")
     terminal.say("\nThe server can start.")
 
 
-def check_client(server: str, kit: Kit, site: Site) -> None:
-    """Kit, connection, and a step of the run that the server asks this client to join."""
-    with _checking("kit") as found:
-        found(f"{kit.name}, until {kit.expires:%Y-%m-%d}")
-    with _checking("connection") as found:
-        order = fleet.first_order(server, kit, ASKED_WITHIN)
-        found(f"{server} lets {kit.name} in and asks it to join a run")
-    with _checking("run") as found:
-        if why := version_mismatch(order) or (site.agreed and disagreement(site.agreed, order)):
-            raise CoterieError(f"The run {why}.")
+def check_client(server: str, credentials: Kit, site: Site) -> None:
+    """Check the key, the connection, the texts, and one step of the run of the server."""
+    with _checking("key") as report:
+        report(f"{credentials.name}, valid until {credentials.expires:%Y-%m-%d}")
+    with _checking("connection") as report:
+        order = fleet.first_order(server, credentials, JOIN_TIMEOUT)
+        report(f"{server} accepts {credentials.name} and asks it to join a run")
+    with _checking("run") as report:
+        if reason := version_mismatch(order) or (site.agreed and disagreement(site.agreed, order)):
+            raise CoterieError(f"The run {reason}.")
         config = site.config(order)
-        if why := extra_plugin(order, config):
-            raise CoterieError(f"The run {why}.")
-        spends = budget_excess(config.budgets, ledger_of(site, order.run))
+        if reason := extra_plugin(order, config):
+            raise CoterieError(f"The run {reason}.")
+        excess = budget_excess(config.budgets, ledger_of(site, order.run))
         folder = run_folder(site, order.run, config)
         refused = Orders(site).refusal(order, config, folder)
-        if why := spends or public_text_mismatch(order, config) or refused:
-            raise CoterieError(f"The run {why}.")
-        found(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")
-    with _checking("texts") as found:
+        if reason := excess or public_text_mismatch(order, config) or refused:
+            raise CoterieError(f"The run {reason}.")
+        report(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")
+    with _checking("texts") as report:
         session = Session(config)
-        [own] = session.participants(config)
-        train, validation, test = own.data.train, own.data.validation, own.data.test
-        found(
-            f"{len(train.ids):,} tokens or samples to train on, {len(validation.ids):,} for "
-            f"validation, {len(test.ids):,} for the test"
+        [participant] = session.participants(config)
+        data = participant.data
+        report(
+            f"{len(data.train.ids):,} tokens or samples for training, {len(data.validation.ids):,} "
+            f"for validation, {len(data.test.ids):,} for testing"
         )
-    # What is wrong may be about the run as a whole, of which this client knows its part.
-    with _checking("step", "not tried, as it needs the other side, too"):
+    # An error may concern the whole run, of which this client knows only a part.
+    with _checking("step", "not measured: it needs the server or other clients"):
         step = trial.run_trial(session, config)
-        _line("memory", "ok", f"{size(step.peak)} at most, in a step")
+        _line("memory", "ok", f"at most {size(step.peak)} during a step")
         fields = "; ".join(field.description for field in config.method.schema().up) or "nothing"
-        _line("sent", "ok", f"{size(step.up)} a round ({fields}); {size(step.down)} come back")
-        round = step.step * config.training.steps
-        run = timedelta(seconds=int(round * config.exchanges))
-        took = f"a step takes {step.step:.2f} s: a round {timedelta(seconds=int(round))}"
-        _line("time", "ok", f"{took}, all {run}, without transfers and scores")
-    terminal.say("\nThis client can take part; nothing of its own was sent. Now without --check.")
+        _line("sent", "ok", f"{size(step.up)} up per round ({fields}), {size(step.down)} down")
+        seconds = step.step * config.training.steps
+        round, run = (timedelta(seconds=int(s)) for s in (seconds, seconds * config.exchanges))
+        estimate = f"{step.step:.2f} s per step, {round} per round, {run} in all"
+        _line("time", "ok", f"{estimate}, without transfers and evaluation")
+    terminal.say(
+        "\nThis client can take part; none of its data was sent. To take part, run the command "
+        "again without --check."
+    )
 
 
 @contextmanager
-def _checking(what: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
-    """A line for a thing that is checked; one that will not do is the last, with exit code 1,
-    unless there is an excuse for it."""
+def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
+    """Print a line about a check, and exit with code 1 if it fails.
+
+    Args:
+        subject: What is checked.
+        excuse: If given, a failed check prints this text instead, and the checks continue.
+
+    Yields:
+        A function that prints the line of a check that passed, given its text.
+    """
     try:
-        yield lambda text: _line(what, "ok", text)
+        yield lambda text: _line(subject, "ok", text)
     except (CoterieError, OSError) as error:
         if excuse and isinstance(error, CoterieError):
-            _line(what, "-", f"{excuse} ({error})")
+            _line(subject, "-", f"{excuse} ({error})")
             return
-        _line(what, "NOT OK", str(error))
-        terminal.say("\nWhat comes after it was not checked.")
+        _line(subject, "NOT OK", str(error))
+        terminal.say("\nThe remaining checks were skipped.")
         raise typer.Exit(1) from None
 
 
-def _line(what: str, mark: str, text: str) -> None:
-    terminal.say(f"{what:<11} {mark:<6}  {text}")
+def _line(subject: str, mark: str, text: str) -> None:
+    terminal.say(f"{subject:<11} {mark:<6}  {text}")

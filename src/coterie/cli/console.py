@@ -1,5 +1,4 @@
-"""What a server or a client of a deployment shows while it works, on a terminal or in a log, and
-what a person reads before agreeing to a run."""
+"""Output of a deployment's server and clients, and the text that a person agrees to."""
 
 import json
 import time
@@ -27,44 +26,40 @@ from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
 
 
 class Board(LiveDisplay[Live], ServerWatch):
-    """A table that lives on a terminal: the round, who is in, what each is doing, and its bytes.
+    """The server's table of clients: status, time of the last upload, and bytes.
 
-    Elsewhere (a file, a pipe, a service's log) a line for every event and round.
+    A terminal shows the table, which is updated in place; elsewhere (a file, a pipe, a service's
+    log), each event and each round prints a line.
     """
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, Live(console=console, auto_refresh=False, transient=True))
-        self.up: Counter[str] = Counter()
-        self.down: Counter[str] = Counter()
-        self.last: dict[str, str] = {}
+        self.bytes_up: Counter[str] = Counter()
+        self.bytes_down: Counter[str] = Counter()
+        self.last_upload: dict[str, str] = {}
 
     def start(self, title: str, rounds: int, done: int) -> None:
-        """Note what runs."""
         self.title, self.rounds, self.done, self.first = title, rounds, done, done
-        already = f", {done} already done" if done else ""
-        self._say(f"{title}: {plural(rounds, 'round')}{already}")
+        resumed = f", resuming after round {done}" if done else ""
+        self._say(f"{title}: {plural(rounds, 'round')}{resumed}")
         self.began = time.monotonic()
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        """Draw the table anew."""
         if self.console.is_terminal:
             busy = set(working)
             states = {name: _state(seat, name in busy) for name, seat in sorted(seats.items())}
             self.live.update(self._table(states), refresh=True)
 
     def moved(self, client: str, up: int, down: int) -> None:
-        """Count bytes."""
-        self.up[client] += up
-        self.down[client] += down
+        self.bytes_up[client] += up
+        self.bytes_down[client] += down
         if up:
-            self.last[client] = f"{datetime.now():%H:%M:%S}"
+            self.last_upload[client] = f"{datetime.now():%H:%M:%S}"
 
     def note(self, text: str) -> None:
-        """A line that stays."""
         self._say(f"{datetime.now():%H:%M:%S} {text}")
 
     def round_over(self, round: int, counted: int) -> None:
-        """A line for every round."""
         self.done = round + 1
         counts = f"{plural(counted, 'upload')} counted"
         self.note(f"round {self.done}/{self.rounds}: {counts}{self._left()}")
@@ -82,26 +77,29 @@ class Board(LiveDisplay[Live], ServerWatch):
         for head in ("last upload", "up", "down"):
             table.add_column(head, justify="right")
         for name, state in states.items():
-            moved = (size(self.up[name]), size(self.down[name]))
-            table.add_row(name, state, self.last.get(name, ""), *moved)
+            moved = (size(self.bytes_up[name]), size(self.bytes_down[name]))
+            table.add_row(name, state, self.last_upload.get(name, ""), *moved)
         return table
 
 
 class ClientBoard(LiveDisplay[Status]):
-    """A line for every event of a client's part, and on a terminal one that lives."""
+    """The client's events, one line each, and a status line that is updated in place on a terminal.
+
+    Args:
+        estimate: Returns the bytes of memory that a run needs, or None if that is unknown.
+    """
 
     def __init__(
         self, console: Console, estimate: Callable[[RunConfig], int | None] = lambda _: None
     ) -> None:
-        """estimate: returns the bytes of memory that a run takes, if it can tell."""
         super().__init__(console, Status("connecting to the server", console=console))
         self.estimate = estimate
         self.losses: list[float] = []
         self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
-    def __call__(self, what: str, value: Any) -> None:
-        """See `deployment.client.Seen`."""
-        match what:
+    def __call__(self, event: str, value: Any) -> None:
+        """Show an event of the client; implements `coterie.network.link.Seen`."""
+        match event:
             case "connected":
                 self._say(f"connected to {value}")
             case "away":
@@ -111,7 +109,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self.began = time.monotonic()
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 for adapter in value.part.covered:
-                    self._say(f"  trained here: {adapter}")
+                    self._say(f"  trained on this machine: {adapter}")
                 schema = value.part.schema
                 for when, fields in (("once", schema.hello), ("every round", schema.up)):
                     for field in fields:
@@ -124,36 +122,39 @@ class ClientBoard(LiveDisplay[Status]):
                 self._step(value)
             case "stopped":
                 self._say(
-                    f"no gain for {plural(value, 'round')}: training stopped, waiting for the end"
+                    f"no better validation score for {plural(value, 'round')}: training stopped, "
+                    "waiting for the end of the run"
                 )
-            case _ if what in self.bytes:
-                self.bytes[what] = value
-            case _ if what == JUMPED:
+            case _ if event in self.bytes:
+                self.bytes[event] = value
+            case _ if event == JUMPED:
                 self._say(jump_warning("this client", value))
-            case _ if what.startswith(LOSS):
+            case _ if event.startswith(LOSS):
                 self.losses.append(value)
                 self.live.update(f"training: loss {value:.3f}")
 
     def agrees(self, order: Order, config: RunConfig) -> bool:
-        """Show what the server asks for, and ask whoever is at the terminal."""
+        """Show the run that the server asks for, and prompt for agreement."""
         self.live.stop()
         table = Table.grid(padding=(0, 2))
-        for what, text in in_words(order, config, self.estimate(config)):
-            table.add_row(what, Text(text))
+        for subject, text in in_words(order, config, self.estimate(config)):
+            table.add_row(subject, Text(text))
         self.console.print("The server asks you to take part in this run:")
         self.console.print(table)
-        answer = Confirm.ask("Do you agree to this run, and to no other?", console=self.console)
+        answer = Confirm.ask(
+            "Do you agree to take part in this run, and in no other?", console=self.console
+        )
         self.__enter__()
         return answer
 
     def _step(self, round: int) -> None:
-        """A round's work is done; what the server makes of it comes later."""
+        """Print a line about a completed step; whether its upload counts is not known yet."""
         self.done += 1
-        figures = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
-        figures += [f"{size(self.bytes[way])} {way[6:]}" for way in self.bytes]
+        items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
+        items += [f"{size(self.bytes[name])} {name[6:]}" for name in self.bytes]  # up or down
         seconds = (time.monotonic() - self.began) / self.done * (self.rounds - round - 1)
-        figures += [f"about {clock(seconds)} left"] if seconds else []
-        self._say(f"round {round + 1}/{self.rounds}: {', '.join(figures)}")
+        items += [f"about {clock(seconds)} left"] if seconds else []
+        self._say(f"round {round + 1}/{self.rounds}: {', '.join(items)}")
         self.losses = []
         self.live.update("waiting for the server")
 
@@ -169,9 +170,12 @@ def _state(seat: Seat, working: bool) -> str:
 
 
 def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
-    """Return what a person should know before agreeing to a run, as (subject, text) pairs.
+    """Describe a run to the person who is asked to agree to it, as (subject, text) pairs.
 
-    memory: see `costs_in_words`.
+    Args:
+        order: The server's order to join the run.
+        config: The run as the client sees it.
+        memory: The memory estimate of `costs_in_words`.
     """
     method, schema, training = config.method, config.aggregating().schema, config.training
     settings = [
@@ -179,7 +183,7 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         for key, value in flat(method.described())
         if key != "name"
     ]
-    told = {
+    texts = {
         "run": config.name,
         "method": f"{method.name}: {method.summary}",
         "settings": ", ".join(settings),
@@ -194,33 +198,36 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
             f"{budget.description}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
             for budget in config.budgets
         ),
-        "losses": "sent, with all other metrics"
+        "losses": "sent to the server, with all other metrics"
         if config.deployment.share_metrics
-        else "stay here",
+        else "stay on this machine",
         "public text": order.public or "",
         "plugins": "; ".join(
             sorted({f"{p.file} {p.sha256[:16]}" for p in (order.plugins or {}).values()})
         ),
     }
-    return [(what, text) for what, text in told.items() if text]
+    return [(subject, text) for subject, text in texts.items() if text]
 
 
 def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
-    """Return what a person should know of the costs before agreeing to a run, by subject.
+    """Describe the costs of a run to the person who is asked to agree to it, by subject.
 
-    memory: estimated bytes of the client's process on a CPU; None if there is no estimate.
+    Args:
+        config: The run as the client sees it.
+        memory: The estimated bytes of the client's process on a CPU; None without an estimate.
     """
     estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
     training, evaluation = config.training, config.evaluation
     steps = training.steps * config.exchanges
-    every = "after the last round"
+    when = "after the last round"
     if evaluation.every is not None:
-        every = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
+        when = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
     return {
         "computing": f"{steps:,} training steps in all, with "
-        f"{config.threads or 'the default number of'} threads; scored {every}",
-        "memory": f"{estimate}{training.at_once} samples of {config.data.window} tokens at once in "
-        f"training, {evaluation.batch} in scoring; `coterie client --check` measures it",
+        f"{config.threads or 'the default number of'} threads; evaluated {when}",
+        "memory": f"{estimate}batches of {training.at_once} samples of {config.data.window} "
+        f"tokens in training and of {evaluation.batch} in evaluation; `coterie client --check` "
+        "measures it",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
-        f"most {MAX_DISK / 2**30:.0f} GiB for all runs in one folder",
+        f"most {MAX_DISK / 2**30:.0f} GiB for all runs in --out",
     }

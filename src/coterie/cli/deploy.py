@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ from coterie.cli.options import (
     Settings,
     check_run,
     device_of,
-    needs_resume,
+    require_resume,
 )
 from coterie.errors import CoterieError, plural
 from coterie.network.flower import imports_for
@@ -35,25 +36,31 @@ if TYPE_CHECKING:
     from coterie.privacy.ledger import Budget
 
 DELTA = 1e-5
-"""Of the limit on what is spent."""
+"""The delta of the privacy budget that --epsilon sets."""
 Check = Annotated[
-    bool, typer.Option("--check", help="Try what the run needs on this machine; start nothing.")
+    bool,
+    typer.Option(
+        "--check", help="Check what the run needs on this machine, without starting the run."
+    ),
 ]
 
 KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")]
 Data = Annotated[
     str | None,
-    typer.Option(help="File or folder of .txt, .jsonl or .parquet, split on this machine."),
+    typer.Option(
+        help="This client's texts: a file or folder of .txt, .jsonl or .parquet, split on this "
+        "machine into training, validation and test text."
+    ),
 ]
 Agreed = Annotated[
-    Path | None, typer.Option(help="The run file that you agree to; any other run is refused.")
+    Path | None, typer.Option(help="Run file that you agree to; any other run is declined.")
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Agree to whatever run the server asks for.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Agree to any run that the server asks for.")]
 Without = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Run without a client of the run file; with --resume, expel it. Repeatable.",
+        help="Client of the run file to exclude; with --resume, client to expel. Repeatable.",
     ),
 ]
 Epsilon = Annotated[
@@ -61,39 +68,44 @@ Epsilon = Annotated[
     typer.Option(
         min=0,
         max=1e9,
-        help="Privacy budget of all this client's runs in --out together, for what methods and "
-        "transforms send under noise (epsilon; delta is 1e-5). Default: that of the --run file.",
+        help="Privacy budget (epsilon, at a delta of 1e-5) of all runs in --out together, for what "
+        "methods and transforms send with noise. Default: the budget of the --run file.",
     ),
 ]
 ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
-ClientName = Annotated[str, typer.Option(help="The client's name.")]
+ClientName = Annotated[str, typer.Option(help="Name of the client.")]
 
 
 def server(
     file: Annotated[
-        Path | None, typer.Argument(help="A run file (YAML). Its clients need no path.")
+        Path | None, typer.Argument(help="Run file (YAML). Its clients need no paths.")
     ] = None,
     keys: KeyFolder = Path("keys"),
     address: Annotated[str, typer.Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
     settings: Settings = None,
     out: Out = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")
+        bool, typer.Option("--resume", help="Resume the run in --out, if there is one.")
     ] = False,
     from_round: FromRound = None,
     without: Without = None,
     device: ServersDevice = None,
     check: Check = False,
 ) -> None:
-    """Serve a run to clients on other machines until its last round.
+    """Serve a run to clients on other machines.
 
-    Clients authenticate with their keys (`coterie keys init`, `coterie keys add alice`). To accept
-    clients from other machines, set --address 0.0.0.0:9092. The run file can have a section
+    Clients authenticate with their keys; create these with `coterie keys init` and
+    `coterie keys add alice`. The server listens on this machine only unless --address is set. The
+    command ends after the last round. The run file can have a section such as
 
         deployment: {quorum: 3, deadline: 600}
 
-    With it, a round needs three clients and waits at most ten minutes for the others.
-    docs/deploy/deployment.md is a step-by-step guide.
+    A round then needs the uploads of three clients, and waits for the other clients for at most
+    600 seconds. docs/deploy/deployment.md is a step-by-step guide.
+
+    For example:
+
+        coterie server us.yaml --address 0.0.0.0:9092
     """
     from coterie.config.deployed import check_start, load_deployment
     from coterie.config.values import read_values
@@ -101,7 +113,7 @@ def server(
     with imports_for("A deployment", "flower"):
         from coterie.network.keys import Keys
 
-    registered = list((folder_of_keys := Keys(keys)).clients())
+    registered = list((server_keys := Keys(keys)).clients())
     values = read_values(file, settings or ())
     if device is not None:
         values["device"] = device_of(device)
@@ -109,91 +121,108 @@ def server(
     folder = out or Path("runs") / config.name
     again = resume and (folder / "run.json").exists()
     if not again:
-        needs_resume(from_round)
+        require_resume(from_round)
         check_start(config, registered)
     with imports_for("A deployment", "flower"):
         from coterie.cli.check import check_server
         from coterie.cli.console import Board
         from coterie.deployment import start as deploy
     if check:
-        return check_server(values, config, folder_of_keys, address)
-    how = "Finished rounds are saved. To resume, run the same command with --resume."
-    with _stoppable(how), Board(terminal.console) as board:
+        return check_server(values, config, server_keys, address)
+    hint = "Finished rounds are saved. To resume, run the same command with --resume."
+    with _stoppable(hint), Board(terminal.console) as board:
         if again:
-            done = deploy.serve_again(
-                folder, folder_of_keys, address, board, from_round, without or (), config
+            finished = deploy.serve_again(
+                folder, server_keys, address, board, from_round, without or (), config
             )
         else:
-            done = deploy.serve(config, folder, folder_of_keys, address, board, without or ())
-    terminal.say(f"The run is finished and saved in {done.path}.")
+            finished = deploy.serve(config, folder, server_keys, address, board, without or ())
+    terminal.say(f"The run is finished and saved in {finished.path}.")
 
 
 def client(
-    server: Annotated[str, typer.Option(help="Address of the server, HOST:PORT.")],
-    key: Annotated[Path, typer.Option(help="This client's kit, from `coterie keys add`.")],
-    name: Annotated[str | None, typer.Option(help="The client's name. Default: the kit's.")] = None,
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")],
+    key: Annotated[Path, typer.Option(help="This client's key file, from `coterie keys add`.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of this client, which must match the key file.")
+    ] = None,
     data: Data = None,
-    train: Annotated[str | None, typer.Option(help="Training text, instead of --data.")] = None,
-    validation: Annotated[str | None, typer.Option(help="Validation text, with --train.")] = None,
-    test: Annotated[str | None, typer.Option(help="Test text, with --train.")] = None,
-    base: Annotated[str | None, typer.Option(help="Local path of the run's base.")] = None,
-    public: Annotated[str | None, typer.Option(help="Local path of the run's public text.")] = None,
+    train: Annotated[
+        str | None, typer.Option(help="Training text (file or folder), instead of --data.")
+    ] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="Validation text, with --train. Default: a part of --train.")
+    ] = None,
+    test: Annotated[
+        str | None, typer.Option(help="Test text, with --train. Default: a part of --train.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Local copy of the run's base, if it is a folder.")
+    ] = None,
+    public: Annotated[str | None, typer.Option(help="Local copy of the run's public text.")] = None,
     run: Agreed = None,
     yes: Yes = False,
     epsilon: Epsilon = None,
     device: Device = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of this client's runs.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(help="Folder of this client's run folders.")] = Path("runs"),
     check: Check = False,
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.
 
-    With --run, the client takes part in the run of that file and in no other. Without it, it shows
-    what the server asks for, and waits for your answer. What was agreed holds until the run's end.
+    With --run, the client takes part only in the run that this file describes. Without --run, the
+    client shows the run that the server asks for, and prompts for your agreement. An agreement
+    holds until the end of the run.
 
-    The client keeps retrying until the server answers, and resumes after an interruption. Its model
-    is saved in the run's folder.
+    The client retries until the server answers. After an interruption, the same command resumes
+    the run. The client's model is saved in a run folder in --out.
 
-        coterie client --server example.org:9092 --key alice.key --data ./my-texts --run us.yaml
+    For example:
+
+        coterie client --server example.org:9092 --key alice.key --data letters --run us.yaml
     """
     if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
         raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
-    kit = _kit(key, name)
-    given = {"path": data, "train": train, "validation": validation, "test": test}
-    texts, place = _checked(kit.name, given, device)
+    credentials = _load_credentials(key, name)
+    paths = {"path": data, "train": train, "validation": validation, "test": test}
+    texts, devices = _validated(credentials.name, paths, device)
     with imports_for("A deployment", "flower"):
         from coterie.cli.check import check_client
         from coterie.cli.console import ClientBoard
         from coterie.deployment import start as deploy
 
-    agreed, limit = _agreed(run, kit.name, epsilon)
-    own = {"base": _place(base), "public": _place(public), "device": place}
-    site = deploy.Site(kit.name, texts, out, agreed=agreed, limit=limit, **own)
+    agreed, limit = _agreed(run, credentials.name, epsilon)
+    local = {"base": _absolute(base), "public": _absolute(public), "device": devices}
+    site = deploy.Site(credentials.name, texts, out, agreed=agreed, limit=limit, **local)
     if check:
-        return check_client(server, kit, site)
+        return check_client(server, credentials, site)
     if not (run or yes or sys.stdin.isatty()):
         raise CoterieError(
-            "Nobody can be asked here whether to take part; give the run file with --run, or --yes "
-            "to agree to whatever the server asks for."
+            "The input is not a terminal, so nobody can be asked to agree to the run. Give the "
+            "run file with --run, or --yes to agree to any run that the server asks for."
         )
     with _stoppable("Progress is saved. To resume, run the same command."):
-        terminal.say(f"{kit.name}: connecting to {server}")
-        with ClientBoard(terminal.console, lambda config: _memory(config, kit.name)) as seen:
+        terminal.say(f"{credentials.name}: connecting to {server}")
+        estimate = partial(_memory, client=credentials.name)
+        with ClientBoard(terminal.console, estimate) as board:
             if not yes:
-                site = replace(site, agrees=seen.agrees, asks=sys.stdin.isatty())
-            worker = deploy.take_part(server, kit, site, seen, threading.Event())
+                site = replace(site, agrees=board.agrees, asks=sys.stdin.isatty())
+            worker = deploy.take_part(server, credentials, site, board, threading.Event())
     if worker.declined:
         raise CoterieError(f"The run {worker.declined}. Nothing more was sent.")
     if worker.error:
         raise CoterieError(worker.error)
     if worker.run is not None:
-        _show(worker.run, kit.name)
+        _show(worker.run, credentials.name)
 
 
 def expel(run: ServersRun, client: ClientName) -> None:
-    """Expel a client from a deployed run, also while the server is working.
+    """Expel a client from a deployed run, even while the server is running.
 
-    The round in progress begins anew, and the run continues without it: with a quorum of all
-    clients, all others are enough. The server drops what the method keeps of this client alone.
+    The round in progress is repeated without the client, and the run continues. A quorum of all
+    clients becomes a quorum of all remaining clients. The server discards the method's state for
+    this client; `coterie forget` deletes the rest of its data.
+
+    For example:
 
         coterie expel runs/us --client mallory
     """
@@ -205,17 +234,20 @@ def expel(run: ServersRun, client: ClientName) -> None:
     check_participant(folder, client)
     folder.expel(client)
     terminal.say(
-        f"{client} takes no further part in {run}.",
-        f"Its kit can still connect; `coterie keys remove {client}` ends that.",
-        f"To delete what the server keeps of it: `coterie forget {run} --client {client}`",
+        f"{client} is expelled from {run}.",
+        f"Its key can still connect; to revoke it: `coterie keys remove {client}`",
+        f"To delete its data on the server: `coterie forget {run} --client {client}`",
     )
 
 
 def forget(run: ServersRun, client: ClientName) -> None:
-    """Delete what a server keeps of a client that leaves: its state, figures and log lines.
+    """Delete a client's state, metrics and log lines from a server's run folder.
 
-    The server must have stopped; resume it afterwards. What was averaged into the model cannot be
-    taken out again: this says in which rounds, and how to train without the client.
+    Stop the server first, and resume it afterwards. The client's uploads cannot be removed from
+    the averages that they are part of: the command prints in which rounds they counted, and how to
+    train again without the client.
+
+    For example:
 
         coterie forget runs/us --client mallory
     """
@@ -223,29 +255,30 @@ def forget(run: ServersRun, client: ClientName) -> None:
     from coterie.deployment.forgetting import forget as forget_in
     from coterie.runs import RunFolder
 
-    done = forget_in(RunFolder(run), client)
+    forgotten = forget_in(RunFolder(run), client)
     terminal.say(
-        f"Deleted what {run} kept of {client}: what the last checkpoint had of it, all earlier "
-        f"checkpoints, {plural(done.metrics, 'figure')} and {plural(done.log_lines, 'line')} of "
-        "logs. The name itself is still in run.json and without.json."
+        f"Deleted from {run}: the state of {client} in the last checkpoint, all earlier "
+        f"checkpoints, {plural(forgotten.metrics, 'metric')} and "
+        f"{plural(forgotten.log_lines, 'log line')}. The name is still in run.json and "
+        "without.json."
     )
-    if done.rounds:
+    if forgotten.rounds:
         terminal.say(
-            f"Its uploads counted in {plural(len(done.rounds), 'round')}, the last time in round "
-            f"{done.rounds[-1]}. What they changed in the shared parameters, and in the models of "
-            "the other clients, cannot be taken back.",
-            "To train again without it, begin a new run:",
+            f"Uploads of {client} counted in {plural(len(forgotten.rounds), 'round')}, most "
+            f"recently in round {forgotten.rounds[-1]}. Their effect on the shared parameters and "
+            "on the other clients' models cannot be removed.",
+            f"To train again without {client}, start a new run:",
             f"  coterie server FILE --without {client} --out FOLDER",
         )
-    terminal.say(f"Its kit can still connect; `coterie keys remove {client}` ends that.")
+    terminal.say(f"Its key can still connect; to revoke it: `coterie keys remove {client}`")
 
 
 def _agreed(
     run: Path | None, client: str, epsilon: float | None
 ) -> "tuple[Terms | None, Budget | None]":
-    """What a run file says that a client agrees to, and what all its runs may spend."""
+    """Return the terms that a client agrees to, and the privacy budget of all its runs, if any."""
     if epsilon is not None and math.isnan(epsilon):
-        raise CoterieError("--epsilon takes a number, and not nan.")
+        raise CoterieError("--epsilon takes a number, not nan.")
     from coterie.privacy.ledger import Budget, together
 
     limit = None if epsilon is None else Budget(epsilon, DELTA)
@@ -255,81 +288,84 @@ def _agreed(
     from coterie.deployment.terms import agreed_terms
 
     config = load_agreed(run, client)
-    own = together(config.budgets)
-    if limit is None and own is not None and math.isfinite(own.epsilon):
-        limit = own
+    total = together(config.budgets)
+    if limit is None and total is not None and math.isfinite(total.epsilon):
+        limit = total
     return agreed_terms(config, client), limit
 
 
 def _memory(config: "RunConfig", client: str) -> int | None:
-    """The bytes of memory that a client needs for a run; None if nobody can tell."""
+    """Return the bytes of memory that a client needs for a run; None without an estimate."""
     from coterie.analysis.need import need_of
 
     try:
         need = need_of(config, client)
-    except CoterieError:  # of the base, whose error comes when the run is joined
+    except CoterieError:  # about the base; raised again when the client joins the run
         return None
     return None if need is None else need.memory
 
 
 def _show(run: "SiteRun", client: str) -> None:
-    """Where a client's model is, and how to use it."""
+    """Print where a client's model is and how to use it."""
     folder = run.folder.path
-    terminal.tell_unhelped(run.config.label, run.folder.result or {})
+    terminal.report_unhelped(run.config.label, run.folder.result or {})
     if spent := run.ledger.spent(DELTA):
         terminal.say(
-            f"What was sent under noise has spent an epsilon of {spent:.3g} (delta {DELTA:g}) in "
-            "all runs of this client."
+            f"Privacy budget spent by all runs of this client: epsilon {spent:.3g} "
+            f"(delta {DELTA:g})."
         )
     terminal.say(f"The run is finished; the model is in {folder}. To generate text:")
-    given = '--prompt "..."' + terminal.plugin_options(run.config.plugins)
-    terminal.say(f"  coterie generate {folder} --client {client} {given}")
+    options = '--prompt "..."' + terminal.plugin_options(run.config.plugins)
+    terminal.say(f"  coterie generate {folder} --client {client} {options}")
 
 
-def _kit(file: Path, name: str | None) -> "Kit":
+def _load_credentials(file: Path, name: str | None) -> "Kit":
     with imports_for("A deployment", "flower"):
         from coterie.network.keys import Kit
 
-    kit = Kit.load(file)
-    if name not in (None, kit.name):
-        raise CoterieError(f"The kit {file} belongs to {kit.name!r}, not {name!r}.")
-    return kit.again()
+    credentials = Kit.load(file)
+    if name not in (None, credentials.name):
+        raise CoterieError(f"The key file {file} belongs to {credentials.name!r}, not {name!r}.")
+    return credentials.again()
 
 
-def _place(path: str | None) -> str | None:
-    """A path wherever the command is run; a name on the hub as it is."""
+def _absolute(path: str | None) -> str | None:
+    """Return an existing path as an absolute path, and a name on the hub unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _checked(
-    name: str, given: Mapping[str, str | None], device: str
+def _validated(
+    name: str, paths: Mapping[str, str | None], device: str
 ) -> tuple[dict[str, str], str | tuple[str, ...]]:
-    """Where a client's texts are, and its device; raises CoterieError now for an error at the first
-    order."""
+    """Validate a client's options before it connects to the server.
+
+    Returns:
+        The absolute paths of the client's texts by key of the run file, and its device.
+    """
     from coterie.config.errors import validated
     from coterie.config.sections import RunFile
 
-    if (given["path"] is None) == (given["train"] is None):
+    if (paths["path"] is None) == (paths["train"] is None):
         raise CoterieError(
             "Both --data and --train are given; give only one."
-            if given["path"]
+            if paths["path"]
             else "Neither --data nor --train is given; give --data (a file or folder, which is "
             "split) or --train (with --validation and --test, if there are any)."
         )
-    texts = {key: str(Path(path).resolve()) for key, path in given.items() if path is not None}
+    texts = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
     run = {"clients": [{"name": name, **texts}], "device": device_of(device)}
-    checked = validated(RunFile, run)
+    file = validated(RunFile, run)
     for path in texts.values():
         if not Path(path).exists():
             raise CoterieError(f"No such file or folder: {path}.")
-    return texts, checked.device
+    return texts, file.device
 
 
 @contextmanager
-def _stoppable(how: str) -> Iterator[None]:
-    """Turn Ctrl-C, and a service manager's SIGTERM, into a sentence that says how to go on."""
+def _stoppable(hint: str) -> Iterator[None]:
+    """Exit after Ctrl-C, or a service manager's SIGTERM, with a hint on how to resume."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        terminal.stopped(how)
+        terminal.exit_stopped(hint)

@@ -1,4 +1,4 @@
-"""The commands that look at methods, bases, texts, runs and tokenizers, and change none of them."""
+"""Commands that inspect methods, bases, texts, runs and tokenizers, without changing them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Tokenizer = Annotated[
     str,
     typer.Argument(
-        help="A tokenizer.json or vocab.json; a folder that contains one, or a tokenizer.model; or "
-        "the name of a built-in base or a model on the hub."
+        help="Tokenizer: a tokenizer.json or vocab.json, a folder that contains one of these or a "
+        "tokenizer.model, or the name of a built-in base or of a model on the Hugging Face hub."
     ),
 ]
 
@@ -26,15 +26,18 @@ Tokenizer = Annotated[
 TextsFrom = Annotated[
     Path | None,
     typer.Option(
-        metavar="FOLDER", help="Colour the .txt files of this folder, in place of clients' texts."
+        metavar="FOLDER",
+        help="Folder of .txt files to show with coloured tokens, instead of clients' texts.",
     ),
 ]
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the settings of this method.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Method whose settings are listed. Default: all methods.")
+    ] = None,
 ) -> None:
-    """List all methods with their papers and what they share, or show one method's settings."""
+    """List all methods, with their papers and what they share, or the settings of one method."""
     from coterie.methods.registry import POOLED, check_name
 
     if name not in (None, POOLED):
@@ -43,15 +46,15 @@ def methods(
 
     if name is None:
         terminal.console.print(methods_table())
-        terminal.say("\n`coterie methods NAME` shows the settings of a method.")
+        terminal.say("\n`coterie methods NAME` lists the settings of a method.")
         return
     table = method_table(name)
     terminal.console.print(table)
-    filled = [(key, value) for key, value, _ in table.rows if value]
-    if filled:
-        (key, value), (*parts, last) = filled[0], filled[0][0].split(".")
-        inside = f"{parts[0]}: {{{last}: {value}}}" if parts else f"{last}: {value}"
-        terminal.say(f"\nIn a run file:        method: {{name: {name}, {inside}}}")
+    defaults = [(key, value) for key, value, _ in table.rows if value]
+    if defaults:
+        (key, value), (*section, last) = defaults[0], defaults[0][0].split(".")
+        example = f"{section[0]}: {{{last}: {value}}}" if section else f"{last}: {value}"
+        terminal.say(f"\nIn a run file:        method: {{name: {name}, {example}}}")
         terminal.say(f"On the command line:  --set method={name} --set method.{key}={value}")
 
 
@@ -59,10 +62,14 @@ def audit(
     file: RunFile = None,
     settings: Settings = None,
 ) -> None:
-    """Show what leaves a client in a round, what never does, and how many bytes each takes.
+    """Show what a client sends and receives in a round and what never leaves it, with its bytes.
 
-    The list comes from the method's declaration; the sizes are measured on real messages of one
-    short round. A client without a path, as in a deployment, is given a text of the demo.
+    The fields are those that the method declares. Their sizes are measured on the messages of one
+    short round. A client without a path, as in a deployment, gets a text of the demo.
+
+    For example:
+
+        coterie audit mine.yaml
     """
     from coterie.config.deployed import load_with_any_text
     from coterie.config.values import read_values
@@ -76,26 +83,26 @@ def audit(
 Samples = Annotated[
     bool,
     typer.Option(
-        help="Include a point for each of some training samples of each client, by its relevance "
-        "to the experts (FedAMoLE).",
+        help="Plot some training samples of each client as points, by their relevance to the "
+        "experts (FedAMoLE).",
     ),
 ]
 Layer = Annotated[
     str | None,
     typer.Option(
         metavar="N|first|middle|last",
-        help="Layer whose experts are shown with --texts and --samples. Default: first, "
-        "middle and last.",
+        help="Layer whose experts --texts and --samples show; N counts from 1. Default: the first, "
+        "the middle and the last layer.",
     ),
 ]
 Texts = Annotated[
-    bool, typer.Option(help="Include clients' texts, with each token coloured by its expert.")
+    bool, typer.Option(help="Show clients' texts, with each token coloured by its expert.")
 ]
 
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders that contain them.")
+        list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of run folders.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Folder of the report. Default: `report` in the first RUN.")
@@ -105,17 +112,19 @@ def report(
     samples: Samples = False,
     texts_from: TextsFrom = None,
 ) -> None:
-    """Plot the metrics of runs: one self-contained HTML page, and each figure as SVG and PNG.
+    """Write a report on runs: a self-contained HTML page, and its figures as SVG and PNG.
 
-    Unfinished runs are included. Runs of a method that differ only in their seed are averaged.
+    Unfinished runs are included. Runs that differ only in their seed are averaged.
 
-    Example:
+    For example:
 
         coterie report runs/compare-mine --out report
     """
     for run in runs:
         if not run.is_dir():
-            raise CoterieError(f"{run} is neither a run's folder nor one that holds runs.")
+            raise CoterieError(
+                f"{run} is not a folder; give run folders, or folders of run folders."
+            )
     draw(runs, out or runs[0] / "report", layer, texts, samples, texts_from)
 
 
@@ -128,7 +137,17 @@ def draw(
     texts_from: Path | None,
     sections: Callable[[], Sequence["Section"]] = tuple,
 ) -> None:
-    """Write a report and say what it contains; sections: makes what stands before the runs."""
+    """Write a report and print what it contains.
+
+    Args:
+        runs: Run folders, or folders of run folders.
+        out: The folder of the report.
+        layer: The layer of figures of single layers; see `write_report`.
+        texts: Whether to show clients' texts.
+        samples: Whether to plot clients' samples.
+        texts_from: A folder of texts to show instead of clients' texts.
+        sections: Returns the sections of the report before the sections on runs.
+    """
     with imports_for("A report", "report"):
         from coterie.report.page import PRIVATE, SINGLE, write_report
 
@@ -145,23 +164,22 @@ def draw(
 def align(
     tokenizer_a: Tokenizer,
     tokenizer_b: Tokenizer,
-    worst: Annotated[int, typer.Option(min=0, help="Number of worst matches to show.")] = 10,
-    json: Annotated[
-        Path | None, typer.Option(help="Also write the results to this JSON file.")
-    ] = None,
+    worst: Annotated[int, typer.Option(min=0, help="Number of worst matches to list.")] = 10,
+    json: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Compute the maps again, and do not cache them.")
+        bool,
+        typer.Option("--no-cache", help="Compute the maps without reading or writing the cache."),
     ] = False,
 ) -> None:
     """Compare two tokenizers: map each token of one to the nearest token of the other.
 
     FedMKT uses these maps for distillation between models with different tokenizers. The nearest
-    token has the smallest edit distance in bytes; an exact match has distance 0. The more tokens
-    match exactly, the more of a teacher's predictions are preserved.
+    token has the smallest edit distance in bytes; an exact match has a distance of 0. The more
+    tokens match exactly, the more of a teacher's predictions are preserved.
 
-    Maps are cached in ~/.cache/coterie, or in $COTERIE_CACHE.
+    The maps are cached in ~/.cache/coterie, or in $COTERIE_CACHE.
 
-    Example:
+    For example:
 
         coterie align tiny-gpt2 models/llama-2
     """
@@ -171,38 +189,38 @@ def align(
 
 
 def base(
-    what: Annotated[
+    base_or_run: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|RUN.yaml",
-            help="A base (built-in, a folder, or a name on the Hugging Face hub), or a run file.",
+            metavar="BASE|RUN.yaml",
+            help="Base (built-in, a folder, or a name on the Hugging Face hub) or run file.",
         ),
     ],
     settings: Settings = None,
 ) -> None:
-    """Show a base, where adapters stand in it and, for a run file, the memory that a client needs.
+    """Show a base, the layers that adapters cover and, for a run file, the memory clients need.
 
-    Only the base's configuration, its tokenizer and, in a folder, the headers of its weights are
-    read: no weights are downloaded or loaded.
+    No weights are downloaded or loaded: the command reads only the base's configuration, its
+    tokenizer and, if the base is a folder, the headers of its weight files.
 
-    Example:
+    For example:
 
         coterie base us.yaml --set base.weights=nf4
     """
     from coterie.config.deployed import load_with_any_text
     from coterie.config.values import located, read_values
 
-    file = located(Path(what))
+    file = located(Path(base_or_run))
     is_run = file.suffix in (".yaml", ".yml")
-    here = [] if is_run else [f"data_root={Path.cwd()}", f"base={what}"]
-    values = read_values(file if is_run else None, [*here, *(settings or ())])
+    base_keys = [] if is_run else [f"data_root={Path.cwd()}", f"base={base_or_run}"]
+    values = read_values(file if is_run else None, [*base_keys, *(settings or ())])
     config = load_with_any_text(values)
     from coterie.analysis.need import base_table, coverage_table, need_tables
 
     clients = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
-        stands = coverage_table(spec, config, name if is_run else None)
-        terminal.console.print(base_table(spec, config), stands)
+        coverage = coverage_table(spec, config, name if is_run else None)
+        terminal.console.print(base_table(spec, config), coverage)
     if is_run:
         terminal.console.print(*need_tables(config))
 
@@ -211,20 +229,21 @@ def data(
     file: RunFile = None,
     settings: Settings = None,
     json: Annotated[
-        Path | None, typer.Option(help="Also write the results, texts included, to this JSON file.")
+        Path | None,
+        typer.Option(help="JSON file to write the results to, including duplicated texts."),
     ] = None,
 ) -> None:
-    """Check the texts of a run: their sizes, empty and short records, and duplicates.
+    """Check the texts of a run: sizes, empty and short records, duplicates, and special tokens.
 
-    Compares what each client trains on with its validation and test texts, and, where this machine
-    has the texts of all clients, with theirs. Text files are compared in pieces of about two
-    thousand characters. Only this terminal shows texts; nothing leaves the machine.
+    Each client's training text is compared with its validation and test texts and, if this machine
+    has the texts of several clients, with the texts of the other clients. Text files are compared
+    in pieces of about 2,000 characters. The output also lists unused fields and skipped files.
+    Nothing leaves this machine.
 
-    Also shows what is left out (fields that are not used, skipped files) and the shares of unknown
-    and control tokens. To leave out of training what is in a client's validation or test, set
+    To exclude training texts that are duplicated in the client's validation or test text, set
     data.deduplicate.
 
-    Example:
+    For example:
 
         coterie data mine.yaml
     """

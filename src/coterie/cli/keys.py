@@ -1,6 +1,6 @@
-"""The commands `coterie keys ...`: who may take part in a deployment, and the server's certificate.
+"""The commands `coterie keys ...`: the server's certificate and the clients it accepts.
 
-`cryptography` is imported when a command needs it: without the extra, help still works.
+The functions import `cryptography` when they run, so that help works without the extra.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Manage a server's keys: its certificate and the clients it accepts.",
+    help="Manage a server's certificate and the keys of the clients that it accepts.",
 )
 DEFAULT = Path("keys")
 
@@ -26,25 +26,30 @@ Hosts = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME|ADDRESS",
-        help="Host name or IP address of the server: coterie.example.org, 192.0.2.7. Repeatable.",
+        help="Host name or IP address by which clients reach the server, such as "
+        "coterie.example.org or 192.0.2.7. Repeatable.",
     ),
 ]
-Kit = Annotated[Path | None, typer.Option("--out", help="File of the kit. Default: NAME.key.")]
-Name = Annotated[str, typer.Argument(help="The client's name.")]
+KeyFile = Annotated[
+    Path | None, typer.Option("--out", help="Client's key file to write. Default: NAME.key.")
+]
+Name = Annotated[str, typer.Argument(help="Name of the client.")]
 
 
 @app.command()
 def init(folder: Folder = DEFAULT, host: Hosts = None) -> None:
-    """Create the server's key folder: a certificate authority and the server's certificate.
+    """Create the server's key folder, with a certificate authority and the server's certificate.
 
-    Example:
+    Without --host, only clients on the server's own machine can connect.
+
+    For example:
 
         coterie keys init --host coterie.example.org
     """
-    made = _keys().create(folder, host or ())
+    created = _keys().create(folder, host or ())
     terminal.say(
         f"The server's keys are in {folder}. The folder contains private keys: keep it secret.",
-        f"The certificate is valid for {', '.join(made.hosts())}.",
+        f"The certificate is valid for {', '.join(created.hosts())}.",
     )
     if not host:
         terminal.say(
@@ -55,49 +60,54 @@ def init(folder: Folder = DEFAULT, host: Hosts = None) -> None:
 
 @app.command()
 def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
-    """Renew the server's certificate for two years and add hosts. Clients' kits stay valid.
+    """Renew the server's certificate for two years, and add hosts to it.
 
-    Example:
+    The keys of clients stay valid. A running server uses the new certificate at once.
+
+    For example:
 
         coterie keys certify --host 192.0.2.7
     """
     server = _keys()(folder)
     server.certify(host or ())
-    terminal.say(_certificate(server), "A running server uses it from now on.")
+    terminal.say(_certificate(server), "A running server uses it at once.")
 
 
 @app.command()
-def add(name: Name, keys: FolderOption = DEFAULT, out: Kit = None) -> None:
-    """Add a client: create its kit, a small file to transfer to the client's machine.
+def add(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
+    """Add a client, and write its key file.
 
-    Example:
+    Transfer the key file (here anna.key) to the client's machine. The key is valid for two years.
+
+    For example:
 
         coterie keys add anna
     """
-    _tell(name, _keys()(keys).add(name, out or Path(f"{name}.key")))
+    _print_instructions(name, _keys()(keys).add(name, out or Path(f"{name}.key")))
 
 
 @app.command()
-def renew(name: Name, keys: FolderOption = DEFAULT, out: Kit = None) -> None:
-    """Make a new kit for a client, valid for two years. Its old kit is rejected at once.
+def renew(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
+    """Write a new key file for a client, and reject its old key at once.
 
-    A client that is running continues when the new kit replaces its file.
+    The new key is valid for two years. A running client continues when the new key file replaces
+    the old one.
 
-    Example:
+    For example:
 
         coterie keys renew anna
     """
-    _tell(name, _keys()(keys).renew(name, out or Path(f"{name}.key")))
+    _print_instructions(name, _keys()(keys).renew(name, out or Path(f"{name}.key")))
 
 
 @app.command("list")
 def show(folder: Folder = DEFAULT) -> None:
-    """List the accepted clients, the hosts of the server's certificate, and when each expires."""
+    """List the accepted clients and the hosts of the server's certificate, with expiry dates."""
     server = _keys()(folder)
     from coterie.analysis.tables import Table
 
-    found = server.clients().items()
-    rows = [(name, about.fingerprint, f"{about.expires:%Y-%m-%d}") for name, about in found]
+    clients = server.clients().items()
+    rows = [(name, client.fingerprint, f"{client.expires:%Y-%m-%d}") for name, client in clients]
     rows = rows or [("none yet", "add one with `coterie keys add NAME`", "")]
     head = ("client", "fingerprint (SHA-256)", "valid until")
     terminal.console.print(Table(f"Clients in {folder}", head, rows))
@@ -106,15 +116,15 @@ def show(folder: Folder = DEFAULT) -> None:
 
 @app.command()
 def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
-    """Remove a client: the server ends its connections and rejects it from now on."""
+    """Remove a client. The server closes its connections and rejects its key."""
     _keys()(keys).remove(name)
-    terminal.say(f"The server now rejects the kit of {name}.")
+    terminal.say(f"The server now rejects the key of {name}.")
 
 
-def _tell(name: str, kit: Path) -> None:
-    """What to do with a new kit."""
+def _print_instructions(name: str, file: Path) -> None:
+    """Print what to do with a new key file."""
     terminal.say(
-        f"The kit of {name} is {kit}. It contains a private key that the server does not keep.",
+        f"The key file of {name} is {file}. The server keeps no copy of the private key in it.",
         f"Transfer it to the machine of {name} over a secure channel, then delete it here.",
     )
 

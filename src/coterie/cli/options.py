@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take."""
+"""Arguments and options that several commands share."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperOption
 from coterie.errors import CoterieError
 
 debug = False
-"""Whether errors are to be shown with their traceback."""
+"""Whether errors are shown with their traceback."""
 
 
 def _remember_debug(context: typer.Context, option: typer.CallbackParam, value: bool) -> None:
@@ -27,16 +27,17 @@ def _load(context: typer.Context, option: typer.CallbackParam, files: Sequence[s
 
 
 class Command(TyperCommand):
-    """A command that takes --plugin and --debug beside its own options."""
+    """A command with the additional options --plugin and --debug."""
 
-    def __init__(self, *, params: Sequence[Any], **named: Any) -> None:
+    def __init__(self, *, params: Sequence[Any], **settings: Any) -> None:
         plugin = TyperOption(
             param_decls=["--plugin"],
             metavar="FILE.py",
             multiple=True,
             callback=_load,
             expose_value=False,
-            help="Register the methods and metrics defined in this Python file. Repeatable.",
+            help="Python file whose methods, transforms, metrics and data kinds are registered. "
+            "Repeatable.",
         )
         traceback = TyperOption(
             param_decls=["--debug"],
@@ -46,11 +47,11 @@ class Command(TyperCommand):
             expose_value=False,
             help="Show the full traceback of an error.",
         )
-        super().__init__(params=[*params, plugin, traceback], **named)
+        super().__init__(params=[*params, plugin, traceback], **settings)
 
 
 def check_run(folder: Path) -> None:
-    """Say at once that a folder holds no run: to look closer, torch is imported."""
+    """Raise CoterieError if a folder holds no run, before torch is imported to read it."""
     if not folder.exists():
         raise CoterieError(f"There is no folder {folder}.")
     if not (folder / "run.json").is_file():
@@ -58,55 +59,61 @@ def check_run(folder: Path) -> None:
 
 
 def device_of(text: str) -> str | list[str]:
-    """What --device says, as in a run file."""
+    """Convert --device to the value that a run file has: a device, or a list of devices."""
     return text.split(",") if "," in text else text
 
 
 def listed(names: str | None) -> list[str]:
-    """The names in a list with commas."""
+    """Split a comma-separated list of names."""
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
-def needs_resume(from_round: int | None) -> None:
-    """Raise CoterieError for --from-round where no run is resumed."""
+def require_resume(from_round: int | None) -> None:
+    """Raise CoterieError if --from-round is given although no run is resumed."""
     if from_round is not None:
-        raise CoterieError("--from-round goes back in a run that is resumed; give --resume, too.")
+        raise CoterieError("--from-round takes effect only on a run that is resumed; add --resume.")
 
 
 RunFile = Annotated[
     Path | None,
     typer.Argument(
-        help="A run file (YAML). Default: the built-in demo. Other built-in demos: "
-        "`who-wrote-this` on instructions, `four-assistants` on conversations, and "
-        "`teach-one-another` with a model of the server's own."
+        help="Run file (YAML), or the name of a built-in demo: `who-wrote-this` (instructions), "
+        "`four-assistants` (conversations) or `teach-one-another` (a server with its own model). "
+        "Default: the built-in demo on plain text."
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        help="Where the base is computed: auto (a GPU if there is one), cpu, cuda, cuda:N, mps, or "
-        "GPUs to spread it over, such as cuda:0,cuda:1."
+        help="Device of the base: auto (a GPU if there is one), cpu, cuda, cuda:N, mps, or several "
+        "GPUs to spread the base over, such as cuda:0,cuda:1."
     ),
 ]
 ServersDevice = Annotated[
     str | None,
-    typer.Option(
-        help="Where the server's own model is computed; as `device` of the run file, which it "
-        "overrides."
-    ),
+    typer.Option(help="Device of the server's own model. Default: `device` of the run file."),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a key of the run file: training.batch=4. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Value that overrides a key of the run file: training.batch=4. Repeatable.",
+    ),
 ]
 FromRound = Annotated[
     int | None,
     typer.Option(
         min=1,
         metavar="N",
-        help="With --resume: go back to the state after N rounds, if it is kept.",
+        help="Round after which to resume, if its checkpoint still exists; requires --resume. "
+        "Default: the last completed round.",
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/NAME.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus sampling threshold.")]
-SamplingSeed = Annotated[int, typer.Option(min=0, help="Sampling seed.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Run folder. Default: runs/NAME, with the run's name.")
+]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Probability mass of nucleus sampling.")
+]
+SamplingSeed = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]

@@ -1,4 +1,4 @@
-"""What commands show while they work: a live display on a terminal, plain lines elsewhere."""
+"""Progress of running commands: a live display on a terminal, plain lines elsewhere."""
 
 import time
 from datetime import timedelta
@@ -17,11 +17,11 @@ from coterie.runs import Callback, RunStart
 
 
 def jump_warning(client: str | None, value: Json) -> str:
-    """Return the warning for a metric JUMPED."""
+    """Return the warning about a value of the metric JUMPED."""
     return (
         f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
         f"against {value['best']:.2f} at best; another client's upload may have damaged the shared "
-        "model (the server's metrics have the size and direction of each upload)."
+        "model (the server's metrics record the size and direction of each upload)."
     )
 
 
@@ -29,7 +29,7 @@ Drawn = TypeVar("Drawn", Live, Status, Progress)
 
 
 class LiveDisplay(Generic[Drawn]):
-    """What lives on a terminal within its block; elsewhere there are lines alone."""
+    """A context manager with a live display on a terminal; elsewhere, only lines are printed."""
 
     def __init__(self, console: Console, live: Drawn) -> None:
         self.console, self.live = console, live
@@ -38,20 +38,21 @@ class LiveDisplay(Generic[Drawn]):
         tell(self.console, text)
 
     def __enter__(self) -> Self:
-        """Begin to draw, on a terminal."""
+        """Start the live display, if the console is a terminal."""
         if self.console.is_terminal:
             self.live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take away what was drawn."""
+        """Stop the live display."""
         self.live.stop()
 
 
 class ConsoleProgress(LiveDisplay[Progress], Callback):
-    """Progress for people: round, client, loss, tokens per second and time left.
+    """The progress of a run: round, client, loss, tokens per second and remaining time.
 
-    A line that lives on a terminal; elsewhere (a file, a pipe) a line per round.
+    A terminal shows one line that is updated in place; elsewhere (a file, a pipe), each round
+    prints a line.
     """
 
     def __init__(self, console: Console = console) -> None:
@@ -66,32 +67,29 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
             transient=True,
         )
         super().__init__(console, live)
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def on_warning(self, text: str) -> None:
-        """Print a line that stays."""
         self._say(text)
 
     def on_run_begin(self, run: RunStart) -> None:
-        """Begin a bar with a step per client and round, below a line for each kind of adapter."""
         self.rounds, self.tokens, self.first = run.rounds, run.tokens, run.done
         self.began, self.updates, self.losses = time.monotonic(), 0, {}
         self.round, self.title = run.done, run.method
         for line in (f"{self.title}: {adapter}" for adapter in run.adapters):
-            if line not in self.said:  # a comparison runs a method with several seeds
-                self.said.add(line)
+            if line not in self.printed:  # a comparison runs a method with several seeds
+                self.printed.add(line)
                 self._say(line)
         clients = len(run.clients)
         self.task = self.live.add_task(
             self.title, total=run.rounds * clients, completed=run.done * clients, status=""
         )
         if not self.console.is_terminal:
-            what = f"{self.title}: {plural(run.rounds, 'round')}, {plural(clients, 'client')}"
-            self._say(what + (f", resuming after round {run.done}" if run.done else ""))
+            line = f"{self.title}: {plural(run.rounds, 'round')}, {plural(clients, 'client')}"
+            self._say(line + (f", resuming after round {run.done}" if run.done else ""))
         self.__enter__()
 
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
-        """Show a loss, or a warning."""
         if name == JUMPED:
             self._say(jump_warning(client, value))
         if client is None or not name.startswith(LOSS):
@@ -102,25 +100,22 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
         self.live.update(self.task, status=status)
 
     def on_client_end(self, round: int, client: str) -> None:
-        """Move the bar."""
         self.round = round
         self.live.advance(self.task)
 
     def on_round_end(self, round: int, scores: str) -> None:
-        """Print a line where there is no terminal, if there is something to tell."""
         self.round = round + 1
         if self.console.is_terminal or not (self.losses or scores):
             return
-        figures = [f"round {round + 1}/{self.rounds}"]
+        columns = [f"round {round + 1}/{self.rounds}"]
         if self.losses:
-            figures += [f"loss {sum(self.losses.values()) / len(self.losses):.3f}", self._speed()]
+            columns += [f"loss {sum(self.losses.values()) / len(self.losses):.3f}", self._speed()]
         elapsed = time.monotonic() - self.began
         left = elapsed / (round + 1 - self.first) * (self.rounds - round - 1)
-        figures += [f"{clock(left)} left" if left else f"took {clock(elapsed)}", scores.strip()]
-        self._say(f"{self.title}: {'  '.join(figures).rstrip()}")
+        columns += [f"{clock(left)} left" if left else f"took {clock(elapsed)}", scores.strip()]
+        self._say(f"{self.title}: {'  '.join(columns).rstrip()}")
 
     def on_run_end(self, error: BaseException | None) -> None:
-        """Take the bar away."""
         self.__exit__()
         self.live.remove_task(self.task)
 
@@ -130,5 +125,5 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: 1:02:03."""
+    """Format a duration in seconds as hours, minutes and seconds: 1:02:03."""
     return str(timedelta(seconds=round(seconds)))

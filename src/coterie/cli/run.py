@@ -1,4 +1,4 @@
-"""The commands that train: `coterie run` and `coterie compare`."""
+"""Commands that train: `coterie run` and `coterie compare`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import FromRound, Out, RunFile, Settings, check_run, listed, needs_resume
+from coterie.cli.options import (
+    FromRound,
+    Out,
+    RunFile,
+    Settings,
+    check_run,
+    listed,
+    require_resume,
+)
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -19,33 +27,35 @@ if TYPE_CHECKING:
 Engine = Annotated[
     Literal["local", "flower-simulation"] | None,
     typer.Option(
-        help="local: clients run one after another in this process. flower-simulation: clients run "
-        "in parallel processes on this machine. Default: local, or the engine of the resumed run."
+        help="Engine that executes the rounds. local: clients train one after another in this "
+        "process. flower-simulation: clients train in parallel processes on this machine. "
+        "Default: local, or the engine of the resumed run."
     ),
 ]
 
 
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
-"""What is compared unless the command is told."""
+"""The methods that `coterie compare` compares by default."""
 MethodNames = Annotated[
     str | None,
     typer.Option(
-        help=f"Comma-separated method names (see `coterie methods`). Default: {', '.join(METHODS)}."
+        help="Comma-separated names of methods (see `coterie methods`). "
+        f"Default: {', '.join(METHODS)}."
     ),
 ]
 Tune = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUES",
-        help="Try each method with these values: training.learning_rate=1e-4,5e-4,2e-3. The one "
-        "that does best on the validation text, with the first seed, is then scored on the test "
-        "text. Repeatable; all combinations are tried.",
+        help="Values to try for a key: training.learning_rate=1e-4,5e-4,2e-3. Each method runs "
+        "with the values that score best on the validation text with the first seed. Repeatable: "
+        "all combinations are tried.",
     ),
 ]
 Against = Annotated[
     str | None,
     typer.Option(
-        metavar="METHOD", help="Row that the others are compared with. Default: the best."
+        metavar="METHOD", help="Row that the other rows are compared with. Default: the best row."
     ),
 ]
 
@@ -55,18 +65,18 @@ def run(
     settings: Settings = None,
     out: Out = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Resume the interrupted run in this folder.")
+        Path | None, typer.Option(help="Folder of the interrupted run to resume.")
     ] = None,
     from_round: FromRound = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Overwrite an existing run in the folder.")
+        bool, typer.Option("--force", help="Overwrite an existing run in --out.")
     ] = False,
     engine: Engine = None,
 ) -> None:
-    """Run a method and its baselines, and show each client's results.
+    """Train a method and its baselines, and show each client's results.
 
-    Without a run file, this runs the built-in demo: a few minutes on two cores, no downloads. For
-    your own data, write a run file, such as
+    Without a run file, the built-in demo runs, which takes a few minutes on two cores and downloads
+    nothing. For your own data, write a run file, such as mine.yaml:
 
         method: comigs-1g1s
         rounds: 10
@@ -74,22 +84,22 @@ def run(
           - {name: anna, path: anna.txt}
           - {name: ben, path: ben-notes/}
 
-    and run it; --set overrides any key:
+    Then run it; --set overrides any key:
 
         coterie run mine.yaml --set training.batch=8 --set seed=1
 
-    docs/use/run-file.md lists all keys, `coterie methods` all methods.
+    docs/use/run-file.md describes all keys; `coterie methods` lists all methods.
     """
     import coterie
     from coterie.config.read import load_here
     from coterie.config.values import read_values
 
-    again = None
+    arguments = None
     if resume is None:
-        needs_resume(from_round)
-        again = _again(file, settings or ())
+        require_resume(from_round)
+        arguments = _arguments(file, settings or ())
         config = load_here(read_values(file, settings or ()))
-        _remark(config)
+        _warn_of_unused_routers(config)
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             finished = coterie.run(
@@ -106,28 +116,31 @@ def run(
             finished = coterie.resume(
                 resume, callbacks=progress(), engine=engine, from_round=from_round
             )
-    _show(finished, again)
+    _show(finished, arguments)
 
 
 def compare(
     file: Annotated[
-        Path | None, typer.Argument(help="A run file (YAML). Default: the built-in demo.")
+        Path | None, typer.Argument(help="Run file (YAML). Default: the built-in demo.")
     ] = None,
     methods: MethodNames = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per method.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs per method, with consecutive seeds.")
+    ] = 1,
     tune: Tune = None,
     against: Against = None,
     settings: Settings = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs. Default: runs/compare-NAME.")
+        Path | None,
+        typer.Option(help="Folder of the runs. Default: runs/compare-NAME, with the run's name."),
     ] = None,
 ) -> None:
     """Compare methods on the same data and base over several seeds.
 
-    Finished runs are saved and reused: to continue after an interruption, or to add methods or
+    Finished runs are saved and reused. To continue after an interruption, or to add methods or
     seeds, run the command again.
 
-    Examples:
+    For example:
 
         coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
 
@@ -161,57 +174,61 @@ def compare(
     )
 
 
-def _again(file: Path | None, settings: Sequence[str]) -> str:
-    """A run file and settings as a command takes them."""
-    given = [] if file is None else [f" {quote(str(file))}"]
-    return "".join([*given, *(f" --set {quote(setting)}" for setting in settings)])
+def _arguments(file: Path | None, settings: Sequence[str]) -> str:
+    """Format a run file and settings as command-line arguments."""
+    files = [] if file is None else [f" {quote(str(file))}"]
+    return "".join([*files, *(f" --set {quote(setting)}" for setting in settings)])
 
 
-def _remark(config: "RunConfig") -> None:
-    """What a user may not expect of a short run."""
+def _warn_of_unused_routers(config: "RunConfig") -> None:
+    """Print a note if a run ends before its routers are first updated."""
     every = getattr(getattr(config.method, "router", None), "every", 0)
     steps = config.rounds * config.training.steps
     if every > steps:
         terminal.say(
-            f"Note: the routers of {config.label} are first updated after {every} steps, and this "
-            f"run has {steps}. Set method.router.every, or more rounds."
+            f"Note: the routers of {config.label} are first updated after {every} steps, but this "
+            f"run has only {steps}. Set a smaller method.router.every, or more rounds."
         )
 
 
 def progress() -> "list[Callback]":
-    """Return what shows the progress of runs on this terminal."""
+    """Return the callbacks that show the progress of runs on this terminal."""
     from coterie.cli.progress import ConsoleProgress
 
     return [ConsoleProgress()]
 
 
-def _show(finished: "Run", again: str | None) -> None:
-    """A run's table, who gained, and what to do next; `again`: the run file and settings as a
-    command takes them, where they are known."""
+def _show(finished: "Run", arguments: str | None) -> None:
+    """Print a run's table, the clients that gained, and commands to continue with.
+
+    Args:
+        finished: The run.
+        arguments: The run file and settings as command-line arguments; None if unknown.
+    """
     from coterie.data.templates import fields
 
     client = min(next(iter(finished.results.values()))["trained"])
     terminal.console.print(finished.table())
     for method, result in finished.results.items():
-        terminal.tell_unhelped(method, result)
+        terminal.report_unhelped(method, result)
     data, plugins = finished.config.data, terminal.plugin_options(finished.config.plugins)
     if gained := finished.gains():
         terminal.say(f"\n{gained}")
-        if again is not None:
+        if arguments is not None:
             methods = ",".join(finished.results)
             terminal.say(
                 "To compare them over several seeds, or with other methods:",
-                f"  coterie compare{again} --methods {methods} --seeds 3{plugins}",
+                f"  coterie compare{arguments} --methods {methods} --seeds 3{plugins}",
             )
-        terminal.say("To draw this run:", f"  coterie report {finished.path}{plugins}")
-    where = f"{finished.path} --client {client}"
+        terminal.say("To plot this run:", f"  coterie report {finished.path}{plugins}")
+    model = f"{finished.path} --client {client}"
     terminal.say(f"\nThe run is saved in {finished.path}.")
     if data.chats:
-        terminal.say("To talk with a client's model:", f"  coterie chat {where}{plugins}")
+        terminal.say("To chat with a client's model:", f"  coterie chat {model}{plugins}")
         return
-    given = '--prompt "..."'
+    options = '--prompt "..."'
     if data.instructions is not None:
-        given = " ".join(f'--field {name}="..."' for name in fields(data.instructions.template))
+        options = " ".join(f'--field {name}="..."' for name in fields(data.instructions.template))
     terminal.say(
-        "To generate text with a client's model:", f"  coterie generate {where} {given}{plugins}"
+        "To generate text with a client's model:", f"  coterie generate {model} {options}{plugins}"
     )

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, with one model or several side by side."""
+"""A chat in the terminal, with one model or several models side by side."""
 
 import json
 import re
@@ -18,27 +18,29 @@ from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 
 HELP = """\
-/reset       forget what was said
-/save FILE   add the conversation (with the first model) to a .jsonl file, for data.messages
-/help        show this
-/quit        end, as Ctrl-D does
-Ctrl-C stops an answer, of which the conversation keeps what there is."""
+/reset       clear the conversation
+/save FILE   append the conversation (with the first model) to a .jsonl file, for data.messages
+/help        show this help
+/quit        end the chat, as Ctrl-D does
+Ctrl-C stops an answer; the conversation keeps the text generated so far."""
 BASE = "base"
-"""What a run's base without an adapter is called beside clients."""
+"""The name of a run's base without an adapter in `--with`."""
 
 
 class Talk:
-    """Passes what is typed on to models, and shows their answers.
+    """A chat that passes lines on to models and prints their answers.
 
-    speakers: by the heading of their answers. With one, there is no heading.
+    Args:
+        speakers: The models, by the heading of their answers. The answers of a single model have
+            no heading.
     """
 
     def __init__(self, speakers: Mapping[str, Speaker]) -> None:
         self.speakers = dict(speakers)
-        self._told = False
+        self._warned = False
 
     def take(self, line: str) -> bool:
-        """Answer a line, or do what it commands; False: it ends the conversation."""
+        """Answer a line, or execute its command; return whether the chat continues."""
         text = line.strip()
         command, _, argument = text.partition(" ")
         match command, argument.strip():
@@ -47,15 +49,15 @@ class Talk:
             case "/reset", "":
                 for speaker in self.speakers.values():
                     speaker.reset()
-                terminal.complain("Forgotten.")
+                terminal.complain("The conversation is cleared.")
             case "/help", "":
                 terminal.say(HELP)
             case "/save", "":
-                raise CoterieError("/save needs a file, such as /save talk.jsonl.")
+                raise CoterieError("/save requires a file, such as /save chat.jsonl.")
             case "/save", file:
                 self._save(Path(file))
             case _ if re.fullmatch("/[a-z]+", command):
-                raise CoterieError(f"There is no command {text!r}; /help lists all.")
+                raise CoterieError(f"There is no command {text!r}; /help lists the commands.")
             case _:
                 self._answer(text)
         return True
@@ -70,68 +72,69 @@ class Talk:
             waiting.remove(name)
             if len(self.speakers) > 1:
                 terminal.console.print(f"\n{name}", style="bold", highlight=False, markup=False)
-            said = None
+            text = None
             try:
-                said = speaker.answer(question, partial(terminal.say, end=""))
+                text = speaker.answer(question, partial(terminal.say, end=""))
             except KeyboardInterrupt:
                 if waiting:
-                    terminal.complain(f"\nNot asked: {', '.join(waiting)}.")
+                    terminal.complain(f"\nWithout an answer: {', '.join(waiting)}.")
                 raise
             finally:
-                if said is not None:
-                    terminal.say("" if said else "(no answer)")
-            if speaker.left_out and not self._told:
-                self._told = True
+                if text is not None:
+                    terminal.say("" if text else "(no answer)")
+            if speaker.left_out and not self._warned:
+                self._warned = True
                 terminal.complain(
-                    f"Note: the conversation no longer fits in the context of {name}'s base; from "
-                    "now on, the oldest exchanges are left out. /reset begins anew."
+                    f"Note: the conversation exceeds the context of {name}'s base; from now on, "
+                    "the oldest turns are left out. /reset clears the conversation."
                 )
 
     def _save(self, file: Path) -> None:
         speaker = next(iter(self.speakers.values()))
         if file.suffix != ".jsonl":
-            raise CoterieError(f"Conversations are saved in .jsonl files, not in {file}.")
+            raise CoterieError(f"/save writes .jsonl files only, not {file}.")
         if not any(turn.role == "assistant" for turn in speaker.turns):
-            raise CoterieError("Nothing has been said yet that could be saved.")
+            raise CoterieError("The conversation has no answer yet; there is nothing to save.")
         record = {"messages": [turn._asdict() for turn in speaker.turns]}
         append_line(file, json.dumps(record, ensure_ascii=False))
-        terminal.complain(f"Added to {file}.")
+        terminal.complain(f"Appended to {file}.")
 
 
 def speakers(
     run: Path, client: str, others: Sequence[str], sampling: Sampling, system: str | None
 ) -> dict[str, Speaker]:
-    """The model of a run's client and those beside it, by name; see `coterie chat --with`.
+    """Load the model of a run's client and the models of `coterie chat --with`, by name.
 
-    Raises CoterieError if there is no such model, or one is named twice.
+    Raises:
+        CoterieError: A model does not exist, or is named twice.
     """
     loader, folder = Loader(), RunFolder(run)
-    found: dict[str, Speaker] = {}
+    loaded: dict[str, Speaker] = {}
     untrained: list[str] = []
     for name in (client, *others):
-        if name in found:
-            raise CoterieError(f"--with names {name!r} twice, or the client itself; leave it out.")
-        whose, of = _whose(folder, name) if found else (folder, name)
-        config = recorded(whose)
-        if name == BASE and found:
+        if name in loaded:
+            raise CoterieError(f"--with repeats {name!r}, which answers already; remove it.")
+        model_folder, owner = _resolve(folder, name) if loaded else (folder, name)
+        config = recorded(model_folder)
+        if name == BASE and loaded:
             base = loader.base(config, client)
             model = Loaded(base, lambda base=base: bare(base))
         else:
-            model = loader.load(whose, config, of)
+            model = loader.load(model_folder, config, owner)
             if not (config.data.chats or config.data.declared.compares):
                 untrained.append(name)
         template = chat_template(model.base.tokenizer, config.data.chat_template)
-        found[name] = Speaker(*model, template, sampling, system)
+        loaded[name] = Speaker(*model, template, sampling, system)
     if untrained:
-        terminal.complain(f"Note: not trained on conversations: {', '.join(untrained)}.")
-    return found
+        terminal.complain(f"Note: {', '.join(untrained)}: not trained on conversations.")
+    return loaded
 
 
-def _whose(folder: RunFolder, name: str) -> tuple[RunFolder, str]:
-    """The run and the client that a name beside a run means."""
-    where, colon, client = name.rpartition(":")
+def _resolve(folder: RunFolder, name: str) -> tuple[RunFolder, str]:
+    """Return the run and the client that a name in `--with` refers to."""
+    run, colon, client = name.rpartition(":")
     if not colon:
         return folder, name
-    if (Path(where) / "run.json").is_file():
-        return RunFolder(Path(where)), client
-    return find_beside(folder, where), client
+    if (Path(run) / "run.json").is_file():
+        return RunFolder(Path(run)), client
+    return find_beside(folder, run), client

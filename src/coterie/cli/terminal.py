@@ -1,4 +1,4 @@
-"""How commands speak: to the console, about errors, and when they are stopped."""
+"""Output of commands: lines on stdout and stderr, progress bars, and hints on how to resume."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,25 +14,30 @@ errors = Console(stderr=True)
 
 
 def say(*lines: str, end: str = "\n") -> None:
-    """Print lines of plain text as they are, whatever the width."""
+    """Print lines of plain text on stdout, without markup or wrapping."""
     tell(console, *lines, end=end)
 
 
 def complain(text: str) -> None:
-    """Print it where errors go."""
+    """Print plain text on stderr."""
     tell(errors, text)
 
 
-def tell(where: Console, *lines: str, end: str = "\n") -> None:
-    """Print lines of plain text on a console."""
-    where.print(*lines, sep="\n", end=end, highlight=False, markup=False, soft_wrap=True)
+def tell(target: Console, *lines: str, end: str = "\n") -> None:
+    """Print lines of plain text on a console, without markup or wrapping."""
+    target.print(*lines, sep="\n", end=end, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[float, float], None]]]:
-    """Show progress where errors go, if that is a terminal; `first`: the name of what begins.
+    """Show a progress bar on stderr, if that is a terminal.
 
-    Yields one function for the name of what begins next, and one for how much of how much is done.
+    Args:
+        first: The description of the first task.
+
+    Yields:
+        A function that starts the next task, given its description, and a function that moves the
+        bar, given the completed amount and the total.
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -41,45 +46,47 @@ def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[floa
         task = bar.add_task(escape(first), total=None)
         yield (
             lambda name: bar.reset(task, description=escape(name), total=None),
-            lambda done, of: bar.update(task, completed=done, total=of),
+            lambda completed, total: bar.update(task, completed=completed, total=total),
         )
 
 
-def tell_unhelped(method: str, result: Mapping[str, Any]) -> None:
-    """Name the clients that end with the base as it came, where a run's result has any."""
+def report_unhelped(method: str, result: Mapping[str, Any]) -> None:
+    """Print the clients for which a run kept the untrained base, if there are any."""
     if names := [name for name, round in result.get("kept", {}).items() if round == 0]:
         say(
-            f"Training with {method} did not help {', '.join(names)}: no round did better "
-            "on validation text than the base, which is kept as it came."
+            f"Training with {method} did not help {', '.join(names)}: no round scored better on "
+            "the validation text than the untrained base, which was therefore kept."
         )
 
 
 def plugin_options(plugins: Mapping[str, Mapping[str, str]]) -> str:
-    """What a command needs to know the plugins of a run, as run.json has them."""
+    """Return the --plugin options for the plugins that run.json records."""
     files = dict.fromkeys(plugin["file"] for plugin in plugins.values())
     return "".join(f" --plugin {file}" for file in files)
 
 
-def stopped(how: str) -> NoReturn:
-    """End a command that was stopped, saying how to go on."""
-    complain(f"Stopped. {how}")
+def exit_stopped(hint: str) -> NoReturn:
+    """Exit from a command that was interrupted, with a hint on how to resume."""
+    complain(f"Stopped. {hint}")
     raise typer.Exit(130) from None
 
 
 @contextmanager
 def stoppable(folder: Path | None = None) -> Iterator[None]:
-    """Turn Ctrl-C into a sentence that says how to go on with the run in a folder, if there is one.
+    """Exit after Ctrl-C with a hint on how to resume.
 
-    Without a folder, the same command goes on.
+    Args:
+        folder: The run folder to resume. Without a folder, or if the folder does not hold a run
+            yet, the hint is to repeat the command.
     """
     try:
         yield
     except KeyboardInterrupt:
-        again = "the same command"
+        command = "the same command"
         if folder is not None and (folder / "run.json").exists():
             from coterie.runs.read import Plugins, read_json
 
-            began = read_json(folder, "run.json", Plugins)
-            plugins = began.get("plugins", {})  # runs of earlier versions have none
-            again = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
-        stopped(f"Finished rounds are saved; resume with {again}.")
+            run = read_json(folder, "run.json", Plugins)
+            plugins = run.get("plugins", {})  # runs of earlier versions have none
+            command = f"`coterie run --resume {folder}{plugin_options(plugins)}`"
+        exit_stopped(f"Finished rounds are saved; resume with {command}.")

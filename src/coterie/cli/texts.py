@@ -1,4 +1,4 @@
-"""The texts of a run, compared: what `coterie data` finds and shows."""
+"""The output of `coterie data`: tables of a run's texts, and examples of duplicates."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,51 +17,52 @@ from coterie.federation.reading import Reading
 from coterie.files import write_json
 
 EXAMPLES = 2
-"""Shown of each kind of copy."""
+"""Number of examples of each kind of duplicate."""
 SHOWN = 60
-"""Characters of an example's text."""
+"""Length of an example's text in characters."""
 MOST = 50_000_000
-"""Characters in which near duplicates are looked for: about half a minute's work."""
+"""Total characters in which near duplicates are searched, which takes about half a minute."""
 HEADS = {"repeats": "repeated", "in_training": "in train", "in_others": "in others"}
 
 
 def compare_texts(config: RunConfig, json: Path | None) -> None:
-    """See `coterie data`."""
+    """Compare the texts of a run, and print the results; see `coterie data`."""
     readings: list[Reading] = []
     with terminal.progress("Loading the tokenizer") as (begin, progress):
         tokenizer = load_tokenizer(config.base, config.root)
         gathered(config, tokenizer, readings.append, begin)
-        [read] = readings
+        [reading] = readings
         begin("Comparing texts")
-        found = read.quality(config, MOST, progress)
-    labels = [_labels(read)] if read.labels else []
-    terminal.console.print(_splits(found), _special(found), *labels)
-    _examples(found)
-    _left_out(found)
+        quality = reading.quality(config, MOST, progress)
+    labels = [_labels(reading)] if reading.labels else []
+    terminal.console.print(_splits(quality), _special(quality), *labels)
+    _examples(quality)
+    _left_out(quality)
     if json is not None:
-        write_json(json, {**asdict(found), "empty": found.survey.empty, "labels": read.labels})
+        empty = quality.survey.empty
+        write_json(json, {**asdict(quality), "empty": empty, "labels": reading.labels})
         terminal.say(f"\nSaved to {json}.")
 
 
-def _splits(found: Quality) -> Table:
-    """A row per client and split; copies as exact ones and, after a plus sign, near ones."""
+def _splits(quality: Quality) -> Table:
+    """Return a table with a row per client and split; duplicates are counted as exact + near."""
     rows = []
-    for split in found.splits:
+    for split in quality.splits:
         copies = {kind: _copies(split.exact[kind], split.near[kind]) for kind in KINDS}
         if split.split == "train":
             copies["in_training"] = ""
-        figures = [f"{split.tokens:,}", f"{split.texts:,}", f"{split.short:,}"]
-        rows.append([f"{split.client} {split.split}", *figures, *copies.values()])
-    looked = "" if found.compared is None else f", in {found.compared:,} characters of each split"
+        counts = [f"{split.tokens:,}", f"{split.texts:,}", f"{split.short:,}"]
+        rows.append([f"{split.client} {split.split}", *counts, *copies.values()])
+    limit = quality.compared
+    extent = "" if limit is None else f", in the first {limit:,} characters of each split"
     return Table(
         "Texts by client and split",
         ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
         rows,
-        "Texts: records, samples, or pieces of text files, within data.limits, without the text of "
-        "templates. "
-        f"Short: less than {SHORT} characters. Duplicates: exact + near (similarity {NEAR} or "
-        f"more{looked}), repeated in the same split, or found in the training text of the same "
-        f"client or of others. Empty records, left out: {found.survey.empty:,}.",
+        "Texts: records, samples or pieces of text files, within data.limits and without the text "
+        f"of templates. Short: fewer than {SHORT} characters. Duplicates: exact + near (similarity "
+        f"of at least {NEAR}{extent}), repeated in the same split, or also in the training text of "
+        f"the same client or of other clients. Excluded empty records: {quality.survey.empty:,}.",
     )
 
 
@@ -69,60 +70,60 @@ def _copies(exact: int, near: int) -> str:
     return f"{exact:,}" + (f" + {near:,}" if near else "")
 
 
-def _special(found: Quality) -> Table:
-    """A row per client and split: unknown and control tokens, and what was removed."""
-    removed = {(s.client, s.split): f"{s.removed:,}" for s in found.splits}
+def _special(quality: Quality) -> Table:
+    """Return a table of unknown tokens, control tokens and removed texts by client and split."""
+    removed = {(s.client, s.split): f"{s.removed:,}" for s in quality.splits}
     rows = [
         [f"{s.client} {s.split}", f"{s.unknown / max(1, s.tokens):.2%}", f"{s.control:,}"]
-        + [removed.get((s.client, s.split), "")] * found.deduplicated
-        for s in found.special
+        + [removed.get((s.client, s.split), "")] * quality.deduplicated
+        for s in quality.special
     ]
     return Table(
-        "Special tokens" + " and removed duplicates" * found.deduplicated,
-        ["", "unknown", "control", *["removed"] * found.deduplicated],
+        "Special tokens" + " and removed duplicates" * quality.deduplicated,
+        ["", "unknown", "control", *["removed"] * quality.deduplicated],
         rows,
-        "Unknown: share of unknown tokens, which replace what the tokenizer cannot encode. "
-        "Control: special tokens, such as <|endoftext|>, and chat markers in texts; the model "
-        "learns them as such. To refuse them, set data.special_tokens: refuse."
-        + " Removed: texts that data.deduplicate leaves out."
-        * found.deduplicated,
+        "Unknown: share of unknown tokens, which replace text that the tokenizer cannot encode. "
+        "Control: special tokens, such as <|endoftext|>, and chat markers in texts, which the "
+        "model learns as control tokens. To refuse them, set data.special_tokens: refuse."
+        + " Removed: texts excluded by data.deduplicate."
+        * quality.deduplicated,
     )
 
 
-def _left_out(found: Quality) -> None:
-    """Print the fields and files that are not read, and whose they are."""
-    for field, counts in sorted(found.survey.unused.items()):
+def _left_out(quality: Quality) -> None:
+    """Print the fields and files that are not used, with their owners."""
+    for field, counts in sorted(quality.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
-    for kind, counts in sorted(found.survey.skipped.items()):
+    for kind, counts in sorted(quality.survey.skipped.items()):
         terminal.say(f"Skipped {kind}: {_owners(counts)}.")
 
 
 def _owners(counts: Mapping[str, int]) -> str:
-    """The owners with their numbers, the first ones by name."""
+    """List owners with their counts, shortened if there are many."""
     return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 
 
-def _labels(read: Reading) -> Table:
-    labels = sorted({label for counts in read.labels.values() for label in counts})
+def _labels(reading: Reading) -> Table:
+    labels = sorted({label for counts in reading.labels.values() for label in counts})
     rows = [
         [client, *(f"{counts.get(label, 0):,}" for label in labels)]
-        for client, counts in read.labels.items()
+        for client, counts in reading.labels.items()
     ]
     return Table("Training records by label, before limits", ["", *labels], rows)
 
 
-def _examples(found: Quality) -> None:
-    """Where some copies are, and how they begin."""
+def _examples(quality: Quality) -> None:
+    """Print where some duplicates are, and how their text begins."""
 
     def kind(copy: Copy) -> tuple[int, bool]:
         return KINDS.index(copy.kind), not copy.exact
 
-    for _, copies in groupby(sorted(found.copies, key=kind), key=kind):
+    for _, copies in groupby(sorted(quality.copies, key=kind), key=kind):
         for copy in list(copies)[:EXAMPLES]:
-            is_in = "is" if copy.exact else "is nearly"
+            relation = "duplicates" if copy.exact else "nearly duplicates"
             text = " ".join(copy.text.split())
             short = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
-            terminal.say(f"{_place(copy.place)} {is_in} {_place(copy.found)}: {short}")
+            terminal.say(f"{_place(copy.place)} {relation} {_place(copy.found)}: {short}")
 
 
 def _place(place: Place) -> str:

@@ -1,4 +1,4 @@
-"""The commands that use what a run has learned: `coterie generate` and `coterie chat`."""
+"""Commands that use trained models: `coterie generate` and `coterie chat`."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,23 +21,25 @@ Others = Annotated[
     typer.Option(
         "--with",
         metavar="MODELS",
-        help="Models that answer beside it, comma-separated: `base` (without adapter), NAME "
-        "(another client), METHOD:NAME (a client in a baseline, or in a run beside this one in a "
-        "comparison), FOLDER:NAME (a client of any run).",
+        help="Comma-separated models that answer the same questions: `base` (without an adapter), "
+        "NAME (another client), METHOD:NAME (a client of a baseline, or of another method in the "
+        "same comparison), FOLDER:NAME (a client of any run).",
     ),
 ]
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
     client: Annotated[str, typer.Option(help="Client whose model to use.")],
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; required without --field.")
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="For a run on instructions, instead of --prompt: a field of its template. "
-            "Repeatable.",
+            help="Field of the template of a run on instructions, instead of --prompt: "
+            "instruction=TEXT. Repeatable.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 80,
@@ -45,7 +47,7 @@ def generate(
         float | None,
         typer.Option(
             min=0.0,
-            help="Sampling temperature; 0 is greedy decoding. Default: 0.8, or 0 with --field.",
+            help="Sampling temperature; 0 decodes greedily. Default: 0.8, or 0 with --field.",
         ),
     ] = None,
     top_p: TopP = 0.95,
@@ -57,13 +59,15 @@ def generate(
 
         coterie generate runs/demo --client ada --prompt "I sing of"
 
-    After a run on instructions, fill in its template:
+    Example, after a run on instructions, whose template has a field `instruction`:
 
         coterie generate runs/mine --client anna --field instruction="Name a sea."
     """
     check_run(run)
     if (prompt is None) == (not field):
-        raise CoterieError("Give either --prompt, or --field NAME=TEXT for each field.")
+        raise CoterieError(
+            "Give either --prompt, or --field NAME=TEXT for each field of the template."
+        )
     if temperature is None:
         temperature = 0.8 if prompt is not None else 0.0
     from coterie.evaluation.generation import Sampling
@@ -76,15 +80,15 @@ def generate(
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
-    client: Annotated[str, typer.Option(help="Client whose model to talk with.")],
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    client: Annotated[str, typer.Option(help="Client whose model to chat with.")],
     others: Others = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of new tokens of an answer.")
+        int, typer.Option(min=1, help="Maximum number of new tokens per answer.")
     ] = 120,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")
     ] = 0.7,
     top_p: TopP = 0.95,
     seed: SamplingSeed = 0,
@@ -92,19 +96,21 @@ def chat(
         bool,
         typer.Option(
             "--think",
-            help="Let answers begin with thinking (`<think>`), "
-            "where the template has a place for it.",
+            help="Let answers begin with reasoning (`<think>`), if the chat template supports it.",
         ),
     ] = False,
 ) -> None:
-    """Talk with a client's model, or with several side by side.
+    """Chat with a client's model, or with several models side by side.
+
+    Each model keeps its own history. Type /help for a list of commands: /save, for example, appends
+    the conversation to a file that a run can train on. Ctrl-C stops an answer, Ctrl-D ends the
+    chat.
+
+    For example:
 
         coterie chat runs/mine --client anna --with base,ben,local:anna
 
-    Each model keeps a history of its own. /help lists what else can be typed: /save adds the
-    conversation to a file that a run can be trained on. Ctrl-C stops an answer, Ctrl-D ends.
-
-    If the input is not a terminal, each line of it is a question, and only answers are printed:
+    If the input is not a terminal, each line is a question, and only the answers are printed:
 
         echo "Name a sea." | coterie chat runs/mine --client anna --temperature 0
     """
@@ -115,47 +121,50 @@ def chat(
     sampling = Sampling(tokens, temperature, top_p, seed, think)
     talk = Talk(speakers(run, client, listed(others), sampling, system))
     if sys.stdin.isatty():
-        _converse(talk, f"{client} of {run}")
+        _chat(talk, f"{client} of {run}")
     else:
         for line in sys.stdin:
             if line.strip() and not talk.take(line):
                 break
 
 
-def _fields(given: Iterable[str]) -> dict[str, str]:
-    """Fields' names and texts, from NAME=TEXT."""
+def _fields(options: Iterable[str]) -> dict[str, str]:
+    """Parse options of the form NAME=TEXT into texts by field."""
     fields: dict[str, str] = {}
-    for item in given:
-        name, equals, text = item.partition("=")
+    for option in options:
+        name, equals, text = option.partition("=")
         if not equals or not name or name in fields:
-            raise CoterieError(f"--field takes NAME=TEXT, each name once, not {item!r}.")
+            raise CoterieError(f"--field takes NAME=TEXT, with each name once, not {option!r}.")
         fields[name] = text
     return fields
 
 
 def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
-    """The prompt and what the client's model writes after it.
+    """Return the prompt with the text that the client's model generates after it.
 
-    Raises CoterieError if the prompt and the tokens asked for do not fit in the base's context.
+    Raises:
+        CoterieError: The prompt and the new tokens do not fit in the base's context.
     """
     from coterie.api import tokenizer
     from coterie.runs import RunFolder
 
     if RunFolder(run).description["config"]["data"].get("messages") is not None:
         terminal.complain(
-            "Note: this run is on conversations, and --prompt is continued as plain text. To talk "
-            f"with the model: coterie chat {run} --client {client}"
+            "Note: the run is on conversations, but the model continues --prompt as plain text. To "
+            f"chat with the model: coterie chat {run} --client {client}"
         )
     encoder: Any = tokenizer(run, client)
     ids = encoder(prompt or encoder.bos_token or encoder.eos_token)["input_ids"]
-    found = _continued(run, client, ids, [encoder.eos_token_id], sampling)
-    return encoder.decode(found, skip_special_tokens=True)
+    tokens = _generate(run, client, ids, [encoder.eos_token_id], sampling)
+    return encoder.decode(tokens, skip_special_tokens=True)
 
 
 def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Sampling") -> str:
-    """What the client's model answers to the run's template, filled in with these fields.
+    """Return the answer of the client's model to the run's template, filled in with fields.
 
-    Raises CoterieError, too, if the run is not on instructions or the template has other fields.
+    Raises:
+        CoterieError: The run is not on instructions, the template has other fields, or the prompt
+            and the new tokens do not fit in the base's context.
     """
     from coterie.api import tokenizer
     from coterie.bases import context_token
@@ -175,25 +184,25 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
         )
     prompt = render(instructions["template"], fields, "The prompt")
     encoder: Any = tokenizer(run, client)
-    begun, markers = [context_token(encoder)], ()
+    context, markers = [context_token(encoder)], ()
     if instructions["template"] == CHAT:
         chat = chat_template(encoder, data.get("chat_template"))
         parts = chat.opening_and_answer((Turn("user", prompt.strip()),))
         markers = chat.markers
-        begun = []  # as the template begins
+        context = []  # the chat template has its own first token
     else:
         parts = Instruction(prompt, "A").parts
-    ids = [*begun, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
+    ids = [*context, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
-    found = _continued(run, client, ids, ends, sampling)
-    text = encoder.decode(found[len(ids) :], skip_special_tokens=True)
+    tokens = _generate(run, client, ids, ends, sampling)
+    text = encoder.decode(tokens[len(ids) :], skip_special_tokens=True)
     return before_any(text, stops).strip()
 
 
-def _continued(
+def _generate(
     run: Path, client: str, ids: list[int], ends: list[int], sampling: "Sampling"
 ) -> list[int]:
-    """The tokens and those that the model writes after them, up to an end token."""
+    """Return the tokens with the model's continuation, up to an end token."""
     import torch
 
     from coterie.api import load
@@ -203,19 +212,19 @@ def _continued(
     longest = context_length(model)
     if longest is not None and len(ids) + sampling.tokens > longest:
         raise CoterieError(
-            f"The prompt's {len(ids)} tokens and {sampling.tokens} new ones exceed the base's "
-            f"context of {longest} tokens; lower --tokens."
+            f"The prompt's {len(ids)} tokens and {sampling.tokens} new tokens exceed the base's "
+            f"context of {longest} tokens; set a smaller --tokens or a shorter prompt."
         )
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
-    found = generated(model, prompt, torch.ones_like(prompt), **sampling.options(ends))
-    return found[0].tolist()
+    tokens = generated(model, prompt, torch.ones_like(prompt), **sampling.options(ends))
+    return tokens[0].tolist()
 
 
-def _converse(talk: "Talk", whom: str) -> None:
-    """Until /quit or Ctrl-D; a mistake does not end it."""
-    terminal.say(f"Talking with {whom}. /help lists commands, Ctrl-D ends.")
-    for line in _typed():
+def _chat(talk: "Talk", model: str) -> None:
+    """Run a chat until /quit or Ctrl-D; an error does not end the chat."""
+    terminal.say(f"Chat with {model}. /help lists the commands, Ctrl-D ends the chat.")
+    for line in _lines():
         try:
             if not talk.take(line):
                 break
@@ -225,9 +234,9 @@ def _converse(talk: "Talk", whom: str) -> None:
             terminal.complain(str(error))
 
 
-def _typed() -> Iterator[str]:
-    """What is typed, line by line, without empty lines."""
-    import readline  # noqa: F401 - lets `input` edit lines and recall earlier ones
+def _lines() -> Iterator[str]:
+    """Yield the lines that the user types, without empty lines."""
+    import readline  # noqa: F401 - lets `input` edit lines and recall earlier lines
 
     while True:
         try:
@@ -236,7 +245,7 @@ def _typed() -> Iterator[str]:
             terminal.say("")
             return
         except KeyboardInterrupt:
-            terminal.say("\nPress Ctrl-D to end, or type /quit.")
+            terminal.say("\nTo end the chat, press Ctrl-D or type /quit.")
             continue
         if line.strip():
             yield line

@@ -1,4 +1,4 @@
-"""Two tokenizers compared: what `coterie align` measures and shows."""
+"""The output of `coterie align`: tables that compare two tokenizers."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,83 +15,94 @@ from coterie.cli import terminal
 from coterie.files import write_json
 
 LONGEST = 32
-"""Characters of a token that a table shows."""
+"""Maximum number of characters of a token in a table."""
 
 
 def compare_vocabularies(
     tokenizer_a: str, tokenizer_b: str, most: int, json: Path | None, cache: bool
 ) -> None:
-    """See `coterie align`. most: worst matches to show."""
+    """Compare two tokenizers, and print the results; see `coterie align`.
+
+    Args:
+        tokenizer_a: The first tokenizer: a file, a folder, or the name of a base.
+        tokenizer_b: The second tokenizer.
+        most: The number of worst matches to list.
+        json: The file to write the results to, if any.
+        cache: Whether to read maps from the cache and to write them to it.
+    """
     a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
     terminal.say(
         f"A is {tokenizer_a}: {len(a.tokens):,} tokens",
         f"B is {tokenizer_b}: {len(b.tokens):,} tokens",
     )
     maps: dict[str, VocabularyMap] = {}
-    ways: dict[str, dict[str, Any]] = {}
-    for way, source, target in (("A -> B", a, b), ("B -> A", b, a)):
-        maps[way], seconds = _map(source, target, way, cache)
-        found = maps[way]
-        cases = [_case(source, target, found, token) for token in worst(source, found, most)]
-        ways[way] = {**asdict(summarise(source, found)), "seconds": seconds, "worst": cases}
-    terminal.console.print(_figures(ways))
-    for way, about in ways.items():
-        if about["worst"]:
-            terminal.console.print(_worst(way, about["worst"]))
+    summaries: dict[str, dict[str, Any]] = {}
+    for direction, source, target in (("A -> B", a, b), ("B -> A", b, a)):
+        mapping, seconds = _map(source, target, direction, cache)
+        maps[direction] = mapping
+        matches = [_match(source, target, mapping, token) for token in worst(source, mapping, most)]
+        summary = asdict(summarise(source, mapping))
+        summaries[direction] = {**summary, "seconds": seconds, "worst": matches}
+    terminal.console.print(_distances(summaries))
+    for direction, summary in summaries.items():
+        if summary["worst"]:
+            terminal.console.print(_worst(direction, summary["worst"]))
     terminal.console.print(_roles(a, b, maps))
     if json is not None:
         names = {"A": tokenizer_a, "B": tokenizer_b}
         tokens = {"A": len(a.tokens), "B": len(b.tokens)}
-        write_json(json, {"tokenizers": names, "tokens": tokens, **ways})
+        write_json(json, {"tokenizers": names, "tokens": tokens, **summaries})
         terminal.say(f"\nSaved to {json}.")
 
 
 def _map(
-    source: Vocabulary, target: Vocabulary, way: str, cache: bool
+    source: Vocabulary, target: Vocabulary, direction: str, cache: bool
 ) -> tuple[VocabularyMap, float | None]:
-    """A map, and the seconds that it took; None: it was in the cache."""
-    if cache and (kept := load_map(source, target)) is not None:
-        return kept, None
+    """Return a map and the seconds that it took to compute; None if it was cached."""
+    if cache and (cached := load_map(source, target)) is not None:
+        return cached, None
     start = time.perf_counter()
-    with terminal.progress(f"{way}: nearest tokens") as (_, progress):
-        found = vocabulary_map(source, target, lambda share: progress(share, 1.0))
+    with terminal.progress(f"{direction}: nearest tokens") as (_, progress):
+        computed = vocabulary_map(source, target, lambda share: progress(share, 1.0))
     seconds = time.perf_counter() - start
     if cache:
-        save_map(source, target, found)
-    return found, seconds
+        save_map(source, target, computed)
+    return computed, seconds
 
 
-def _case(
-    source: Vocabulary, target: Vocabulary, found: VocabularyMap, number: int
+def _match(
+    source: Vocabulary, target: Vocabulary, mapping: VocabularyMap, number: int
 ) -> dict[str, Any]:
-    """A token and its nearest, for JSON."""
-    nearest = int(found.ids[number])
+    """Return a token and its nearest token as plain data for JSON."""
+    nearest = int(mapping.ids[number])
     return {
         "id": number,
-        "token": readable(source.tokens[number] or b""),  # it has bytes, as has its nearest
+        "token": readable(source.tokens[number] or b""),  # mapped tokens have bytes
         "nearest_id": nearest,
         "nearest": readable(target.tokens[nearest] or b""),
-        "edited": int(found.distances[number]),
+        "edited": int(mapping.distances[number]),
     }
 
 
-def _figures(ways: Mapping[str, Mapping[str, Any]]) -> Table:
+def _distances(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
     rows = []
-    for way, about in ways.items():
-        counts = [f"{count:,}" for count in about["histogram"]]
-        took = "cache" if about["seconds"] is None else f"{about['seconds']:.1f} s"
-        rows.append([way, f"{about['exact']:.1%}", *counts, f"{about['mean']:.2f}", took])
+    for direction, summary in summaries.items():
+        counts = [f"{count:,}" for count in summary["histogram"]]
+        duration = "cache" if summary["seconds"] is None else f"{summary['seconds']:.1f} s"
+        rows.append(
+            [direction, f"{summary['exact']:.1%}", *counts, f"{summary['mean']:.2f}", duration]
+        )
     return Table(
         "Tokens by edit distance in bytes to the nearest token",
         ["", "exact", *map(str, range(LAST)), f"{LAST}+", "mean", "time"],
         rows,
-        "Special tokens are excluded. Exact: the other tokenizer has the same token.",
+        "Special tokens are excluded. Exact: the other tokenizer has an identical token.",
     )
 
 
-def _worst(way: str, cases: Sequence[Mapping[str, Any]]) -> Table:
-    rows = [[_short(c["token"]), _short(c["nearest"]), str(c["edited"])] for c in cases]
-    return Table(f"Worst matches, {way}", ["token", "nearest", "edits"], rows)
+def _worst(direction: str, matches: Sequence[Mapping[str, Any]]) -> Table:
+    rows = [[_short(m["token"]), _short(m["nearest"]), str(m["edited"])] for m in matches]
+    return Table(f"Worst matches, {direction}", ["token", "nearest", "edits"], rows)
 
 
 def _short(token: str) -> str:
@@ -99,18 +110,18 @@ def _short(token: str) -> str:
 
 
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
-    """The ids of special tokens in each vocabulary and where they are mapped."""
+    """Return a table of the ids of special tokens in each vocabulary and of their maps."""
     rows = []
     for role in ROLES:
-        own = (a.roles.get(role), b.roles.get(role))
-        ids = ["-" if token is None else str(token) for token in own]
-        rows.append([role, *ids, *map(_mapped, own, maps.values())])
+        tokens = (a.roles.get(role), b.roles.get(role))
+        ids = ["-" if token is None else str(token) for token in tokens]
+        rows.append([role, *ids, *map(_mapped, tokens, maps.values())])
     note = "Only these special tokens are mapped; -: no such token."
     return Table("Special tokens (ids)", ["role", "A", "B", *maps], rows, note)
 
 
-def _mapped(token: int | None, found: VocabularyMap) -> str:
+def _mapped(token: int | None, mapping: VocabularyMap) -> str:
     if token is None:
         return "-"
-    other = int(found.ids[token])
+    other = int(mapping.ids[token])
     return f"{token} -> {other if other >= 0 else '-'}"

@@ -49,13 +49,19 @@ _loaded: dict[str, Plugin] = {}
 
 
 def register(kind: K) -> K:
-    """Register a method, transform or metric class, so that run files can refer to its name.
+    """Register a method, transform, metric or data kind, so that run files can use its name.
 
     The registration lasts for the life of the process. The function can be used as a class
     decorator.
 
+    Args:
+        kind: A subclass of Method, Transform, Metric or DataKind that defines `name`.
+
+    Returns:
+        The class.
+
     Raises:
-        CoterieError: The class is not a method, transform or metric, or its name is taken.
+        CoterieError: The class has none of these base classes, or its name is taken.
     """
     registry = _registry(kind) if isinstance(kind, type) else None
     if registry is None:
@@ -65,7 +71,7 @@ def register(kind: K) -> K:
 
 
 def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:
-    """Execute a Python file and register the methods, transforms and metrics that it defines.
+    """Execute a Python file and register the methods, transforms, metrics and kinds it defines.
 
     Args:
         file: The file.

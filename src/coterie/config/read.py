@@ -28,6 +28,9 @@ def load_config(path: Path | None, settings: Sequence[str] = ()) -> "RunConfig":
         path: The run file, or None for the embedded demo.
         settings: Changes to the file, such as `training.batch=4`.
 
+    Returns:
+        The validated configuration.
+
     Raises:
         CoterieError: The run file is invalid; the message names the first mistake.
     """

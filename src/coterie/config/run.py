@@ -9,10 +9,11 @@ from typing import Any, cast
 from pydantic import field_serializer
 
 from coterie.aggregation.defaults import with_defaults
+from coterie.aggregation.hooks import run_hook
 from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.registry import TRANSFORMS
 from coterie.aggregation.spec import TransformSpec
-from coterie.aggregation.transform import TRAIN, Transform, run_hook
+from coterie.aggregation.transform import TRAIN, Transform
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
@@ -74,12 +75,23 @@ class RunConfig(Sections[Method]):
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Return the exchange of the method, and the phase, of an exchange of the run."""
+        """Return which exchange of the method, and which phase, an exchange of the run executes.
+
+        Args:
+            exchange: The number of the run's exchange; the first is 0.
+
+        Returns:
+            The number of the method's exchange, and the phase.
+        """
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
 
     def aggregating(self) -> Aggregation:
-        """Create the aggregation of this run's uploads."""
+        """Create the aggregation of this run's uploads.
+
+        Returns:
+            The mean of each field that the method reduces by `mean`, with the run's transforms.
+        """
         exchanges = self.method.exchanges(self.rounds)
         return Aggregation(self.method.schema(), self.every_transform, exchanges)
 
@@ -91,14 +103,28 @@ class RunConfig(Sections[Method]):
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
 
     def base_of(self, name: str) -> BaseSpec:
-        """Return the base of a client, or of the `server` if it has a model of its own."""
+        """Return the base of a client or of the server.
+
+        Args:
+            name: The client's name, or `server` for a server with a model of its own.
+
+        Returns:
+            The base's name and format.
+        """
         name = self._model_owner(name)
         if name == SERVER and self.server is not None:
             return self.server.base or self.base
         return self.base if self.pooled else self.bases.get(name, self.base)
 
     def training_of(self, name: str) -> TrainingSpec:
-        """Return the training settings of a client or the `server`, with its own learning rate."""
+        """Return the training settings of a client or of the server.
+
+        Args:
+            name: The client's name, or `server` for a server with a model of its own.
+
+        Returns:
+            The run's settings, with the learning rate of this client if it has a separate one.
+        """
         return self.training.of(self._model_owner(name))
 
     def _model_owner(self, name: str) -> str:
@@ -118,6 +144,12 @@ class RunConfig(Sections[Method]):
             method: A method with its settings, or a method's name. The name of the run's own
                 method keeps the settings. A different method takes over the parts (`mlp`,
                 `attention`, ...) that differ from the defaults of the run's own method.
+
+        Returns:
+            The copy.
+
+        Raises:
+            CoterieError: There is no such method, or it does not accept the settings.
         """
         if method == self.label:
             return self.model_copy(update={"baselines": ()})
@@ -133,7 +165,11 @@ class RunConfig(Sections[Method]):
         return self.model_copy(update=run)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the run as plain data, including all defaults."""
+        """Return the run as plain data.
+
+        Returns:
+            The keys of a run file with JSON values, including all defaults.
+        """
         return self.model_dump(mode="json")
 
     @property
@@ -154,6 +190,12 @@ class RunConfig(Sections[Method]):
         """Return the run as plain data for one client of a deployment.
 
         The names, paths, bases, learning rates and limits of other clients are left out.
+
+        Args:
+            client: The client's name.
+
+        Returns:
+            The keys of a run file with JSON values.
         """
         values = {key: value for key, value in self.as_dict().items() if key not in HIDDEN_KEYS}
         training = self.training_of(client).model_dump(mode="json")
@@ -162,7 +204,11 @@ class RunConfig(Sections[Method]):
         return {**values, "base": base, "training": training, "data": data}
 
     def digest(self) -> str:
-        """Return a hash of everything that affects the results, except for the texts."""
+        """Hash everything that affects the results, except for the texts.
+
+        Returns:
+            A hexadecimal hash of 16 digits.
+        """
         hashed = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
         if version := version_of(type(self.method)):
             hashed["version"] = version

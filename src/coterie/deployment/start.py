@@ -17,7 +17,8 @@ from coterie.deployment.forgetting import check_participant
 from coterie.deployment.server import ServerRun, ServerWatch
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
-from coterie.federation.participants import Participant, check, served
+from coterie.federation.checks import check
+from coterie.federation.participants import Participant, served
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER
 from coterie.network.flower.fleet import keep_serving

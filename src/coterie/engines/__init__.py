@@ -1,1 +1,1 @@
-"""What runs the rounds."""
+"""Engines, which execute the rounds of a run."""

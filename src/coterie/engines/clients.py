@@ -1,4 +1,4 @@
-"""Clients of a run, and their newest states on disk between their steps."""
+"""Interface of a run's clients to the round loop, and their states between checkpoints."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -19,15 +19,19 @@ from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
 
 STATES = "states"
-"""The folder, in a run's folder, of clients' states that are newer than the newest checkpoint."""
+"""The folder of `NewStates` in a run folder."""
 Download = Callable[[ClientId], bytes]
-"""Returns what the server sends to a client now."""
+"""Function that returns the server's current download for a client."""
 
 
 class NewStates:
-    """Clients' states that are newer than the newest checkpoint, in files of the run's folder.
+    """Clients' states since the newest checkpoint, in files of the run folder.
 
-    A kill leaves the files behind. The round is then repeated from the checkpoint without them.
+    The files remain if the process is killed. They are then deleted, and the round is repeated from
+    the checkpoint.
+
+    Args:
+        folder: The run folder.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -35,9 +39,9 @@ class NewStates:
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Remove all files when the block begins and when it ends."""
+        """Remove all files at the start and at the end of the block."""
         with writing(self.path):
-            if self.path.exists():  # a kill left it
+            if self.path.exists():  # the last process was killed
                 shutil.rmtree(self.path)
         try:
             yield
@@ -45,7 +49,7 @@ class NewStates:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def put(self, part: ClientPart) -> None:
-        """Write what the next checkpoint will have of a client."""
+        """Write a client's states, which become part of the next checkpoint."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         for file, state in part.states():
@@ -53,29 +57,32 @@ class NewStates:
                 write_bytes(self.path / f"{file}.safetensors", state.encode())
 
     def newest(self, client: ClientId) -> tuple[State | None, State | None]:
-        """Return a client's state and that of its best model; None before the client's first."""
+        """Return the newest states of a client and of its best model; None before they exist."""
         state = self._find(f"client-{client}")
         if state is None and self.folder.rounds():
             state = self.folder.load(f"client-{client}")
         return state, self.kept(client)
 
     def kept(self, client: ClientId) -> State | None:
-        """Return the state of a client's best model; None before the client's first round."""
+        """Return the newest state of a client's best model; None before its first round."""
         return self._find(f"kept-{client}") or self.folder.find(f"kept-{client}")
 
     def drop(self, client: ClientId) -> None:
-        """Remove what is newer than the newest checkpoint of a client."""
+        """Remove a client's states, so that the states in the checkpoint are the newest."""
         for file in (f"client-{client}", f"kept-{client}"):
             (self.path / f"{file}.safetensors").unlink(missing_ok=True)
 
     def pop(
         self, client: ClientId, newer: Mapping[str, State | None]
     ) -> Iterator[tuple[str, State | None]]:
-        """Yield what a checkpoint has of a client, and remove the files; see `ClientPart.states`.
+        """Remove a client's states and yield them for a checkpoint.
 
         Args:
-            client: the client's name.
-            newer: states in memory, by file, which replace those on disk.
+            client: The client's name.
+            newer: States in memory, by file. They take precedence over states on disk.
+
+        Yields:
+            The name of each file, and its state or None, as in `ClientPart.states`.
         """
         for file in (f"client-{client}", f"kept-{client}"):
             state = newer.get(file) or self._find(file)
@@ -93,7 +100,15 @@ class NewStates:
 
 @dataclass(eq=False)
 class Clients(ABC):
-    """The clients of a run: where they work, and what they keep between rounds."""
+    """The clients of a run. Subclasses determine in which processes they work.
+
+    Args:
+        config: The run.
+        base: The run's base.
+        participants: The clients' data, by name.
+        folder: The run folder.
+        recorder: The recorder of metrics.
+    """
 
     config: RunConfig
     base: Base
@@ -102,59 +117,69 @@ class Clients(ABC):
     recorder: Recorder
 
     in_process: ClassVar[bool]
-    """Whether they are made in this process, and so can join before they are at work."""
+    """Whether the clients are in this process. If so, they can join before `at_work`."""
 
     def __post_init__(self) -> None:  # noqa: D105
         self.new = NewStates(self.folder)
 
     def at_work(self) -> AbstractContextManager[object]:
-        """Return a block within which the clients can work."""
+        """Return a context manager in which the clients can work."""
         return self.new.emptied()
 
     @abstractmethod
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """Make every client as it is at the run's start; yield its first message."""
+        """Create every client in its initial state, and yield its name and first message."""
 
     @abstractmethod
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """Train clients for a round; yield their uploads, once their entries are recorded.
+        """Let clients execute an exchange.
 
-        A client that diverged has no upload, and its state from before the round.
+        A client that diverges keeps its state from before the exchange.
 
         Args:
-            round: the round, 0 for the first.
-            names: the clients of the round.
-            download: returns what the server sends to a client.
-            lost: clients whose last upload did not count.
+            round: The number of the exchange, from 0.
+            names: The clients of the exchange.
+            download: A function that returns the server's download for a client.
+            lost: Clients whose last upload did not count.
+
+        Yields:
+            The name of each client, and its upload or the error if it diverged. The client's
+            metrics are recorded before.
         """
 
     @abstractmethod
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """Let every client receive the download after the last round; see `step`."""
+        """Let every client apply the download after the last exchange.
+
+        Args:
+            round: The number of the last exchange.
+            download: A function that returns the server's download for a client.
+            lost: Clients whose last upload did not count.
+        """
 
     def stops(self, name: ClientId, rounds: int) -> bool:
-        """Return whether a client takes no part in rounds after so many."""
+        """Return whether a client stops early after a number of complete exchanges."""
         return stops(self.config, best_of(self.new.kept(name)), rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
-        """Yield what a checkpoint has of the clients; see `ClientPart.states`."""
+        """Yield the clients' states for a checkpoint, as in `ClientPart.states`."""
         for name in self.participants:
             yield from self.new.pop(name, self._newer(name))
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return states of a client that are in memory, by file."""
+        """Return the states of a client in memory, by file."""
         return {}
 
     @abstractmethod
     def undo(self, name: ClientId) -> None:
-        """Take a client, whose upload does not count, back to before the round."""
+        """Restore a client's state from before the exchange, as its upload does not count."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Take every client back to the newest checkpoint."""
+        """Restore every client's state from the newest checkpoint."""
 
     @abstractmethod
     def covered(self) -> set[tuple[str, ...]]:
-        """Return the layers of the bases that clients' adapters modify."""
+        """Return descriptions of the layers that the adapters modify, for each kind of adapter."""

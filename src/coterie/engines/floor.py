@@ -1,4 +1,4 @@
-"""The floor under a run's scores: what always giving the commonest answer scores."""
+"""The floor of a run's scores: the scores of always giving the commonest answer."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -9,41 +9,45 @@ from coterie.evaluation.commonest import commonest
 from coterie.federation.participants import Participant, text_digest
 
 FLOOR = "commonest"
-"""The point under which a run folder keeps the floor's scores by sample."""
+"""The key of the floor's scores by sample in a run folder."""
 
 
 def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, Any]]:
-    """Score the commonest answer in a client's training data on each of its test texts.
+    """Score the commonest answer of a client's training data on each of its test texts.
 
     Returns:
-        Scores by sample, by the name of the text, as a run folder keeps them; without texts whose
-        answers are not chosen from a list.
+        Scores by sample, by the name of the text, in the format of a run folder. Only texts with
+        answers that are chosen from a list are included.
     """
-    found: dict[str, dict[str, Any]] = {}
+    items: dict[str, dict[str, Any]] = {}
     train = client.data.train
     for name, test in client.tests.items():
         shares = commonest(train.questions, test.questions)
         if any(share is not None for share in shares):
-            of = text_digest(test, config.data.window)
-            # A constant answer is written exactly as it is chosen.
-            found[name] = {"of": of, "accuracy": shares, "exact_match": shares}
-    return found
+            digest = text_digest(test, config.data.window)
+            # A constant answer matches exactly if and only if it is the correct choice.
+            items[name] = {"of": digest, "accuracy": shares, "exact_match": shares}
+    return items
 
 
 def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the floor that a finished run's folder has kept, as a result."""
+    """Return the floor of a finished run as a result.
+
+    Args:
+        outcome: The run's outcome, from `RunFolder.outcome`.
+    """
     return as_result(outcome.get("items", {}).get(FLOOR, {}), outcome.get("seed"))
 
 
 def as_result(items: Mapping[str, Mapping[str, Any]], seed: int | None) -> dict[str, Any]:
-    """Return scores by text and sample as a result with their means, like `RunFolder.outcome`."""
+    """Return scores by text and sample as a result, like `RunFolder.outcome`, with their means."""
     scores = {
         name: {
             key: fmean(share for share in shares if share is not None)
-            for key, shares in kept.items()
+            for key, shares in scores_by_key.items()
             if key != "of"
         }
-        for name, kept in items.items()
+        for name, scores_by_key in items.items()
     }
-    reports = "trained"  # a result needs a point; the floor is the same at each
+    reports = "trained"  # a result needs a key; the floor is the same for all keys
     return {"reports": reports, reports: scores, "seed": seed, "items": {reports: dict(items)}}

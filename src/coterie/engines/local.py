@@ -1,7 +1,7 @@
-"""The local engine: all clients in this process, one at a time.
+"""The local engine: all clients work in this process, one at a time.
 
-They share one base in memory. The states of all but a few clients are on disk, so memory hardly
-grows with the number of clients.
+Clients share one copy of each base. Most clients' states are on disk, so memory hardly grows with
+the number of clients.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,16 +18,16 @@ from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId
 
 IN_MEMORY = 8
-"""The largest number of clients in memory at once."""
+"""The maximum number of clients in memory."""
 
 
 class LocalClients(Clients, Mapping[ClientId, ClientSide]):
-    """Clients in this process; by name, their sides of the method as their last steps left them.
+    """Clients in this process: a mapping from their names to their sides of the method.
 
-    A client is made when it is asked for; at most IN_MEMORY are in memory. Where there are more, a
-    client that is asked for replaces the one that was made last, whose state is written to disk.
-    Rounds ask for all clients in turn, so this reads fewer states than replacing the least recently
-    used client.
+    A client is created when it is needed. At most IN_MEMORY clients are in memory. If there are
+    more, a new client replaces the client that was created last, whose state is written to disk.
+    Rounds need all clients in turn, so this policy reads fewer states than replacing the least
+    recently used client.
     """
 
     in_process = True
@@ -37,11 +37,11 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self.scores: dict[ClientId, dict[str, dict[str, Score]]] = {
             name: {} for name in self.participants
         }
-        self.here: dict[ClientId, ClientPart] = {}
+        self.parts: dict[ClientId, ClientPart] = {}
         self._covered: set[tuple[str, ...]] = set()
 
     def __getitem__(self, name: ClientId) -> ClientSide:
-        """Return a client's side, as its last step left it."""
+        """Return a client's side of the method in its newest state."""
         return self.part(name).side
 
     def __iter__(self) -> Iterator[ClientId]:
@@ -53,29 +53,27 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         return len(self.participants)
 
     def part(self, name: ClientId) -> ClientPart:
-        """Return a client's part of the run, as its last step left it."""
-        if name not in self.here:
-            if len(self.here) >= IN_MEMORY:
-                self.new.put(self.here.popitem()[1])
-            self.here[name], _ = self._begin(name, *self.new.newest(name))
-        return self.here[name]
+        """Return a client's part of the run in its newest state."""
+        if name not in self.parts:
+            if len(self.parts) >= IN_MEMORY:
+                self.new.put(self.parts.popitem()[1])
+            self.parts[name], _ = self._begin(name, *self.new.newest(name))
+        return self.parts[name]
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """See `Clients`."""
         for name in self.participants:
             yield name, self._hello(name)
 
     def _hello(self, name: ClientId) -> bytes:
         part, hello = self._begin(name, None, None)
         self._covered.add(part.covered)
-        if len(self.here) < IN_MEMORY:
-            self.here[name] = part
+        if len(self.parts) < IN_MEMORY:
+            self.parts[name] = part
         return hello
 
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """See `Clients`."""
         for name in names:
             received, before = download(name), self.recorder.count
             try:
@@ -88,53 +86,54 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             yield name, upload
 
     def undo(self, name: ClientId) -> None:
-        """See `Clients`."""
-        self.here.pop(name, None)
+        self.parts.pop(name, None)
         self.new.drop(name)
         self.scores[name] = {}
         self.part(name)
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """See `Clients`."""
         for name in self:
             part, kept = self.part(name), self.new.kept(name)
             part.finish(download(name), kept, round, counted=name not in lost)
             part.keep_items(self.folder)
 
     def stops(self, name: ClientId, rounds: int) -> bool:
-        """See `Clients`."""
-        return self.here[name].stops(rounds) if name in self.here else super().stops(name, rounds)
+        return self.parts[name].stops(rounds) if name in self.parts else super().stops(name, rounds)
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        return dict(self.here[name].states()) if name in self.here else {}
+        return dict(self.parts[name].states()) if name in self.parts else {}
 
     def restore(self) -> None:
-        """See `Clients`."""
-        for name, part in self.here.items():
+        for name, part in self.parts.items():
             state, kept = self.new.newest(name)
-            assert state is not None, "every checkpoint has every client's"
+            assert state is not None, "every checkpoint has the state of every client"
             part.restore(state, kept)
 
     def covered(self) -> set[tuple[str, ...]]:
-        """See `Clients`."""
         return self._covered
 
     def _begin(
         self, name: ClientId, state: State | None, kept: State | None
     ) -> tuple[ClientPart, bytes]:
-        """Make a client that goes on from a state, or from the run's start; and its first message.
+        """Create a client.
 
-        The message comes before the state, which may change what is said of the start.
+        Args:
+            name: The client's name.
+            state: The client's state; None for the initial state.
+            kept: The state of the client's best model, if any.
+
+        Returns:
+            The client and its first message, which describes the initial state.
         """
         part = ClientPart(self.config, self.base, self.participants[name], self.recorder)
         hello = part.hello()
         if state is not None:
             part.restore(state, kept)
-        self.participants[name] = part.participant  # its reference takes time to compute
+        self.participants[name] = part.participant  # keep its reference, which is slow to compute
         part.scores = self.scores[name]
         return part, hello
 
 
 LocalRun = Rounds[LocalClients]
 local_run = partial(Rounds, LocalClients)
-"""Makes a run whose clients work in this process; see `Rounds`."""
+"""Create a run whose clients work in this process. The arguments are those of `Rounds`."""

@@ -1,8 +1,8 @@
-"""The rounds of a run: Algorithm 1 of most papers, wherever the clients work.
+"""The round loop (Algorithm 1 of most papers), independent of where the clients work.
 
-Every message goes through its bytes and its checks, as it would between machines, so that nothing
-is rounded or let through here that is not there. Uploads wait on disk and are counted by the order
-of names, so the order of work is irrelevant.
+Messages are serialised and validated as between machines, so that results are bit-identical to
+those of a deployment. Uploads are stored on disk and aggregated in the order of client names, so
+the order in which clients finish has no influence.
 """
 
 import time
@@ -33,16 +33,16 @@ C = TypeVar("C", bound=Clients)
 
 
 class Rounds(ServerPart, Generic[C]):
-    """One method on one federation, from its newest checkpoint (or the start) to its result.
+    """A run of one method, which starts or continues from its newest checkpoint.
 
     Args:
-        clients: where the clients work.
-        config: the run.
-        base: the run's base.
-        participants: what the clients hold.
-        folder: the run's folder.
-        callbacks: what follows the run.
-        own: what a server with a model of its own holds.
+        clients: The class of the run's clients.
+        config: The run.
+        base: The run's base.
+        participants: The clients' data.
+        folder: The run folder.
+        callbacks: The callbacks that follow the run.
+        own: The data of a server that has a model.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Rounds(ServerPart, Generic[C]):
     ) -> None:
         self.names = [p.name for p in participants]
         self.callbacks = callbacks
-        recorder = Recorder(partial(_log, callbacks))  # without `self`: it would be a cycle
+        recorder = Recorder(partial(_log, callbacks))  # not a method of self: a reference cycle
         super().__init__(config, base.model, self.names, own, folder, recorder)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
-        """Clients whose upload did not count in the last round that they took part in."""
+        """Clients whose last upload did not count."""
         self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
-        everybody = {p.name: p for p in participants}
-        self.clients = clients(config, base, everybody, folder, recorder)
+        by_name = {p.name: p for p in participants}
+        self.clients = clients(config, base, by_name, folder, recorder)
         if self.clients.in_process:
             self._join()
 
@@ -75,31 +75,39 @@ class Rounds(ServerPart, Generic[C]):
             self.join(name, hello)
 
     def run(self) -> None:
-        """Run all rounds that are left; the folder then holds the result."""
+        """Run all remaining exchanges, and write the result to the run folder."""
         config = self.config
         with self.clients.at_work():
             if not self.clients.in_process:
                 self._join()
-            done = self._restore()
+            complete = self._restore()
             with ExitStack() as stack:
-                start = self._start(done)
+                start = self._start(complete)
                 for callback in self.callbacks:
                     stack.push(partial(_end, callback))
                     callback.on_run_begin(start)
-                for round in range(done, config.exchanges):
-                    if not (names := self._left(round)):
+                for round in range(complete, config.exchanges):
+                    if not (names := self._active(round)):
                         break
                     self._round(round, names)
             self.folder.finish(result(config, self.folder))
             self.folder.drop(self.folder.checkpoints()[:-1])
 
     def exchange(self, round: int, names: Sequence[ClientId]) -> None:
-        """Carry out Algorithm 1 of most papers: download, training, upload, aggregation."""
+        """Execute an exchange: download, training, upload and aggregation.
+
+        Args:
+            round: The number of the exchange, from 0.
+            names: The clients of the exchange.
+
+        Raises:
+            Diverged: If all clients diverged.
+        """
         self.open(round, sorted(names))
         self.uploads.begin()
         errors: list[Diverged] = []
         spans: dict[ClientId, tuple[int, int]] = {}
-        noted = self.recorder.count
+        recorded = self.recorder.count
         for name, upload in self.clients.step(round, names, self.download, self.lost):
             if isinstance(upload, Diverged):
                 errors.append(upload)
@@ -112,11 +120,11 @@ class Rounds(ServerPart, Generic[C]):
                 self.uploads.take(name, upload)
                 for callback in self.callbacks:
                     callback.on_client_end(round, name)
-            spans[name] = noted, (noted := self.recorder.count)
+            spans[name] = recorded, (recorded := self.recorder.count)
         if len(errors) == len(names):
             raise no_client_left(round, errors[0])
         mean, refused = self.uploads.mean(round), self.uploads.refused.keys()
-        for name in reversed(spans):  # from the last span on, so that earlier ones stay in place
+        for name in reversed(spans):  # removing a later span does not move earlier ones
             if name in refused - self.uploads.diverged:
                 self.clients.undo(name)
                 self.recorder.undo(*spans[name], keep=BYTES)
@@ -125,11 +133,11 @@ class Rounds(ServerPart, Generic[C]):
         self.close(mean, self.uploads.counted)
 
     def _round(self, round: int, names: Sequence[ClientId]) -> None:
-        """Carry out a round, score what is due, and save."""
+        """Execute an exchange, score models if evaluation is due, and write a checkpoint."""
         began = time.monotonic()
         self.recorder.round = round
         self.exchange(round, names)
-        last = round + 1 == self.config.exchanges or not self._left(round + 1)
+        last = round + 1 == self.config.exchanges or not self._active(round + 1)
         self.score(round, last=last)
         if last:
             self.clients.finish(round, self.download, self.lost)
@@ -137,18 +145,18 @@ class Rounds(ServerPart, Generic[C]):
         entries = self.recorder.take()
         self.folder.append(entries)
         self.folder.save(round + 1, self._states())
-        scores = note(self.config, round, entries)
+        scores = score_summary(self.config, round, entries)
         for callback in self.callbacks:
             callback.on_round_end(round, scores)
 
-    def _start(self, done: int) -> RunStart:
-        """Return what callbacks are told of the run, of which so many exchanges are done."""
+    def _start(self, complete: int) -> RunStart:
+        """Return the argument of `Callback.on_run_begin`, with the number of complete exchanges."""
         adapters = tuple(line for kind in sorted(self.clients.covered()) for line in kind)
         rounds, names = self.config.exchanges, tuple(self.names)
-        return RunStart(self.config.label, rounds, done, names, self.tokens, adapters)
+        return RunStart(self.config.label, rounds, complete, names, self.tokens, adapters)
 
-    def _left(self, rounds: int) -> list[ClientId]:
-        """Return the clients that still train after so many rounds."""
+    def _active(self, rounds: int) -> list[ClientId]:
+        """Return the clients that have not stopped early after a number of exchanges."""
         if self.config.evaluation.patience is None:
             return self.names
         return [name for name in self.names if not self.clients.stops(name, rounds)]
@@ -158,14 +166,14 @@ class Rounds(ServerPart, Generic[C]):
         yield from self.clients.states()
 
     def _restore(self) -> int:
-        """Go back to the newest checkpoint; return how many rounds it has."""
-        done = self.folder.rounds()
-        self.folder.forget_from(done)
-        if done:
+        """Restore the newest checkpoint, and return its number of complete exchanges."""
+        complete = self.folder.rounds()
+        self.folder.forget_from(complete)
+        if complete:
             self.restore()
             self.clients.restore()
             self.lost = _lost(self.folder)
-        return done
+        return complete
 
 
 def _log(
@@ -180,7 +188,7 @@ def _end(callback: Callback, _: object, error: BaseException | None, __: object)
 
 
 def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
-    """Return how many tokens a training step reads."""
+    """Return the mean number of tokens in a training step."""
     window = config.data.window
     sample = fmean(p.data.train.sample_tokens(window) for p in participants)
     texts = sum(len(p.tests) for p in participants) if config.pooled else 1
@@ -188,7 +196,7 @@ def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
 
 
 def _lost(folder: RunFolder) -> set[ClientId]:
-    """Return the clients whose upload did not count in the last round that they took part in."""
+    """Return the clients whose last upload did not count, from the recorded metrics."""
     lost: set[ClientId] = set()
     for line in folder.metrics():
         if line["name"] == LEFT_OUT and line["value"] != AT_THE_END:
@@ -198,18 +206,27 @@ def _lost(folder: RunFolder) -> set[ClientId]:
     return lost
 
 
-def note(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
-    """Return the mean score over texts, if models were scored in a round.
+def score_summary(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
+    """Return the mean score of an exchange over texts, for progress messages.
 
-    Once the best models are known, the mean is theirs and the last round's is named.
+    If the entries contain scores of clients' best models, the mean is over these, and the mean of
+    the last models follows.
+
+    Args:
+        config: The run.
+        round: The number of the exchange, from 0.
+        entries: The metrics that the exchange recorded.
+
+    Returns:
+        The score with its metric, or an empty string if no model was scored.
     """
     lines = [line for line in entries if line["name"] == f"{TEST}{config.method.reports}"]
     last = max((line["round"] for line in lines), default=round)
-    found = {line["client"]: line["value"] for line in lines if line["round"] == last}
+    latest = {line["client"]: line["value"] for line in lines if line["round"] == last}
     best = {line["client"]: line["value"] for line in entries if line["name"] == KEPT_SCORE}
-    if not found:
+    if not latest:
         return ""
-    metric = metric_of(list(found.values()), config.evaluation.metric)
+    metric = metric_of(list(latest.values()), config.evaluation.metric)
     unit = " %" if metric.share else ""
 
     def mean(scores: Mapping[str, Any]) -> str:
@@ -217,6 +234,6 @@ def note(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
         return f"{metric.cell(total / len(scores))}{unit}"
 
     after = "" if last == round else f" after round {last + 1}"
-    if (headline := mean(found | best)) != mean(found):
-        after = f" (last round {mean(found)})"
+    if (headline := mean(latest | best)) != mean(latest):
+        after = f" (last round {mean(latest)})"
     return f"{config.evaluation.split} {metric.title} {headline}{after}  "

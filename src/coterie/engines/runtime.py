@@ -1,4 +1,4 @@
-"""A client's part of a run, wherever it works, and the result of a run."""
+"""A client's part of a run, independent of the engine, and the result of a run."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,19 +31,27 @@ from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder
 
-AT_THE_END = "it diverged on the last download, and keeps its model from before it"
-"""The reason recorded for a client whose upload counted, but which diverged on the aggregate."""
+AT_THE_END = "diverged on the last download; the previous model is kept"
+"""The reason recorded for a client that diverged on the last download. Its upload counted."""
 TRANSFORMS = "transforms"
-"""The name of what transforms remember, in states."""
+"""The name of the transforms' state in checkpoints."""
 JUMP = 1.0
-"""Nats per token by which the validation loss exceeds the best so far when a client warns: far more
-than over-fitting adds in a round, and less than a damaged shared model."""
+"""The increase over the best validation loss at which a client warns, in nats per token.
+
+In one round, over-fitting increases the loss by far less, and a damaged shared model by more."""
 
 
 class ClientPart:
-    """A client's side of the method, its messages' bytes and checks, and its evaluations.
+    """A client's side of the method with its messages, transforms and evaluation.
 
-    Every engine runs clients by this, so they compute and record the same wherever they are.
+    All engines and deployments use this class, so the results and metrics are the same.
+
+    Args:
+        config: The run.
+        base: The run's base, for a participant without a base.
+        participant: The client's data.
+        recorder: The recorder of metrics.
+        ledger: The ledger of the client's privacy budget; None: an empty ledger in memory.
     """
 
     def __init__(
@@ -66,37 +74,46 @@ class ClientPart:
         context = client_context(config, self.base, participant, log, ledger)
         self.side = config.method.client(context)
         self.keeper: Keeper | None = None
-        """Where the best model is kept, of a side that learns."""
+        """The client's best model; None if `keep` is not `best` or the side does not train."""
         if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
             self.keeper = Keeper(config, self.base, participant, self.side)
         self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
-        """By point (trained or aggregated) and text."""
+        """The last scores, by point (trained or aggregated) and text."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """What of its base this client's adapter stands on, in lines; none without one."""
+        """Descriptions of the layers that the adapter modifies; empty without an adapter."""
         return coverage(self.base.model, self.side.parameters().values()).lines()
 
     def hello(self) -> bytes:
-        """What the server must know once."""
-        return self._sent("hello", self.side.hello())
+        """Return the client's first message, serialised."""
+        return self._serialise("hello", self.side.hello())
 
     def step(self, exchange: int, download: bytes, *, counted: bool = True) -> bytes:
-        """Carry out an exchange: receive the download, train, and return the upload.
+        """Execute an exchange: apply the download, train, and return the upload.
 
-        Models are scored where that is due: the aggregated one of the round before (if this
-        client's upload `counted` then), and the trained one.
+        If evaluation is due, the aggregated model of the previous round and the trained model are
+        scored.
+
+        Args:
+            exchange: The number of the exchange, from 0.
+            download: The serialised download.
+            counted: Whether the client's last upload counted. If not, the aggregated model is not
+                scored.
+
+        Returns:
+            The serialised upload.
 
         Raises:
-            Diverged: the loss, a trained parameter or the upload is not finite.
+            Diverged: If the loss, a trained parameter or the upload is not finite.
         """
         round, phase = self.config.turn(exchange)
         if phase != TRAIN:
             return self._answer(phase, exchange, download)
         if self.keeper is not None:
             self.keeper.begin(round)
-        self._take(download)
+        self._apply(download)
         if round and self.compares_aggregated:
             self._compare(round)
         if counted and round and self.schema.down and due(self.config, round - 1):
@@ -111,12 +128,12 @@ class ClientPart:
         message = self.side.upload(round)
         if not message.is_finite():
             raise self._diverged("The upload", round)
-        upload = self._sent("up", message, exchange)
+        upload = self._serialise("up", message, exchange)
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
     def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
-        """Carry out an exchange that a transform needs before training."""
+        """Execute an exchange in a phase that a transform declares."""
         self.log(self.name, metric.BYTES_DOWN, len(download))
         self.transforms.receive(self.schema.receive("down", download), exchange)
         upload = self.schema.send("up", self.transforms.answer(phase, exchange))
@@ -126,20 +143,26 @@ class ClientPart:
     def finish(
         self, download: bytes, kept: State | None, exchange: int, *, counted: bool = True
     ) -> None:
-        """After the last round: take the download in, score, and keep it if it is the result.
+        """Apply the download after the last round, and score the aggregated and the best model.
 
-        Then score the best model, unless it is that of the last round; `kept` is what the newest
-        checkpoint has of it. `counted`: whether this client's upload did in the last round.
+        The trained model is scored first, unless it was already. The client ends with the
+        aggregated model if the method reports it, else with the trained model.
+
+        Args:
+            download: The serialised download.
+            kept: The state of the best model in the newest checkpoint, if any.
+            exchange: The number of the last exchange.
+            counted: Whether the client's upload in the last exchange counted.
         """
         round, _ = self.config.turn(exchange)
         if self.keeper is not None:
-            self.keeper.begin(round + 1)  # it may have come when all rounds were over
+            self.keeper.begin(round + 1)  # the client may have joined after the last round
         if self._stops(round) or not counted or not due(self.config, round):
-            self.score_trained(round)  # nobody has
+            self.score_trained(round)  # not scored yet
         if self.schema.down:
             trained = self.side.state()
             try:
-                self._take(download)
+                self._apply(download)
             except Diverged:
                 self.side.restore(trained)
                 self.log(self.name, metric.LEFT_OUT, AT_THE_END)
@@ -149,33 +172,43 @@ class ClientPart:
             if self.config.method.reports != "aggregated":
                 self.side.restore(trained)
         if self.keeper is not None:
-            self._score_kept(self.keeper.found or kept, round + 1)
+            self._score_kept(self.keeper.unsaved or kept, round + 1)
 
-    def _diverged(self, what: str, round: int) -> Diverged:
+    def _diverged(self, subject: str, round: int) -> Diverged:
         return Diverged(
-            f"{what} of {self.name!r} is not finite in round {round + 1}; a lower "
+            f"{subject} of {self.name!r} is not finite in round {round + 1}; a lower "
             "training.learning_rate may help."
         )
 
     def stops(self, exchanges: int) -> bool:
-        """Return whether this client takes no part in rounds after so many exchanges."""
+        """Return whether the client stops early after a number of complete exchanges."""
         return self._stops(self.config.turn(exchanges)[0])
 
     def _stops(self, rounds: int) -> bool:
         return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
-        """What a checkpoint has of this client, by file; None: as the one before it."""
+        """Yield the client's states for a checkpoint.
+
+        Yields:
+            The name of each file, and its state, or None if the file in the previous checkpoint is
+            still valid.
+        """
         state = self.side.state()
         if self.transforms.remembers:
             state = replace(state, parts={**state.parts, TRANSFORMS: self.transforms.state()})
         yield f"client-{self.name}", state
         if self.keeper is not None and self.keeper.best is not None:
-            yield f"kept-{self.name}", self.keeper.found
-            self.keeper.found = None
+            yield f"kept-{self.name}", self.keeper.unsaved
+            self.keeper.unsaved = None
 
     def restore(self, state: State, kept: State | None) -> None:
-        """Go back to a checkpoint: the client's state, and what it has of the best model."""
+        """Restore a checkpoint.
+
+        Args:
+            state: The client's state.
+            kept: The state of the client's best model, if any.
+        """
         self.side.restore(state)
         if TRANSFORMS in state.parts:
             self.transforms.restore(state.parts[TRANSFORMS])
@@ -183,10 +216,12 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Keep in this client's folder what each test window scored, where models were scored, and
-        what the commonest answer scores.
+        """Write the scores of all test items, and of the commonest answer, to the client's folder.
 
-        It is neither logged nor sent.
+        They are neither logged nor sent. Nothing is written if no model was scored.
+
+        Args:
+            folder: The client's folder.
         """
         for point, scores in self.scores.items():
             for text, score in scores.items():
@@ -197,9 +232,12 @@ class ClientPart:
                 folder.keep_items(FLOOR, text, scored)
 
     def score_trained(self, round: int) -> None:
-        """Score the model after a round's local work.
+        """Score the model after local training.
 
-        A method that sends nothing down has the same model when the round is aggregated.
+        If the method has no downloads, the aggregated model is the trained model.
+
+        Args:
+            round: The number of the round, from 0.
         """
         self._score("trained", round)
         if not self.schema.down:
@@ -207,37 +245,40 @@ class ClientPart:
 
     def _compare(self, rounds: int) -> None:
         if self.keeper is not None:
-            assert self.keeper.best is not None, "begin() comes first"
+            assert self.keeper.best is not None, "call begin() first"
             best = self.keeper.best.loss
-            found = self.keeper.compare(rounds)
-            self.log(self.name, metric.VALIDATION_LOSS, found.loss, rounds - 1)
-            if self.schema.down and found.loss > best + JUMP:
-                jump = {"round": rounds, "loss": found.loss, "best": best}
+            current = self.keeper.compare(rounds)
+            self.log(self.name, metric.VALIDATION_LOSS, current.loss, rounds - 1)
+            if self.schema.down and current.loss > best + JUMP:
+                jump = {"round": rounds, "loss": current.loss, "best": best}
                 self.log(self.name, metric.JUMPED, jump, rounds - 1)
-            if found.accuracy is not None:
-                self.log(self.name, metric.VALIDATION_ACCURACY, found.accuracy, rounds - 1)
+            if current.accuracy is not None:
+                self.log(self.name, metric.VALIDATION_ACCURACY, current.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
-        """Say which model is the best, and score it if nobody has; the side stays as it is."""
-        assert kept is not None, "it is in the newest checkpoint, or was found since"
+        """Record which model is the best, and score it unless it is the last model.
+
+        The state of the side does not change.
+        """
+        assert kept is not None, "the best model is in memory or in the newest checkpoint"
         self.log(self.name, metric.KEPT, kept.values["round"])
         if kept.values["round"] == rounds:
             return
-        now = self.side.state()
+        current = self.side.state()
         model = bring_back(self.base, self.side, kept)()
         scores = scored(self.config, self.base, model, self.participant)
         self.scores[self.config.method.reports] = scores
         for text, score in scores.items():
             self.log(text, metric.KEPT_SCORE, score.as_dict())
-        self.side.restore(now)
+        self.side.restore(current)
 
-    def _take(self, download: bytes) -> None:
+    def _apply(self, download: bytes) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
         message = self.schema.receive("down", download)
         self.side.receive(self.transforms.receive(message, message.round))
 
-    def _sent(self, way: Way, message: Message, exchange: int = 0) -> bytes:
-        """The bytes of a message, once it is sure that nothing in it is this client's alone."""
+    def _serialise(self, way: Way, message: Message, exchange: int = 0) -> bytes:
+        """Transform and serialise a message after checking it for private parameters."""
         parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
             if name in parameters and not shared(parameters[name]):
@@ -249,7 +290,7 @@ class ClientPart:
         return self.schema.send(way, message)
 
     def _score(self, point: str, round: int) -> None:
-        """Score the model on this client's held-out text."""
+        """Score the current model on the client's test texts."""
         scores = scored(self.config, self.base, self.side.model(), self.participant)
         self._log_scores(point, round, scores)
 
@@ -262,7 +303,11 @@ class ClientPart:
 def scored(
     config: RunConfig, base: Base, model: PreTrainedModel, participant: Participant
 ) -> dict[str, Score]:
-    """What a model scores on each held-out text of a participant."""
+    """Score a model on the test texts of a participant.
+
+    Returns:
+        The scores by text.
+    """
     window, evaluation = config.data.window, config.evaluation
     return {
         text: evaluate(
@@ -273,7 +318,12 @@ def scored(
 
 
 def due(config: RunConfig, round: int) -> bool:
-    """Return whether models are scored in a round (0 is the first): every so many, and the last."""
+    """Return whether evaluation is due in a round: every `evaluation.every` rounds and in the last.
+
+    Args:
+        config: The run.
+        round: The number of the round, from 0.
+    """
     every = config.evaluation.every
     return round + 1 == config.method.exchanges(config.rounds) or (
         every is not None and (round + 1) % every == 0
@@ -281,11 +331,17 @@ def due(config: RunConfig, round: int) -> bool:
 
 
 def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
-    """The last scores per text, and what it took: from the metrics, to count all parts.
+    """Return the result of a run, computed from its recorded metrics.
 
-    Where clients keep their best models, what the method reports are the scores of these; `kept`
-    says of how many rounds each client's is. `left_out` has the rounds in which an upload did not
-    count, by client, and why.
+    Args:
+        config: The run.
+        folder: The run folder.
+
+    Returns:
+        The last scores by text, traffic in bytes and time in seconds. If clients keep their best
+        models, the scores of the reported point are those of the best models, and `kept` has the
+        number of rounds of each. `left_out` has the reasons why uploads did not count, by client
+        and round.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}

@@ -1,4 +1,4 @@
-"""The server's part of a run, wherever it works."""
+"""The server's part of a run, independent of the engine."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -20,17 +20,15 @@ from coterie.training.context import ClientId
 
 
 class ServerPart:
-    """The server's side of the method, its messages' bytes and checks, and its checkpoints.
-
-    Whoever leads the rounds of a run is one.
+    """The server's side of the method with its messages and checkpoints; base class of round loops.
 
     Args:
-        config: the run.
-        base: the run's base, perhaps without weights.
-        clients: the names of the clients.
-        own: what a server with a model of its own holds.
-        folder: the run's folder.
-        recorder: records figures.
+        config: The run.
+        base: The run's base, possibly without weights.
+        clients: The names of the clients.
+        own: The data of a server that has a model.
+        folder: The run folder.
+        recorder: The recorder of metrics.
     """
 
     def __init__(
@@ -49,37 +47,37 @@ class ServerPart:
         self.server = config.method.server(server_context(config, base, clients, own, log))
 
     def join(self, name: ClientId, hello: Message) -> None:
-        """Let a client take part for which the server's side is prepared."""
+        """Add a client for which `ServerSide.prepare` was called."""
         self.aggregation.transforms.join(name, hello)
         self.server.join(name, hello)
 
     def leave(self, name: ClientId) -> None:
-        """Forget a client."""
+        """Remove a client."""
         self.server.leave(name)
         self.aggregation.transforms.leave(name)
 
     def open(self, exchange: int, names: Sequence[ClientId]) -> None:
-        """Begin an exchange, or begin it again."""
+        """Start or restart an exchange."""
         round, phase = self.config.turn(exchange)
         self.aggregation.transforms.begin(exchange, phase, names)
         if phase == TRAIN:
             self.server.start_round(round, list(names))
 
     def download(self, name: ClientId) -> bytes:
-        """Return what the server sends to a client now."""
+        """Return the current download for a client."""
         transforms = self.aggregation.transforms
-        own = self.server.download(name) if transforms.phase == TRAIN else Message()
-        return self.schema.send("down", transforms.download(name, own))
+        message = self.server.download(name) if transforms.phase == TRAIN else Message()
+        return self.schema.send("down", transforms.download(name, message))
 
     def close(self, mean: Message, counted: Collection[ClientId]) -> None:
-        """End an exchange that counts.
+        """Complete an exchange.
 
         Args:
-            mean: the mean of its uploads; nothing in a phase of a transform's own.
-            counted: the clients whose uploads count.
+            mean: The mean of the uploads; empty in a phase that a transform declares.
+            counted: The clients whose uploads count.
 
         Raises:
-            CoterieError: before anything is saved, if the aggregate is not finite.
+            CoterieError: If the aggregate is not finite. Nothing has been saved then.
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:
@@ -89,23 +87,25 @@ class ServerPart:
 
     def _end_round(self, mean: Message) -> None:
         unusable = CoterieError(
-            f"The aggregate of round {self.server.exchange + 1} is not finite, and has not been "
-            "saved; see which client's upload is too large, and continue without it, or from an "
-            "earlier round."
+            f"The aggregate of round {self.server.exchange + 1} is not finite and was not saved; "
+            "find the client whose upload is too large, and continue without this client or from "
+            "an earlier round."
         )
         try:
             groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())
             self.server.end_round(replace(mean, groups=groups), mean.values[HELD])
             finite = all(state.is_finite() for _, state in self.states())
-        except (ArithmeticError, RuntimeError) as error:  # torch's linear algebra raises such
+        except (ArithmeticError, RuntimeError) as error:  # raised by torch.linalg
             raise unusable from error
         if not finite:
             raise unusable
 
     def score(self, round: int, *, last: bool = False) -> None:
-        """Score the server's own model after a round (0 is the first), if it has one and it is due.
+        """Score the server's model after an exchange, if there is one and evaluation is due.
 
-        last: whether the run ends with the round, maybe early.
+        Args:
+            round: The number of the exchange, from 0.
+            last: Whether the run ends with this exchange, possibly early.
         """
         round, _ = self.config.turn(round)
         own = self.own
@@ -116,13 +116,13 @@ class ServerPart:
                 self.recorder.log(None, metric.SERVER_SCORE, score.as_dict())
 
     def states(self) -> Iterator[tuple[str, State]]:
-        """Yield what the server must keep of a round, by the names in a checkpoint."""
+        """Yield the server's states for a checkpoint, with the names of their files."""
         yield "server", self.server.state()
         if self.aggregation.transforms.memories:
             yield TRANSFORMS, self.aggregation.transforms.state()
 
     def restore(self) -> None:
-        """Take the server back to the newest checkpoint."""
+        """Restore the server's state from the newest checkpoint."""
         self.server.restore(self.folder.load("server"))
         if self.aggregation.transforms.memories:
             self.aggregation.transforms.restore(self.folder.load(TRANSFORMS))
@@ -131,19 +131,26 @@ class ServerPart:
 def contribution(
     server: ServerSide, aggregation: Aggregation, name: str, upload: Message
 ) -> Contribution:
-    """What an upload adds to the mean, once the server's side has taken the rest of it.
+    """Return an upload's contribution to the mean, and pass the other fields to the server's side.
 
-    Raises MessageError if it is not what it should be.
+    Args:
+        server: The server's side of the method.
+        aggregation: The run's aggregation.
+        name: The client that sent the upload.
+        upload: The upload as it was received.
+
+    Raises:
+        MessageError: If the upload is invalid.
     """
     upload = decoded(server, aggregation, name, upload)
     upload = aggregation.transforms.bounded(name, upload, server.reference)
-    found = aggregation.contribution(name, upload, server.expects(name))
+    result = aggregation.contribution(name, upload, server.expects(name))
     server.receive(name, aggregation.each(upload))
-    return found
+    return result
 
 
 def decoded(server: ServerSide, aggregation: Aggregation, name: str, upload: Message) -> Message:
-    """Return an upload as the client's side of the method made it."""
+    """Return an upload as decoded by the run's transforms."""
     if not aggregation.pipeline.active:
         return upload
     return aggregation.transforms.upload(name, upload, server.download(name))

@@ -1,4 +1,4 @@
-"""What several runs on the same base and data have in common, loaded once."""
+"""Sessions, which load bases and data once for several runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +16,10 @@ from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError
+from coterie.federation.checks import check
 from coterie.federation.participants import (
     Federation,
     Participant,
-    check,
     described_templates,
     gathered,
 )
@@ -29,26 +29,34 @@ from coterie.methods.contract import SERVER
 from coterie.runs import Callback, RunFolder, describe
 
 Engine = Literal["local", "flower-simulation"]
-"""Where clients work: in this process, one at a time; or in several processes of this machine."""
+"""The name of an engine: `local` (one process) or `flower-simulation` (several processes)."""
 
 
 class Session:
-    """One base and one set of texts, for as many runs as are wanted."""
+    """Bases and data that several runs share.
+
+    Args:
+        config: The run whose bases and data are loaded.
+        threads: The number of threads of PyTorch; None: `threads` of the run file, or the engine's
+            default.
+        engine: The engine.
+    """
 
     def __init__(
         self, config: RunConfig, threads: int | None = None, engine: Engine = "local"
     ) -> None:
         self.config, self.engine = config, engine
         self.rounds = _rounds(engine, config)
-        every = torch.get_num_threads() if engine == "local" else 1  # then clients are many at once
-        torch.set_num_threads(threads or config.threads or every)
+        # Other engines run one client per processor.
+        default = torch.get_num_threads() if engine == "local" else 1
+        torch.set_num_threads(threads or config.threads or default)
         self._federations: dict[tuple[int, bool, str], Federation] = {}
         self.warnings: list[str] = []
-        """What a person should know of the clients' texts, as they were first divided."""
+        """Warnings about the quality of the clients' texts."""
 
     @cached_property
     def bases(self) -> Bases:
-        """The one copy of each base."""
+        """The bases of the run, each loaded once."""
         config = self.config
         return Bases(config.training.precision, config.data.window, config.root, config.device)
 
@@ -58,34 +66,39 @@ class Session:
         return self.bases[self.config.base]
 
     def participants(self, config: RunConfig) -> list[Participant]:
-        """The clients of a run with this session's data."""
+        """Return the clients of a run with this session's data."""
         return self.federation(config).clients
 
     def federation(self, config: RunConfig) -> Federation:
-        """Everybody who takes part in a run with this session's data, with their bases."""
+        """Return the clients and the server of a run with this session's data and bases."""
         key = (config.seed, config.pooled, config.evaluation.split)
         if key not in self._federations:
-            found = gathered(config, self.base.tokenizer, self._look)
-            clients = [self._with_base(config, client) for client in found.clients]
-            server = None if found.server is None else self._with_base(config, found.server)
+            read = gathered(config, self.base.tokenizer, self._check_quality)
+            clients = [self._with_base(config, client) for client in read.clients]
+            server = None if read.server is None else self._with_base(config, read.server)
             self._federations[key] = Federation(clients, server)
         return self._federations[key]
 
     def floor(self, config: RunConfig) -> dict[str, Any]:
-        """Return the floor under the scores of a run with this session's data, as a result."""
+        """Return the floor of the scores of a run with this session's data, as a result."""
         alone = config.model_copy(update={"pooled": False})
-        found = [floor_items(alone, client) for client in self.participants(alone)]
-        return as_result({n: kept for items in found for n, kept in items.items()}, config.seed)
+        clients = [floor_items(alone, client) for client in self.participants(alone)]
+        items = {name: scores for texts in clients for name, scores in texts.items()}
+        return as_result(items, config.seed)
 
-    def _look(self, read: Reading) -> None:
+    def _check_quality(self, read: Reading) -> None:
         if not self._federations:
             self.warnings = sentences(read.quality(self.config, AT_START))
 
-    def _with_base(self, config: RunConfig, one: Participant) -> Participant:
-        return replace(one, base=self.bases[config.base_of(one.name)])
+    def _with_base(self, config: RunConfig, participant: Participant) -> Participant:
+        return replace(participant, base=self.bases[config.base_of(participant.name)])
 
     def check(self, *configs: RunConfig) -> None:
-        """Raise CoterieError if a method cannot run with the clients there are."""
+        """Check that the methods of runs support the clients.
+
+        Raises:
+            CoterieError: If a method does not.
+        """
         for config in configs:
             clients = self.participants(config)
             public = clients[0].public is not None
@@ -94,31 +107,56 @@ class Session:
     def start(
         self, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback] = ()
     ) -> Rounds[Any]:
-        """A run with this session's data, ready for its rounds."""
-        who = self.federation(config)
-        return self.rounds(config, self.base, who.clients, folder, callbacks, who.server)
+        """Create a run with this session's data.
+
+        Args:
+            config: The run.
+            folder: The run folder.
+            callbacks: The callbacks that follow the run.
+
+        Returns:
+            The round loop of the run. It is not started.
+        """
+        federation = self.federation(config)
+        clients, server = federation.clients, federation.server
+        return self.rounds(config, self.base, clients, folder, callbacks, server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
-        """What a run folder must say so that the run can be repeated."""
+        """Return the description of a run for its folder, from which the run can be repeated.
+
+        Args:
+            config: The run.
+            participants: The clients' data.
+        """
         clients = {p.name: p.described() for p in participants}
-        own = self.federation(config).server
-        server = {} if own is None else {SERVER: own.described()}
+        server = self.federation(config).server
+        server_data = {} if server is None else {SERVER: server.described()}
         tokenizers = {base: loaded.tokenizer for base, loaded in self.bases.items()}
         templates = described_templates(config, tokenizers)
-        earlier = {} if (hash := reference_digest(config)) is None else {"reference": hash}
-        more = {"engine": self.engine, "device": names_of(config.device), **templates, **server}
-        return describe(config.as_dict(), clients, config.plugins, **earlier, **more)
+        reference = {} if (hash := reference_digest(config)) is None else {"reference": hash}
+        engine = {"engine": self.engine, "device": names_of(config.device)}
+        details = {**reference, **engine, **templates, **server_data}
+        return describe(config.as_dict(), clients, config.plugins, **details)
 
     def finish(
         self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()
     ) -> None:
-        """Bring one run to its result, unless it has one."""
+        """Start or continue a run, unless it has a result.
+
+        Args:
+            folder: The run folder.
+            config: The run.
+            callbacks: The callbacks that follow the run.
+
+        Raises:
+            CoterieError: If the data or the reference model changed since the run started.
+        """
         if folder.result is not None:
             return
         for name in self.changed(folder, config):
-            whose = "the server" if name == SERVER else f"client {name!r}"
+            owner = "the server" if name == SERVER else f"client {name!r}"
             raise CoterieError(
-                f"The text of {whose} has changed since the run in {folder.path} began; start a "
+                f"The text of {owner} has changed since the run in {folder.path} began; start a "
                 "new run."
             )
         if folder.description.get("reference") != reference_digest(config):
@@ -129,18 +167,30 @@ class Session:
         self.start(config, folder, callbacks).run()
 
     def changed(self, folder: RunFolder, config: RunConfig) -> list[str]:
-        """Those whose text is not what it was when the run in a folder began."""
+        """Return the participants whose text has changed since a run started.
+
+        Args:
+            folder: The run folder.
+            config: The run.
+
+        Returns:
+            The names of the participants, sorted.
+        """
         described = folder.description
         server = {SERVER: described[SERVER]} if SERVER in described else {}
-        then = {name: one["data"] for name, one in (described["clients"] | server).items()}
-        who = self.federation(config)
-        everybody = filter(None, (*who.clients, who.server))
-        now = {one.name: one.digest() for one in everybody}
-        return [n for n in sorted(then.keys() | now.keys()) if then.get(n) != now.get(n)]
+        old = {name: entry["data"] for name, entry in (described["clients"] | server).items()}
+        federation = self.federation(config)
+        participants = filter(None, (*federation.clients, federation.server))
+        new = {participant.name: participant.digest() for participant in participants}
+        return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
 def _rounds(engine: Engine, config: RunConfig) -> Callable[..., Rounds[Any]]:
-    """Return what makes the rounds; raises CoterieError for an engine that cannot."""
+    """Return a function that creates the round loop.
+
+    Raises:
+        CoterieError: If the engine is unknown, not installed, or cannot import the run's objects.
+    """
     if engine == "local":
         return local_run
     if engine not in get_args(Engine):

@@ -1,15 +1,16 @@
-"""The engine flower-simulation: the local engine's rounds, with clients in several processes.
+"""The engine `flower-simulation`: the round loop with clients in several processes.
 
-Flower's simulation engine does the clients' work: its Ray backend keeps a pool of processes, the
-actors, and each carries out one client's order at a time, as a ClientApp. The rounds and the server
-are in this process. An actor keeps the base and everybody's text between orders and nothing else: a
-client is made anew for each. Its step begins at the newest checkpoint and leaves the state in the
-folder `states`, which becomes the next checkpoint, so a round that is repeated after a kill is the
-same round, whichever actors work.
+Clients work in Flower's simulation engine. Its Ray backend has a pool of processes, the actors,
+each of which executes the order of one client at a time as a ClientApp. The round loop and the
+server are in this process. Between orders an actor keeps only the bases and all clients' texts, and
+creates the client anew for each order. A step starts from the newest checkpoint and writes the new
+state to the folder `states`, from which the next checkpoint is written. So a round that is repeated
+after a crash gives the same result, whichever actors execute it.
 
-Orders and answers are bytes and small values, messages are safetensors as everywhere. Ray itself
-pickles Flower's objects around them to move them between its own processes: that stays on this
-machine, on the loopback interface, where Ray answers to nobody without this run's token.
+Orders and answers consist of bytes and small values, and messages are safetensors as in other
+engines. Ray pickles the Flower objects that contain them to move them between its processes. These
+objects stay on this machine's loopback interface, where Ray accepts only connections with this
+run's token.
 """
 
 import json
@@ -25,13 +26,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-# Ray reads these when it is imported. The second is its own name for: on loopback, not on every
-# interface, as on systems other than Linux.
+# Ray reads these variables when it is imported. On Linux, too, the second one makes Ray bind to the
+# loopback interface instead of all interfaces.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # actors see the GPU that this process sees
 os.environ["RAY_AUTH_MODE"] = "token"
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # an actor finds it set
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # actors inherit the token
 
 import ray
 import torch
@@ -54,29 +55,28 @@ from coterie.training.context import ClientId
 
 log = logging.getLogger(__name__)
 LOG = "simulation.log"
-"""In the run's folder: what Flower and Ray say."""
+"""The file in the run folder with the log messages of Flower and Ray."""
 STORE = 2**27
-"""Bytes of shared memory for messages under way; Ray moves what is more to disk."""
-PLACE = os.environ.get("RAY_TMPDIR", "/tmp")
-"""For Ray's sockets, whose paths may not be long, and its own logs."""
+"""Size of Ray's shared memory for messages, in bytes. Ray moves further messages to disk."""
+RAY_FOLDER = os.environ.get("RAY_TMPDIR", "/tmp")
+"""The folder of Ray's logs and sockets. Paths of sockets have at most about 100 characters."""
 RECORD = "coterie"
 Order = dict[str, Any]
-"""The run's folder and plugins, the client, what to do (hello, step, undo or finish), the round
-and a download."""
+"""The run folder, the plugins, the client, whether its last upload counted, the action `do` (hello,
+step, undo or finish), the number of the exchange, and the download."""
 Answer = dict[str, Any]
-"""The upload or hello, and entries in JSON; why the client diverged, if it did; or a complaint."""
-Figure = dict[str, Json]
-"""What `Recorder.log` is given, by name."""
+"""The upload or hello, metrics in JSON, and the error of a client that diverged or failed."""
+Metric = dict[str, Json]
+"""The arguments of `Recorder.log`, by name."""
 
 
 class SimulatedClients(Clients):
-    """Clients in as many processes as this machine has processors for."""
+    """Clients in a pool of processes, as many as this machine has processors for."""
 
     in_process = False
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Start the processes, which end with the block."""
         threads = torch.get_num_threads()
         self.actors = max(1, min((os.cpu_count() or 1) // threads, len(self.participants)))
         with (
@@ -87,30 +87,26 @@ class SimulatedClients(Clients):
             yield
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """See `Clients`."""
         for name, answer in self._all(self.participants, "hello", 0, lambda name: b"", ()):
             yield name, answer["body"]
 
     def step(
         self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """See `Clients`; they work side by side."""
         for name, answer in self._all(names, "step", round, download, lost):
             yield name, Diverged(answer["diverged"]) if answer["diverged"] else answer["body"]
 
     def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """See `Clients`."""
         deque(self._all(self.participants, "finish", round, download, lost), maxlen=0)
 
     def undo(self, name: ClientId) -> None:
-        """See `Clients`."""
         deque(self._all([name], "undo", 0, lambda name: b"", ()), maxlen=0)
 
     def restore(self) -> None:
-        """Do nothing: a step begins at the newest checkpoint as it is."""
+        pass  # actors start each step from the newest checkpoint
 
     def covered(self) -> set[tuple[str, ...]]:
-        """Return the layers of the first client's base, as the others are in other processes."""
+        # Only the first client's base is in this process.
         first = next(iter(self.participants.values()))
         return {ClientPart(self.config, self.base, first, Recorder(lambda *_: None)).covered}
 
@@ -122,9 +118,12 @@ class SimulatedClients(Clients):
         download: Download,
         lost: Collection[ClientId],
     ) -> Iterator[tuple[ClientId, Answer]]:
-        """Give clients the same order; yield what each answers, in the order of `names`.
+        """Send the same order to several clients.
 
-        Downloads are made when an actor is about to be free, so that they do not fill the memory.
+        At most two orders per actor are pending, so that downloads do not fill the memory.
+
+        Yields:
+            The name and the answer of each client, in the order of `names`.
         """
         waiting: deque[tuple[ClientId, Future[Answer]]] = deque()
         for name in names:
@@ -139,30 +138,37 @@ class SimulatedClients(Clients):
             yield self._answered(*waiting.popleft())
 
     def _answered(self, name: ClientId, future: "Future[Answer]") -> tuple[ClientId, Answer]:
-        """Return a client's answer, and record its figures."""
+        """Wait for a client's answer, and record the metrics that it contains."""
         try:
             answer = future.result()
-        except Exception as error:  # whatever happened in the actor, or to it
+        except Exception as error:  # any error in the actor, including its death
             log.exception("client %s failed", name)
             raise CoterieError(f"Client {name!r} failed; see {self.folder.path / LOG}.") from error
         if answer["complaint"]:
             raise CoterieError(answer["complaint"])
-        for figure in json.loads(answer["entries"]):
-            self.recorder.log(**figure)
+        for metric in json.loads(answer["entries"]):
+            self.recorder.log(**metric)
         return name, answer
 
 
 @contextmanager
 def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answer]"]]:
-    """Processes of `threads` threads that carry out orders until the block ends, however it does.
+    """Start actors, and stop them at the end of the block.
 
-    Enter it from a thread that lives as long as it should: on Linux, Ray ends with that thread.
+    On Linux, Ray ends with the thread that enters the block.
+
+    Args:
+        count: The number of actors.
+        threads: The number of threads of each actor.
+
+    Yields:
+        A function that sends an order to the next free actor.
     """
-    TaskIdentity.task_id = TaskIdentity.run_id = 1  # Flower's messages must bear some
+    TaskIdentity.task_id = TaskIdentity.run_id = 1  # required in Flower's messages
     TaskIdentity.node_id = SUPERLINK_NODE_ID
     actors: list[Any] = []
     with (
-        TemporaryDirectory(prefix="coterie-", dir=PLACE, ignore_cleanup_errors=True) as place,
+        TemporaryDirectory(prefix="coterie-", dir=RAY_FOLDER, ignore_cleanup_errors=True) as folder,
         ThreadPoolExecutor(count) as waiters,  # one for each actor
     ):
         try:
@@ -173,7 +179,7 @@ def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answ
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
-                _temp_dir=place,
+                _temp_dir=folder,
             )
             backend = RayBackend({"client_resources": {"num_cpus": threads}})
             backend.build(client_app)
@@ -184,12 +190,12 @@ def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answ
             waiters.shutdown(wait=False, cancel_futures=True)
             for actor in actors:
                 ray.kill(actor)
-            waiters.shutdown()  # they see that their actors are gone, and Ray is still there
+            waiters.shutdown()  # threads notice that their actors are dead; this needs Ray
             ray.shutdown()
 
 
 def _ask(backend: RayBackend, order: Order) -> Answer:
-    """Have the next free actor carry out an order."""
+    """Execute an order in the next free actor."""
     content = RecordDict({RECORD: ConfigRecord(order)})
     context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
     reply, _ = backend.process_message(Message(content, 1, MessageType.QUERY), context)
@@ -200,13 +206,21 @@ app = ClientApp()
 
 
 def client_app() -> ClientApp:
-    """What actors run; Ray passes this function on by its name."""
+    """Return the app that actors run. Ray passes this function by name."""
     return app
 
 
 @app.query()
 def obey(message: Message, context: Context) -> Message:
-    """Carry out an order, in an actor's process."""
+    """Execute an order in an actor's process.
+
+    Args:
+        message: The message with the order.
+        context: The context that Flower passes.
+
+    Returns:
+        The message with the answer.
+    """
     order: Order = dict(message.content.config_records[RECORD])
     answer: Answer = {"body": b"", "entries": "[]", "diverged": "", "complaint": ""}
     try:
@@ -227,7 +241,11 @@ def _actor(run: str, plugins: str) -> "Actor":
 
 
 class Actor:
-    """What an actor's process keeps between orders: the run, bases and who takes part."""
+    """The state of an actor's process between orders: the run, its bases and participants.
+
+    Args:
+        folder: The run folder.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, described = folder, folder.description
@@ -241,11 +259,22 @@ class Actor:
 
     def work(
         self, *, do: str, client: ClientId, round: int, counted: bool, body: bytes
-    ) -> tuple[bytes | Diverged, list[Figure]]:
-        """One order's answer and the figures that were logged meanwhile."""
-        base, figures = self.bases[self.config.base_of(client)], Figures(lambda *_: None)
+    ) -> tuple[bytes | Diverged, list[Metric]]:
+        """Execute an order.
+
+        Args:
+            do: The action: `hello`, `step`, `undo` or `finish`.
+            client: The client's name.
+            round: The number of the exchange, from 0.
+            counted: Whether the client's last upload counted.
+            body: The download.
+
+        Returns:
+            The hello, the upload or the error of a client that diverged, and the recorded metrics.
+        """
+        base, metrics = self.bases[self.config.base_of(client)], Metrics(lambda *_: None)
         alone = {client: self.participants[client]}
-        clients = LocalClients(self.config, base, alone, self.folder, figures)
+        clients = LocalClients(self.config, base, alone, self.folder, metrics)
         lost = () if counted else (client,)
         upload: bytes | Diverged = b""
         if do == "hello":
@@ -259,13 +288,12 @@ class Actor:
             clients.finish(round, lambda _: body, lost)
         if do != "hello":
             clients.new.put(clients.part(client))
-        self.participants |= clients.participants  # what they know takes time to compute
-        return upload, figures.take()
+        self.participants |= clients.participants  # keep references, which are slow to compute
+        return upload, metrics.take()
 
 
-class Figures(Recorder):
-    """Figures on their way to the process that records them."""
+class Metrics(Recorder):
+    """A recorder that collects metrics for the main process."""
 
     def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
-        """See `Recorder`."""
         self._lines.append({"client": client, "name": name, "value": value, "round": round})

@@ -1,4 +1,4 @@
-"""The uploads of a round at the server: they wait on disk, and are counted or excluded."""
+"""The uploads of a round on the server, which are stored on disk and aggregated or excluded."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -20,16 +20,16 @@ from coterie.runs import Recorder
 
 
 class Uploads:
-    """The uploads of the round in progress, by client; they are counted in the order of names.
+    """The uploads of the current exchange, which are aggregated in the order of client names.
 
-    They wait in one file without a name: a kill leaves nothing of them, and however many there are,
-    the process has one open file.
+    All uploads are in one unnamed temporary file. It disappears if the process is killed, and needs
+    one file descriptor, whatever the number of clients.
 
     Args:
-        folder: where they wait.
-        server: the method's server side.
-        aggregation: what makes a mean of uploads.
-        strict: raise what is wrong with an upload instead of excluding the upload.
+        folder: The folder of the temporary file.
+        server: The server's side of the method.
+        aggregation: The run's aggregation.
+        strict: Whether to raise the error of an invalid upload instead of excluding the upload.
     """
 
     def __init__(
@@ -38,26 +38,27 @@ class Uploads:
         self.folder, self.server = folder, server
         self.aggregation, self.strict = aggregation, strict
         self.refused: dict[str, str] = {}
-        """Clients that are excluded, and why."""
+        """The reasons for exclusion, by client."""
         self.diverged: set[str] = set()
-        """Excluded clients that have no upload because they diverged."""
+        """Excluded clients that diverged and so have no upload."""
         self.asked_again: set[str] = set()
+        """Clients that were asked for a second upload."""
         self._measures: dict[str, dict[str, Any]] = {}
-        """What transforms know of each upload, by client and transform."""
+        """The measures of each upload, by client and transform."""
         self._places: dict[str, tuple[int, int]] = {}
-        """Where each upload begins in the file, and how long it is."""
+        """The start and the length of each upload in the file, by client."""
         with writing(folder):
             self._file = TemporaryFile(dir=folder)  # noqa: SIM115  (open as long as this object)
 
     def begin(self) -> None:
-        """Begin a round: nothing is uploaded yet."""
+        """Start an exchange: remove all uploads."""
         for name in [*self._places, *self.refused]:
             self.drop(name)
         self.asked_again.clear()
         self._file.truncate(0)
 
     def take(self, name: str, body: bytes) -> None:
-        """Measure an upload, and let it wait."""
+        """Validate, measure and store an upload."""
         self.drop(name)
         try:
             message = self.aggregation.schema.receive("up", body)
@@ -75,7 +76,7 @@ class Uploads:
         self._places[name] = start, len(body)
 
     def _measured(self, name: str, message: Message) -> bool:
-        """Measure an upload; return whether it could be decoded and measured."""
+        """Measure an upload, and return whether it is valid."""
         try:
             message = decoded(self.server, self.aggregation, name, message)
             reference = self.server.reference(name)
@@ -86,7 +87,7 @@ class Uploads:
         return True
 
     def _compact(self) -> int:
-        """Close the gaps that replaced uploads have left; return where the last one ends."""
+        """Close the gaps that replaced uploads left in the file, and return the new end."""
         end = 0
         for name, (start, length) in sorted(self._places.items(), key=lambda item: item[1]):
             self._file.seek(start)
@@ -99,19 +100,27 @@ class Uploads:
         return self._file.seek(end)
 
     def message(self, name: str) -> Message:
-        """Return an upload that waits."""
+        """Return a client's stored upload."""
         start, length = self._places[name]
         self._file.seek(start)
         return self.aggregation.schema.receive("up", self._file.read(length))
 
     def diverge(self, name: str) -> None:
-        """Note that a client has diverged and has no upload."""
+        """Record that a client diverged and has no upload."""
         self.drop(name)
         self.refused[name] = FAULT_MESSAGES["diverged"]
         self.diverged.add(name)
 
     def require(self, round: int, waiting: Collection[str]) -> None:
-        """Raise Diverged if every client of a round has diverged, and no reply is waited for."""
+        """Check that not every client of a round has diverged.
+
+        Args:
+            round: The number of the round, from 0.
+            waiting: The clients whose replies are missing.
+
+        Raises:
+            Diverged: If all clients of the round have diverged.
+        """
         clients = self.refused.keys() | self._places.keys() | {*waiting}
         if self.diverged and self.diverged == clients:
             names = ", ".join(sorted(self.diverged))
@@ -120,14 +129,14 @@ class Uploads:
             )
 
     def ask_again(self, name: str) -> bool:
-        """Forget an upload, which is to come again; return whether that is for the first time."""
+        """Remove an upload that is requested again; return whether this is the first repetition."""
         self.drop(name)
         first = name not in self.asked_again
         self.asked_again.add(name)
         return first
 
     def drop(self, name: str) -> bool:
-        """Forget a client's upload, and what was wrong with it; return whether there was one."""
+        """Remove a client's upload or its error; return whether there was either."""
         self.diverged.discard(name)
         self._measures.pop(name, None)
         refused, place = self.refused.pop(name, None), self._places.pop(name, None)
@@ -135,20 +144,22 @@ class Uploads:
 
     @property
     def counted(self) -> list[str]:
-        """Clients whose uploads are not refused."""
+        """Clients whose uploads count, sorted by name."""
         return sorted(self._places.keys() - self.refused.keys())
 
     def record(self, recorder: Recorder) -> None:
-        """Record the figures of the round's uploads, and which were excluded, and why."""
+        """Record the metrics of all uploads, and the reasons for exclusions."""
         for name, metric, value in self.aggregation.transforms.figures(self._measures):
             recorder.log(name, metric, value)
-        for name, why in sorted(self.refused.items()):
-            recorder.log(name, LEFT_OUT, why[:LONGEST_LINE])
+        for name, reason in sorted(self.refused.items()):
+            recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
-        """Return the mean of the uploads that count; `refused` has the others.
+        """Aggregate the uploads that count, and update `refused`.
 
-        In a phase of a transform's own, the transform collects the answers and there is no mean.
+        Returns:
+            The aggregate. It is empty in a phase that a transform declares, as the transform
+            collects the uploads.
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:
@@ -164,14 +175,14 @@ class Uploads:
         self.refused |= self.aggregation.transforms.refuse(self._measures)
         for name in self.counted:
             try:
-                found = contribution(self.server, self.aggregation, name, self.message(name))
-            except Exception as error:  # whatever is wrong with it, the others count
+                result = contribution(self.server, self.aggregation, name, self.message(name))
+            except Exception as error:  # one invalid upload must not stop the round
                 self._refuse(name, error)
             else:
-                yield found
+                yield result
 
     def _refuse(self, name: str, error: Exception) -> None:
         if self.strict:
             raise error
-        foreseen = isinstance(error, CoterieError)
-        self.refused[name] = str(error) if foreseen else f"{type(error).__name__} in the method"
+        expected = isinstance(error, CoterieError)
+        self.refused[name] = str(error) if expected else f"{type(error).__name__} in the method"

@@ -1,1 +1,1 @@
-"""The participants of a run, and the data that they hold."""
+"""The participants of a run and their data."""

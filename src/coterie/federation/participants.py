@@ -1,4 +1,4 @@
-"""Who takes part in a run, and what each holds."""
+"""The participants of a run, their data, and the contexts of their sides."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 from coterie.adapters import detach
-from coterie.aggregation.defaults import check_once
-from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.transform import Reduction, TransformFacts, encoded_schema, run_hook
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
@@ -24,7 +21,7 @@ from coterie.data.texts import Texts, client_texts, whole_text
 from coterie.data.tokens import ClientData, encoded, pooled, tokenise
 from coterie.errors import CoterieError
 from coterie.federation.reading import PUBLIC, Reading
-from coterie.methods.contract import SERVER, Log, RunFacts, ServerContext
+from coterie.methods.contract import SERVER, Log, ServerContext
 from coterie.privacy.ledger import Ledger
 from coterie.training.context import ClientContext, ClientId
 
@@ -33,92 +30,149 @@ EVERYONE = "everyone"
 
 HELD_OUT = ("validation", "test")
 NOTHING = Tokens(torch.zeros(0, dtype=torch.int32), 0)
+"""An empty text."""
 
 
 @dataclass(frozen=True)
 class Participant:
-    """One client: its data, and the texts that its model is scored on, by the name in tables."""
+    """A client, or a server with a model of its own, and its data."""
 
     name: ClientId
+    """The client's name; `everyone` in a pooled federation, `server` for the server."""
     data: ClientData
+    """The training, validation and test text as tokens."""
     tests: dict[ClientId, Split]
+    """The texts that the model is scored on, by their name in tables."""
     public: Split | None = None
-    """The text that everybody may see, where the run has one."""
+    """The public text, if the run has one."""
     labels: Mapping[str, int] | None = None
-    """Where labelled texts were divided: records of each label in its training text (uncut)."""
+    """The number of records per label in the training text, before limits apply.
+
+    None unless labelled texts were divided among the clients.
+    """
     base: Base | None = None
-    """Loaded, where it may be another than the run's."""
+    """The participant's base if it is loaded; by default, the run's base is used."""
 
     def digest(self) -> str:
-        """A hash of all tokens, to notice that files changed between two parts of a run."""
+        """Hash all tokens, to detect changes to the files since the run began.
+
+        Returns:
+            A hexadecimal hash.
+        """
         splits = (self.data.train, self.data.validation, *self.tests.values(), self.public)
         return digest_of(filter(None, splits))
 
     def described(self) -> dict[str, Any]:
-        """What the run folder records of this client: the digest, and counts."""
+        """Describe the participant for the run folder.
+
+        Returns:
+            The digest, and counts of each split, as JSON values.
+        """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
         described: dict[str, Any] = {
             "data": self.digest(),
             "tokens": {split: len(tokens.ids) for split, tokens in splits.items()},
         }
-        for key in dict.fromkeys(key for own in counts.values() for key in own):
-            described[key] = {split: own[key] for split, own in counts.items() if key in own}
+        for unit in dict.fromkeys(unit for count in counts.values() for unit in count):
+            described[unit] = {split: c[unit] for split, c in counts.items() if unit in c}
         if self.labels is not None:
             described["labels"] = dict(self.labels)
         return described
 
 
 def digest_of(splits: Iterable[Split]) -> str:
-    """A hash of all tokens, and of what makes samples of them."""
+    """Hash the tokens of splits and the boundaries of their samples.
+
+    Args:
+        splits: The splits; their order affects the hash.
+
+    Returns:
+        A hexadecimal hash.
+    """
     digest = blake2b(digest_size=8)
-    for tokens in splits:
-        for part in tokens.digested():
-            digest.update(part)
+    for split in splits:
+        for data in split.digested():
+            digest.update(data)
     return digest.hexdigest()
 
 
 def text_digest(text: Split, window: int) -> str:
-    """Return a hash of a text and its windows; scores by window are comparable if it is equal."""
+    """Hash a text and the length of its windows.
+
+    Scores by window are comparable between runs if the hashes of the texts are equal.
+
+    Args:
+        text: The text.
+        window: The number of tokens that a window predicts.
+
+    Returns:
+        A hexadecimal hash and the length.
+    """
     return f"{digest_of([text])}-{window}"
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Who takes part: clients by name, or the one of a pooled run; a server that has a model."""
+    """The participants of a run."""
 
     clients: list[Participant]
+    """The clients, sorted by name; in a pooled run, one client with all data."""
     server: Participant | None = None
+    """The server if it has a model of its own, else None."""
 
 
-Look = Callable[[Reading], None]
-"""Looks at what was read; texts are not kept."""
+Inspect = Callable[[Reading], None]
+"""A function that inspects the clients' texts, which are discarded once they are tokenised."""
 
 
 def participants_of(
-    config: RunConfig, tokenizer: Tokenizer, look: Look = lambda _: None
+    config: RunConfig, tokenizer: Tokenizer, inspect: Inspect = lambda _: None
 ) -> list[Participant]:
-    """All clients of a run, sorted by name, or the one that holds everything if it is pooled."""
-    return gathered(config, tokenizer, look).clients
+    """Read the data of a run's clients.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer of the run's base.
+        inspect: Called once with all clients' texts.
+
+    Returns:
+        The clients, sorted by name; in a pooled run, one client with all data.
+
+    Raises:
+        CoterieError: A text cannot be read or is too short.
+    """
+    return gathered(config, tokenizer, inspect).clients
 
 
 def gathered(
     config: RunConfig,
     tokenizer: Tokenizer,
-    look: Look = lambda _: None,
+    inspect: Inspect = lambda _: None,
     begin: Callable[[str], None] = lambda _: None,
 ) -> Federation:
-    """Everybody who takes part in a run, each with texts in the tokens of its own base.
+    """Read the data of all participants of a run.
 
-    `tokenizer` is that of the run's base. `begin` is told what begins, such as "Reading". Raises
-    CoterieError if a text cannot be read or does not suffice.
+    Each participant's texts are tokenised with the tokenizer of the participant's base.
+
+    Args:
+        config: The run.
+        tokenizer: The tokenizer of the run's base.
+        inspect: Called once with all clients' texts.
+        begin: Called at the beginning of each step with its description, such as "Reading".
+
+    Returns:
+        The clients, and the server if it has a model of its own.
+
+    Raises:
+        CoterieError: A text cannot be read or is too short.
     """
     begin("Reading")
     if config.divide is None:
-        own = {
+        files = {
             c.name: client_texts(c, config.data, config.root, config.seed) for c in config.clients
         }
-        division = Division(own, {})
+        division = Division(files, {})
     else:
         division = divided_texts(config.divide, config.data, config.root, config.seed)
     names = sorted(division)
@@ -135,15 +189,16 @@ def gathered(
         data[name] = tokenise(texts[name], tokenizers[name], config.data.of(name), name)
     tests = {name: getattr(data[name], config.evaluation.split) for name in names}
     set_aside = division.public
-    shared = _public_items(config, set_aside)
-    public = _public(config, tokenizers, shared)
-    look(Reading(texts, data, removed, division.labels, tokenizers, shared or (), public[names[0]]))
+    items = _public_items(config, set_aside)
+    public = _public(config, tokenizers, items)
+    first = public[names[0]]
+    inspect(Reading(texts, data, removed, division.labels, tokenizers, items or (), first))
     server = None
     if config.server is not None:
         server = _server(config, tokenizers[SERVER], public[SERVER], set_aside)
     if config.pooled:
-        both = pooled(list(data.values()), None if set_aside is None else public[EVERYONE])
-        return Federation([Participant(EVERYONE, both, tests, public[EVERYONE])], server)
+        together = pooled(list(data.values()), None if set_aside is None else public[EVERYONE])
+        return Federation([Participant(EVERYONE, together, tests, public[EVERYONE])], server)
     clients = [
         Participant(name, data[name], {name: tests[name]}, public[name], division.labels.get(name))
         for name in names
@@ -152,36 +207,48 @@ def gathered(
 
 
 def served(config: RunConfig) -> Participant | None:
-    """What a server with a model of its own holds in a deployment, with its base.
+    """Read the data and load the base of a deployment's server.
 
-    None where it has none. Raises CoterieError as `gathered` does, or for a base that is not there.
+    Args:
+        config: The run.
+
+    Returns:
+        The server with its base; None if the server has no model of its own.
+
+    Raises:
+        CoterieError: A text or the base cannot be read, or a text is too short.
     """
     if config.server is None:
         return None
     precision, window = config.training.precision, config.data.window
     base = load_base(config.base_of(SERVER), precision, window, config.root, config.device)
     public = _public(config, {SERVER: base.tokenizer}, _public_items(config, None))
-    own = _server(config, base.tokenizer, public[SERVER], None)
-    return replace(own, base=base)
+    server = _server(config, base.tokenizer, public[SERVER], None)
+    return replace(server, base=base)
 
 
 def _tokenizers(
     config: RunConfig, tokenizer: Tokenizer, names: Sequence[str]
 ) -> dict[str, Tokenizer]:
-    """Each one's tokenizer; those of the same base are one."""
-    found = {config.base: tokenizer}
+    """Load each participant's tokenizer, once per base."""
+    loaded = {config.base: tokenizer}
     for name in names:
         base = config.base_of(name)
-        if base not in found:
+        if base not in loaded:
             try:
-                found[base] = load_tokenizer(base, config.root)
+                loaded[base] = load_tokenizer(base, config.root)
             except CoterieError as error:
                 raise CoterieError(f"The base of {name}: {error}") from error
-    return {name: found[config.base_of(name)] for name in names}
+    return {name: loaded[config.base_of(name)] for name in names}
 
 
 def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] | None:
-    """The documents or samples that everybody may see, where the run has any."""
+    """Return the documents or samples of the public text, or None if the run has none.
+
+    Args:
+        config: The run.
+        set_aside: The records that `divide` set aside for the public text, if any.
+    """
     if set_aside is not None:
         return set_aside.train
     if config.data.public is None:
@@ -192,16 +259,26 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 def _public(
     config: RunConfig, tokenizers: Mapping[str, Tokenizer], items: list[Any] | None
 ) -> Mapping[str, Split | None]:
-    """The text that everybody may see, for each of `tokenizers`."""
+    """Tokenise the public text with each participant's tokenizer, once per base."""
     if items is None:
         return dict.fromkeys(tokenizers)
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
-    tokens = {b: encoded(items, t, config.data, "public", PUBLIC) for b, t in bases.items()}
-    return {name: tokens[config.base_of(name)] for name in tokenizers}
+    splits = {b: encoded(items, t, config.data, "public", PUBLIC) for b, t in bases.items()}
+    return {name: splits[config.base_of(name)] for name in tokenizers}
 
 
 def public_digest(config: RunConfig) -> str | None:
-    """A hash of the text of `data.public`, by which machines find out that they have the same."""
+    """Hash the text of `data.public`, so that machines can verify that their copies are equal.
+
+    Args:
+        config: The run.
+
+    Returns:
+        A hexadecimal hash; None if the run has no public text.
+
+    Raises:
+        CoterieError: The text cannot be read.
+    """
     if (items := _public_items(config, None)) is None:
         return None
     digest = blake2b(digest_size=16)
@@ -213,17 +290,28 @@ def public_digest(config: RunConfig) -> str | None:
 def described_templates(
     config: RunConfig, tokenizers: Mapping[BaseSpec, Tokenizer]
 ) -> dict[str, dict[str, dict[str, str]]]:
-    """What a run folder records of chat templates, by base, where the run uses them."""
+    """Describe the chat templates of a run for its folder.
+
+    Args:
+        config: The run.
+        tokenizers: The tokenizer of each base.
+
+    Returns:
+        The name and the hash of each base's template, under the key `chat_templates`; an empty
+        mapping if the data are not conversations.
+    """
     if not config.data.chats:
         return {}
-    found = {b.name: chat_template(t, config.data.chat_template) for b, t in tokenizers.items()}
-    told = {base: {"name": t.name, "hash": t.digest} for base, t in found.items()}
-    return {"chat_templates": told}
+    templates = {b.name: chat_template(t, config.data.chat_template) for b, t in tokenizers.items()}
+    described = {base: {"name": t.name, "hash": t.digest} for base, t in templates.items()}
+    return {"chat_templates": described}
 
 
 def _plain(item: Any) -> Any:
-    """A text or sample without the place that it was read from, which differs by machine, and
-    without the fields that its prompt was made from."""
+    """Return a text or sample as plain data, without fields that differ between machines.
+
+    These are the path of its file, and the fields of the record that its prompt was rendered from.
+    """
     if isinstance(item, str):
         return item
     return {key: value for key, value in vars(item).items() if key not in ("where", "fields")}
@@ -232,7 +320,10 @@ def _plain(item: Any) -> Any:
 def _server(
     config: RunConfig, tokenizer: Tokenizer, public: Split | None, set_aside: Texts[Any] | None
 ) -> Participant:
-    """The server trains on the public text. Without a text to be scored on, it has no tests."""
+    """Create the server, which trains on the public text.
+
+    Its tests are empty if there is no text to score its model on.
+    """
     assert config.server is not None
     items: dict[str, list[Any]] = {}
     if config.server.test is not None:
@@ -241,8 +332,8 @@ def _server(
     elif set_aside is not None and set_aside.test:
         items = {split: getattr(set_aside, split) for split in HELD_OUT}
     held_out = {
-        split: encoded(part, tokenizer, config.data, split, f"The server: its {split} text")
-        for split, part in items.items()
+        split: encoded(records, tokenizer, config.data, split, f"The server: its {split} text")
+        for split, records in items.items()
     }
     tests = {SERVER: held_out[config.evaluation.split]} if held_out else {}
     train = NOTHING if public is None else public
@@ -257,11 +348,16 @@ def client_context(
     log: Log,
     ledger: Ledger | None = None,
 ) -> ClientContext:
-    """What the client side of the run's method is given.
+    """Create the context of a client's side.
 
-    `base` is its own; an earlier run's adapter is taken out of it, as adapters are built on what a
-    bare base has. A step of the one client of a pooled federation sees as much text as a step of
-    all clients.
+    In a pooled run, a step of the only client reads as many samples as one step of every client.
+
+    Args:
+        config: The run.
+        base: The client's base. An adapter that is attached to it is removed.
+        participant: The client and its data.
+        log: Called with each metric of the client.
+        ledger: The record of the client's privacy budget; by default, an empty one.
     """
     detach(base.model)
     training = config.training_of(participant.name)
@@ -284,85 +380,21 @@ def server_context(
     config: RunConfig,
     base: nn.Module,
     clients: Sequence[ClientId],
-    own: Participant | None,
+    server: Participant | None,
     log: Log,
 ) -> ServerContext:
-    """What the server side of the run's method is given; `own` is what a server of its own model
-    holds, with its base. Any adapter is taken out of `base`."""
+    """Create the context of the server's side.
+
+    Args:
+        config: The run.
+        base: The run's base, with or without weights. An adapter that is attached to it is removed.
+        clients: The names of the clients.
+        server: The server's data and base, if it has a model of its own.
+        log: Called with each metric of the server.
+    """
     detach(base)
     context = None
-    if own is not None:
-        assert own.base is not None, "a server with a model of its own needs its weights"
-        context = client_context(config, own.base, own, log)
+    if server is not None:
+        assert server.base is not None, "a server with a model of its own needs its weights"
+        context = client_context(config, server.base, server, log)
     return ServerContext(config.seed, base, tuple(sorted(clients)), log, config.training, context)
-
-
-def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
-    """Raise CoterieError if the run's method cannot run with these clients and their bases."""
-    if config.server is not None and SERVER in clients:
-        raise CoterieError(
-            f"A client is named {SERVER!r}, the name reserved for the server's model; rename "
-            "the client."
-        )
-    if not config.pooled:
-        trained = clients if config.server is None else [*clients, SERVER]
-        _check_names("bases", config.bases, clients)
-        _check_names("data.limits_of", config.data.limits_of, clients)
-        _check_names("training.learning_rates", config.training.learning_rates, trained)
-    bases = {name: config.base_of(name) for name in clients}
-    method, theirs = config.method, {*bases.values()}
-    if not config.pooled and theirs != {config.base} and not method.mixes_bases:
-        told = ", ".join(f"{name}: {base}" for name, base in bases.items())
-        raise CoterieError(
-            f"{method.name} needs one base, the run's, for all clients, but they have {told}; "
-            "set `base` and remove `bases`, or use a method that shares nothing, such as "
-            "local."
-        )
-    kind = config.data.declared
-    if kind.compares and not method.learns_preferences:
-        raise CoterieError(
-            f"The method {method.name!r} does not learn {kind.name}; remove {config.data.key}, or "
-            "use another method, such as comigs-1g1s."
-        )
-    instructions = "answers" in kind.offers and not config.data.chats
-    check_transforms(config, clients)
-    method.check(
-        RunFacts(
-            tuple(clients),
-            public,
-            bases,
-            config.server is not None,
-            instructions,
-            config.training.optimiser.name,
-            any(isinstance(t, ServerOptimiser) for t in config.every_transform),
-        )
-    )
-
-
-def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
-    """Raise CoterieError if a transform of the run cannot be part of it."""
-    every, method = config.every_transform, config.method
-    check_once(config.transforms, every)
-    schema = method.schema()
-    reduction = next((t for t in every if isinstance(t, Reduction)), None)
-    if reduction and any(field.name == "residual" for field in schema.down):
-        raise CoterieError(
-            f"`exact: true` sends what makes means exact, and {reduction.name} replaces the mean; "
-            "remove one of them."
-        )
-    exchanges = method.exchanges(config.rounds)
-    for transform in every:
-        decoded = isinstance(transform, Reduction) and not transform.sealed
-        seen = method.schema() if decoded else schema
-        facts = TransformFacts(tuple(clients), method.name, seen, exchanges)
-        run_hook(transform, "check", facts)
-        schema = encoded_schema(transform, schema)
-
-
-def _check_names(key: str, named: Iterable[str], known: Sequence[str]) -> None:
-    for name in named:
-        if name not in known:
-            raise CoterieError(
-                f"{key} names the unknown client {name!r} (known: {', '.join(known)}); correct "
-                "or remove it."
-            )

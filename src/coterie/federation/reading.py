@@ -1,4 +1,4 @@
-"""What a run reads of its clients' texts, for whoever looks at them before it begins."""
+"""The clients' texts as a run reads them, for checks of their quality before the run begins."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,32 +22,44 @@ PUBLIC = "The public text"
 
 @dataclass(frozen=True)
 class Reading:
-    """What clients read, sorted by name: texts, and their tokens."""
+    """The texts of all clients, sorted by the client's name, and their tokens."""
 
     texts: Mapping[ClientId, Texts[Any]]
+    """Each client's documents or samples."""
     data: Mapping[ClientId, ClientData]
+    """Each client's tokens."""
     removed: Mapping[ClientId, int]
-    """Training texts that `data.deduplicate` removed."""
+    """The number of training texts that `data.deduplicate` removed from each client."""
     labels: Mapping[ClientId, Mapping[str, int]]
-    """As in `Participant`."""
+    """The number of records per label in each client's training text; see `Participant.labels`."""
     tokenizers: Mapping[ClientId, Tokenizer]
+    """The tokenizer of each client's base."""
     public: Sequence[Any] = ()
-    """Documents or samples of the public text."""
+    """The documents or samples of the public text."""
     public_split: Split | None = None
-    """The public text as the first client reads it."""
+    """The public text in the tokens of the first client's base."""
 
     def quality(
         self, config: RunConfig, most: int, progress: Progress = lambda done, of: None
     ) -> Quality:
-        """What is found in these texts; near duplicates, in `most` characters."""
-        left_out = survey(_sources(config), config.data, config.divide, config.root)
-        parts = [
-            (name, split, getattr(own, split), getattr(self.data[name], split))
-            for name, own in self.texts.items()
+        """Measure the quality of the texts: duplicates, omitted records and special tokens.
+
+        Args:
+            config: The run.
+            most: The number of characters that are searched for near duplicates.
+            progress: Called during the search with the work done and the total.
+
+        Returns:
+            The measurements, by client where they concern one.
+        """
+        omitted = survey(_sources(config), config.data, config.divide, config.root)
+        splits = [
+            (name, split, getattr(texts, split), getattr(self.data[name], split))
+            for name, texts in self.texts.items()
             for split in SPLITS
         ]
         if self.public_split is not None:
-            parts.append(("everybody", "public", self.public, self.public_split))
+            splits.append(("everybody", "public", self.public, self.public_split))
 
         @cache
         def control(tokenizer: Tokenizer, chats: bool) -> re.Pattern[str]:
@@ -55,26 +67,26 @@ class Reading:
             return control_tokens(tokenizer, template)
 
         special: list[SpecialTokens] = []
-        for name, split, items, read in parts:
+        for name, split, items, tokens in splits:
             tokenizer = self.tokenizers.get(name, self.tokenizers[min(self.texts)])
-            tokens = control(tokenizer, config.data.bound.has_chats(items))
-            counts = unknown_tokens(read, tokenizer), count_control(items, tokens)
-            special.append(SpecialTokens(name, split, len(read.ids), *counts))
+            pattern = control(tokenizer, config.data.bound.has_chats(items))
+            counts = unknown_tokens(tokens, tokenizer), count_control(items, pattern)
+            special.append(SpecialTokens(name, split, len(tokens.ids), *counts))
         removed = self.removed if config.data.deduplicate else None
-        return quality(self.texts, self.data, most, left_out, special, removed, progress)
+        return quality(self.texts, self.data, most, omitted, special, removed, progress)
 
 
 def _sources(config: RunConfig) -> list[tuple[str, str]]:
-    """Every file or folder that a run names, after its owner."""
+    """List the files and folders of a run file, each after its owner."""
     sources: list[tuple[str, str | None]] = [
         (f"Client {client.name}", source)
         for client in config.clients
         for source in (client.path, client.train, client.validation, client.test)
     ]
     if config.divide is not None:
-        given = config.divide.source
-        given = {"": given} if isinstance(given, str) else given
-        sources += [("divide", s if isinstance(s, str) else s.source) for s in given.values()]
+        source = config.divide.source
+        by_label = {"": source} if isinstance(source, str) else source
+        sources += [("divide", s if isinstance(s, str) else s.source) for s in by_label.values()]
         sources += [("divide", config.divide.validation), ("divide", config.divide.test)]
     sources += [(PUBLIC, config.data.public)]
     if config.server is not None:

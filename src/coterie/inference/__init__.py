@@ -1,1 +1,1 @@
-"""Trained models: loading, choosing and referencing them, and talking with them."""
+"""Trained models: loading, choosing the best, use as a DPO reference, and conversations."""

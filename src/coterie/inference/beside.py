@@ -1,4 +1,4 @@
-"""Runs beside a run, on the same base, data and seed: its baselines, and those of a comparison."""
+"""Search for runs whose models can be compared with a run's: baselines, and its comparison's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,40 +8,54 @@ from coterie.methods.registry import POOLED
 from coterie.runs import RunFolder
 
 SAME = ("seed", "base", "bases", "data_root", "data", "clients", "divide")
-"""What must be equal in two runs for their models to be compared: keys of a run file."""
+"""Keys of a run file whose values must be equal for two runs' models to be compared."""
 
 
 def find_beside(folder: RunFolder, method: str) -> RunFolder:
-    """The run of a method beside the one in a folder.
+    """Find the run of a method on the same base, data and seed as another run.
 
-    That is one of its baselines, or, where the folder is itself a baseline or a run of a
-    comparison, one of those next to it. Raises CoterieError if there is none, or more than one.
+    The run is one of the other's baselines or, if the other is a baseline or belongs to a
+    comparison, another run of the same parent folder.
+
+    Args:
+        folder: The other run.
+        method: The method's name.
+
+    Returns:
+        The folder of the method's run.
+
+    Raises:
+        CoterieError: There is no such run, or more than one.
     """
     config = folder.description["config"]
-    known: dict[str, list[RunFolder]] = {}
-    for other in _around(folder.path):
+    runs: dict[str, list[RunFolder]] = {}
+    for candidate in _neighbours(folder.path):
         try:
-            theirs = other.description["config"]
+            candidate_config = candidate.description["config"]
         except CoterieError:
             continue
-        if all(theirs.get(key) == config.get(key) for key in SAME):
-            label = POOLED if theirs["pooled"] else theirs["method"]["name"]
-            known.setdefault(label, []).append(other)
-    found = known.get(method, [])
-    if not found:
-        there = f"there are: {', '.join(sorted(known))}" if known else "there are none"
+        if all(candidate_config.get(key) == config.get(key) for key in SAME):
+            pooled = candidate_config["pooled"]
+            label = POOLED if pooled else candidate_config["method"]["name"]
+            runs.setdefault(label, []).append(candidate)
+    matches = runs.get(method, [])
+    if not matches:
+        available = ", ".join(sorted(runs)) or "none"
         raise CoterieError(
-            f"No run of {method!r} is beside {folder.path} on the same data ({there}), and no run "
-            "is in a folder of that name."
+            f"No run of {method!r} on the same data is beside {folder.path} (available: "
+            f"{available}), and {method!r} is not a run folder; choose another method or folder."
         )
-    if len(found) > 1:
-        listed = ", ".join(str(other.path) for other in found)
-        raise CoterieError(f"Several runs of {method!r} are beside {folder.path}: {listed}.")
-    return found[0]
+    if len(matches) > 1:
+        paths = ", ".join(str(match.path) for match in matches)
+        raise CoterieError(
+            f"Several runs of {method!r} are beside {folder.path}; give the folder of one of "
+            f"them: {paths}."
+        )
+    return matches[0]
 
 
-def _around(path: Path) -> Iterator[RunFolder]:
-    """A run's baselines; the run that it is a baseline of; and what is in the same folder."""
+def _neighbours(path: Path) -> Iterator[RunFolder]:
+    """Yield a run's baselines, the run whose baseline it is, and the runs in its parent folder."""
     parent = path.resolve().parent
     for folder in (*sorted(path.glob("baselines/*")), parent.parent, *sorted(parent.glob("*"))):
         is_self = folder.resolve() == path.resolve()

@@ -1,4 +1,4 @@
-"""What runs leave behind: the models of their clients, and the configuration they began with."""
+"""Load what a run has produced: its models, their tokenizers, and its recorded configuration."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,19 +35,30 @@ from coterie.runs import RunFolder
 def load(
     path: str | Path, client: str, *, method: Method | None = None, merge: bool | None = None
 ) -> PreTrainedModel:
-    """The personal model of a client of a run: a transformers model with its adapter.
+    """Load the personal model of a client.
 
-    Its weights are in the format of the base; none are cast as in training. Where clients keep
-    their best models, it is that: the base alone if that was the best. `.generate()` works on it;
-    its tokenizer is `coterie.tokenizer(path, client)`. "server" is the server with a model of its
-    own. `method` is needed for a run whose method is not registered. A pooled run has one model,
-    whatever the client.
+    If clients keep their best model, that model is loaded, which may be the untrained base.
+    Otherwise, the model of the last round is loaded. Weights are in float32 if the run trains in
+    fp32, and in the base's format if it trains in bf16. `tokenizer` loads the model's tokenizer.
 
-    merge: make LoRA pairs, or differences from weights, part of the weights, rounded to their
-    format, so that `save_pretrained` writes a plain model. Default: where weights are in fp32, and
-    no layer has several experts. Without, `save_pretrained` raises CoterieError. With a soft
-    prompt, it is PEFT's model. Raises CoterieError if experts or quantised weights cannot be merged
-    that were to be.
+    Args:
+        path: The run folder.
+        client: The client's name, or "server" for the server's own model. It is ignored in a
+            pooled run, which has one model.
+        method: The run's method, if its class is not registered.
+        merge: Whether to merge LoRA pairs, or the differences of full fine-tuning, into the
+            weights, rounded to their dtype. Merging is impossible if a layer has several experts,
+            if there are experts beside a block, or if the base is quantised. By default, they are
+            merged if that is possible and the weights are in float32.
+
+    Returns:
+        A transformers model, with the adapter in its layers unless it is merged; a PEFT model if
+        the adapter is a soft prompt. `generate` works on each. `save_pretrained` raises
+        CoterieError if the adapter is in the layers.
+
+    Raises:
+        CoterieError: The folder contains no run, the run has no such client, a plugin of the run is
+            not loaded or has changed, or `merge` is true and the adapter cannot be merged.
     """
     folder = RunFolder(Path(path))
     return model_of(folder, recorded(folder, method), client, merge)
@@ -56,67 +67,105 @@ def load(
 def model_of(
     folder: RunFolder, config: RunConfig, client: str, merge: bool | None = None
 ) -> PreTrainedModel:
-    """See `load`."""
+    """Load the personal model of a client, as `load` does, with a given configuration.
+
+    Args:
+        folder: The run folder.
+        config: The run's configuration, from `recorded`.
+        client: The client's name, or "server" for the server's own model.
+        merge: Whether to merge the adapter into the weights; see `load`.
+
+    Returns:
+        A transformers model, or a PEFT model with a soft prompt.
+
+    Raises:
+        CoterieError: The run has no such client, or `merge` is true and the adapter cannot be
+            merged.
+    """
     model = Loader().load(folder, config, client).model()
     if not any(isinstance(m, StandIn) or is_parametrized(m) for m in model.modules()):
-        return model  # the base alone, or behind a soft prompt
-    can = mergeable(model)
-    if merge and not can:
-        raise CoterieError(f"This model cannot be merged: {NO_FOLDER}")
+        return model  # the base alone, or with a soft prompt
+    can_merge = mergeable(model)
+    if merge and not can_merge:
+        raise CoterieError(f"This model cannot be merged: {UNMERGEABLE}")
     exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
-    if can and (exact if merge is None else merge):
+    if can_merge and (exact if merge is None else merge):
         make_plain(model)
         return model
-    # A function of a module, so that copies and pickles have it.
-    refusal: Any = partial(_refuse, UNMERGED if can else f"This model cannot be saved: {NO_FOLDER}")
+    reason = UNMERGED if can_merge else f"This model cannot be saved: {UNMERGEABLE}"
+    # Not a lambda, so that the model can be copied and pickled.
+    refusal: Any = partial(_refuse, reason)
     model.save_pretrained = model.push_to_hub = refusal
     return model
 
 
-NO_FOLDER = (
-    "a transformers folder cannot hold several experts on a layer, experts beside a block, nor an "
-    "adapter of quantised weights. Keep the run's folder and load the model from it with "
+UNMERGEABLE = (
+    "the transformers format does not support several experts on a layer, experts beside a block, "
+    "or an adapter of quantised weights. Keep the run folder, and load the model from it with "
     "coterie.load."
 )
 
 
 UNMERGED = (
-    "This model keeps what it learnt apart from its weights. To save it, load it with "
-    "coterie.load(..., merge=True), which rounds their sum to the format of the weights."
+    "This model cannot be saved: its adapter is not merged into its weights. Load it with "
+    "coterie.load(..., merge=True), which rounds the merged weights to their dtype."
 )
 
 
-def _refuse(why: str, *_: Any, **__: Any) -> NoReturn:
-    raise CoterieError(why)
+def _refuse(reason: str, *_: Any, **__: Any) -> NoReturn:
+    raise CoterieError(reason)
 
 
 class Loaded(NamedTuple):
-    """A model that may share its base with others."""
+    """A model that may share its base with other models."""
 
     base: Base
     model: Callable[[], PreTrainedModel]
-    """Puts its adapter into the base; the model is valid until another's on this base is."""
+    """Attach the adapter to the base and return the model.
+
+    The model is valid until the adapter of another model is attached to this base.
+    """
 
 
 class Loader:
-    """Loads models of one run or of several; those on the same base share one copy of it."""
+    """A loader of models from one or several runs; models with equal bases share one copy."""
 
     def __init__(self) -> None:
         self._bases: dict[tuple[BaseSpec, Precision | None, Device], Base] = {}
 
     def base(self, config: RunConfig, client: str) -> Base:
-        """The base of a client, or of the server, of a run."""
+        """Load the base of a client or of the server, unless it is loaded already.
+
+        Args:
+            config: The run's configuration.
+            client: The client's name, or "server".
+
+        Returns:
+            The base, in float32 if training is in fp32, else in the base's format.
+        """
         spec = config.base_of(client)
         precision = "fp32" if config.training.precision == "fp32" else None
         key = spec.model_copy(update={"name": place(spec.name, config.root)})
-        if (how := (key, precision, config.device)) not in self._bases:
-            self._bases[how] = load_base(
+        if (variant := (key, precision, config.device)) not in self._bases:
+            self._bases[variant] = load_base(
                 spec, precision, config.data.window, config.root, config.device
             )
-        return self._bases[how]
+        return self._bases[variant]
 
     def load(self, folder: RunFolder, config: RunConfig, client: str) -> Loaded:
-        """The model of a client, or of the server; see `load` for names and errors."""
+        """Load the model of a client or of the server, which may share its base.
+
+        Args:
+            folder: The run folder.
+            config: The run's configuration, from `recorded`.
+            client: The client's name, or "server"; ignored in a pooled run.
+
+        Returns:
+            The base and the model, whose adapter is not attached yet.
+
+        Raises:
+            CoterieError: The run has no such client.
+        """
         name = EVERYONE if config.pooled else client
         if name == SERVER and config.server is not None:
             return self._load_server(folder, config)
@@ -126,11 +175,23 @@ class Loader:
         return Loaded(base, side.model)
 
     def side(self, folder: RunFolder, config: RunConfig, client: str) -> tuple[Base, ClientSide]:
-        """A client's base, and its side as the last round left it, whatever model it keeps."""
-        known = sorted(folder.description["clients"])
-        if client not in known:
+        """Restore a client's side from the newest checkpoint.
+
+        Args:
+            folder: The run folder.
+            config: The run's configuration, from `recorded`.
+            client: The client's name.
+
+        Returns:
+            The client's base, and its side after the last round, even if an earlier model is kept.
+
+        Raises:
+            CoterieError: The run has no such client.
+        """
+        clients = sorted(folder.description["clients"])
+        if client not in clients:
             raise CoterieError(
-                f"The run {folder.path} has no client {client!r} (clients: {', '.join(known)})."
+                f"The run {folder.path} has no client {client!r} (clients: {', '.join(clients)})."
             )
         base = self.base(config, client)
         side = config.method.client(client_context(config, base, _empty(client, base), _quiet))
@@ -145,42 +206,60 @@ class Loader:
         side.restore(folder.load("server"))
 
         def model() -> PreTrainedModel:
-            if (found := side.model()) is None:
+            if (server_model := side.model()) is None:
                 raise CoterieError(f"{config.label} does not train a model on the server.")
-            return found
+            return server_model
 
         return Loaded(base, model)
 
 
 def _empty(name: str, base: Base) -> Participant:
-    """A client, or the server, with its base and without a text."""
+    """Create a participant without texts."""
     return Participant(name, ClientData(NOTHING, NOTHING, NOTHING), {}, base=base)
 
 
 def _quiet(*_: object) -> None:
-    """Nothing is logged."""
+    """Ignore a metric."""
 
 
 def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
-    """The tokenizer of a run's base; of a client's (or the server's), where that may be another.
+    """Load the tokenizer of a run's base.
 
-    Its chat template is the one that the run rendered conversations with, if it did.
+    Args:
+        path: The run folder.
+        client: A client's name, or "server", for the tokenizer of that participant's base.
+
+    Returns:
+        A transformers tokenizer. If the run's data are conversations, it has the chat template
+        that they were rendered with.
+
+    Raises:
+        CoterieError: The folder contains no run, or the base cannot be read.
     """
     values = RunFolder(Path(path)).description["config"]
-    # What these keys name may not be registered, and the tokenizer does not depend on it.
-    rest = {"method": "local", "baselines": [], "aggregation": {}, "evaluation": {}}
-    config = parse({**values, **rest})
-    found = load_tokenizer(config.base_of(client or EVERYONE), config.root)
+    # The classes that these keys refer to may not be registered, and the tokenizer does not depend
+    # on them.
+    independent = {"method": "local", "baselines": [], "aggregation": {}, "evaluation": {}}
+    config = parse({**values, **independent})
+    loaded = load_tokenizer(config.base_of(client or EVERYONE), config.root)
     if config.data.chats:
-        found.chat_template = chat_template(found, config.data.chat_template).source
-    return found
+        loaded.chat_template = chat_template(loaded, config.data.chat_template).source
+    return loaded
 
 
 def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
-    """The configuration that a run began with; `method` stands for one that is not registered.
+    """Read the configuration that a run began with.
 
-    Its device is this machine's. Raises CoterieError if a plugin is not loaded, or not the one that
-    the run began with.
+    Args:
+        folder: The run folder.
+        method: The run's method, if its class is not registered.
+
+    Returns:
+        The configuration; its device is available on this machine.
+
+    Raises:
+        CoterieError: The folder contains no run, or a plugin of the run is not loaded or has
+            changed.
     """
     values, plugins = folder.description["config"], dict(folder.description.get("plugins", {}))
     if method is not None:

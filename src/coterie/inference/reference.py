@@ -1,7 +1,7 @@
-"""What a client's pairs are compared with: their log-likelihoods under the reference of DPO.
+"""The log-likelihoods of a client's pairs under the reference model of DPO.
 
-They are computed once, where a client's part begins, so that no second model is in memory while
-anything is learnt, and every engine has the same.
+They are computed once, before training, so that no second model is in memory during training and
+all engines use equal values.
 """
 
 from dataclasses import replace
@@ -26,22 +26,33 @@ from coterie.runs import RunFolder
 from coterie.training.spec import DPOSpec
 
 ROUNDING: dict[Precision, float] = {"fp32": 4e-6, "bf16": 0.024}
-"""How far rounding may move a token's log-likelihood, relative to the log-likelihood: about 32
-and 3 times the machine epsilon. Untrained adapters on the bases that come with the package stay
-below 0.3 and 0.6 of the bound that follows."""
+"""The relative rounding error of a token's log-likelihood: about 32 and 3 machine epsilons.
+
+With untrained adapters on the embedded bases, errors are below 0.3 (fp32) and 0.6 (bf16) times the
+bound in `reference_of`.
+"""
 
 
-def with_reference(config: RunConfig, base: Base, one: Participant) -> Participant:
-    """A participant whose pairs know their reference; one without pairs as it is.
+def with_reference(config: RunConfig, base: Base, participant: Participant) -> Participant:
+    """Add the log-likelihoods under the reference model to a participant's pairs.
 
-    Raises CoterieError if the reference is no run of this client's on the same base.
+    Args:
+        config: The run.
+        base: The participant's base.
+        participant: The participant.
+
+    Returns:
+        A participant whose pairs have a reference, or the same participant without pairs.
+
+    Raises:
+        CoterieError: `training.dpo.reference` is not a run on the same base with this client.
     """
-    train = one.data.train
-    if not train.needs_reference:
-        return one
-    dpo = config.training.dpo or DPOSpec()
-    model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, one.name)
-    found: dict[int, Split] = {}  # a test may be a split
+    if not participant.data.train.needs_reference:
+        return participant
+    dpo, name = config.training.dpo or DPOSpec(), participant.name
+    model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, name)
+    referenced: dict[int, Split] = {}
+    """Splits with a reference, by the identity of the split, as a test may be one of the splits."""
 
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch
@@ -49,19 +60,29 @@ def with_reference(config: RunConfig, base: Base, one: Participant) -> Participa
         lengths = pairs.rows.lengths.view(-1, 2)
         return reference_of(logprobs, lengths, base.precision, dpo)
 
-    def known(split: Split) -> Split:
-        if id(split) not in found:
-            found[id(split)] = split.referenced(reference)
-        return found[id(split)]
+    def add_reference(split: Split) -> Split:
+        if id(split) not in referenced:
+            referenced[id(split)] = split.referenced(reference)
+        return referenced[id(split)]
 
-    data = ClientData(**{name: known(split) for name, split in vars(one.data).items()})
-    return replace(one, data=data, tests={name: known(text) for name, text in one.tests.items()})
+    splits, tests = vars(participant.data), participant.tests
+    data = ClientData(**{name: add_reference(split) for name, split in splits.items()})
+    return replace(
+        participant, data=data, tests={name: add_reference(test) for name, test in tests.items()}
+    )
 
 
 def reference_digest(config: RunConfig) -> str | None:
-    """A hash of the earlier run that is the reference, to notice that it changes; None: the base.
+    """Hash the run that `training.dpo.reference` names, to detect that it changes.
 
-    Raises CoterieError if there is no such run.
+    Args:
+        config: The run whose reference is hashed.
+
+    Returns:
+        The hash; None if the reference is the base or the run does not use DPO.
+
+    Raises:
+        CoterieError: `training.dpo.reference` is not the folder of a run with a finished round.
     """
     dpo = config.training.dpo
     if dpo is None or dpo.reference == "base":
@@ -74,32 +95,40 @@ def _run_folder(config: RunConfig, path: str) -> RunFolder:
     if not folder.is_run or not folder.rounds():
         raise CoterieError(
             f"training.dpo.reference: {folder.path} is not the folder of a run with a finished "
-            "round; correct the path, or give base."
+            "round; correct the path, or set the reference to base."
         )
     return folder
 
 
 def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
-    """A client's model of an earlier run."""
+    """Load a client's model from an earlier run."""
     folder = _run_folder(config, path)
-    then = recorded(folder)
-    mine, theirs = config.base_of(client), then.base_of(client)
-    if mine != theirs:
+    earlier = recorded(folder)
+    base, earlier_base = config.base_of(client), earlier.base_of(client)
+    if base != earlier_base:
         raise CoterieError(
-            f"training.dpo.reference: the model of {client!r} in {folder.path} is of the base "
-            f"{theirs}, but this run's is {mine}; the reference must have the same base."
+            f"training.dpo.reference: the model of {client!r} in {folder.path} has the base "
+            f"{earlier_base}, but this run uses {base}; choose a run with the same base."
         )
-    training = then.training.model_copy(update={"precision": config.training.precision})
+    training = earlier.training.model_copy(update={"precision": config.training.precision})
     update = {"training": training, "device": available(config.device)}
-    return model_of(folder, then.model_copy(update=update), client, merge=False)
+    return model_of(folder, earlier.model_copy(update=update), client, merge=False)
 
 
 def reference_of(
     logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
 ) -> Reference:
-    """Return the reference of pairs from its log-likelihoods and the answers' tokens, both (n, 2).
+    """Create the reference of n pairs, with a bound on the rounding errors of their rewards.
 
-    The rounding errors of an answer's tokens add up as the steps of a random walk do.
+    The bound assumes that the rounding errors of an answer's tokens are independent, so that their
+    sum grows with the square root of the number of tokens.
+
+    Args:
+        logprobs: The log-likelihoods of chosen and rejected answers under the reference model, in
+            nats: (n, 2).
+        lengths: The numbers of tokens of the answers: (n, 2).
+        precision: The precision of training.
+        dpo: The settings of the loss.
     """
     rounding = dpo.beta * ROUNDING[precision] * (logprobs.square() / lengths).sum(1).sqrt()
     return Reference(logprobs, dpo.beta, dpo.label_smoothing, rounding)

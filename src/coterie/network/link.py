@@ -1,40 +1,72 @@
-"""The interface between a deployment and a network: bytes by client name, and what is shown."""
+"""The interface between a deployment and a network, which transfers bytes by client name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 LONGEST_LINE = 300
-"""Characters of a log line, which may quote what another machine sent."""
+"""The maximum number of characters of a log line, which may quote text from another machine."""
 Seen = Callable[[str, object], None]
 """A callback that shows an event: warning, joined, step, finished, fault, or a metric's name."""
 
 
 class Link(Protocol):
-    """How bytes travel between the server and clients, by name."""
+    """The server's end of a network, which sends orders to clients and receives their replies."""
 
     def present(self) -> Mapping[str, str]:
-        """Who is connected, and a mark that changes when a client connects anew."""
+        """Return the clients that are connected.
+
+        Returns:
+            An identifier of each client's connection, by the client's name. It changes when the
+            client reconnects.
+        """
         ...
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
-        """Send an order, which nobody needs after so many seconds; a ticket for its reply."""
+        """Send an order to a client.
+
+        Args:
+            client: The client's name.
+            data: The order.
+            round: The exchange that the order belongs to.
+            seconds: The time after which the order expires if it has not been delivered.
+
+        Returns:
+            A ticket, with which `replies` identifies the reply.
+        """
         ...
 
     def replies(self, tickets: Iterable[str]) -> Iterable[tuple[str, bytes | None]]:
-        """Replies that have come to some tickets; None where there will be none. Each once."""
+        """Return the replies that have arrived. Each reply is returned once.
+
+        Args:
+            tickets: The tickets of the orders whose replies are requested.
+
+        Returns:
+            Pairs of a ticket and its reply, which is None if no reply can arrive any more.
+        """
         ...
 
     def wait(self) -> None:
-        """Let a little time pass."""
+        """Wait for a short time before the next call of `replies`."""
         ...
 
 
 class Worker(Protocol):
-    """A client's side of a deployment, as a network serves it."""
+    """The client's end of a network, which answers orders."""
 
     finished: bool
-    """Whether it has no further order to wait for."""
+    """Whether no further orders are expected."""
 
     def answer(self, data: bytes) -> bytes:
-        """Return the reply to an order. Raises MessageError if the bytes are not an order."""
+        """Execute an order.
+
+        Args:
+            data: The order.
+
+        Returns:
+            The reply.
+
+        Raises:
+            MessageError: The bytes are not an order.
+        """
         ...

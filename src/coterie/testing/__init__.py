@@ -1,4 +1,4 @@
-"""The contract's tests, for a method of one's own; needs pytest.
+"""Contract tests for your own methods, and the round loop as functions; requires pytest.
 
     from coterie.testing import MethodContract
     from my_method import MyMethod
@@ -8,14 +8,15 @@
 
 `pytest` then runs every test of `MethodContract` on a small run of the method, in seconds.
 
-`joined` and `one_round` are the round loop as functions; see `coterie.testing.rounds`.
+`joined` and `one_round` execute rounds one at a time; see `coterie.testing.rounds`. `small_run`
+creates a run that takes seconds.
 """
 
 import pytest
 
 pytest.register_assert_rewrite("coterie.testing.contract", "coterie.testing.loop")
 
-from coterie.testing.contract import MethodContract  # noqa: E402  (after what it needs)
+from coterie.testing.contract import MethodContract  # noqa: E402  (after the rewrite)
 from coterie.testing.rounds import joined, one_round  # noqa: E402
 from coterie.testing.small import small_run  # noqa: E402
 

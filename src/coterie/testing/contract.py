@@ -1,4 +1,4 @@
-"""What every method must keep, whatever it does: the contract that engines rely on, as tests."""
+"""Tests of the properties that engines require of every method."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,58 +25,66 @@ REFUSED = r"must stay on its client|may not be sent"
 
 
 class Stop(Callback):
-    """Ends a run after its first round, as Ctrl-C would."""
+    """A callback that interrupts a run after the first round, like Ctrl-C."""
 
     def on_round_end(self, round: int, scores: str) -> None:
-        """Stop the run."""
         raise KeyboardInterrupt
 
 
 class MethodContract:
-    """The tests; inherit from it, give it a method, and let pytest run them."""
+    """Contract tests of a method; a subclass sets `method`, and pytest runs the tests."""
 
     method: ClassVar[Method]
+    """The method to test."""
     changes: ClassVar[dict[str, Any]] = {}
-    """Keys of a run file to change in the small run, where the method needs it: `server`, ..."""
+    """Keys of the small run to replace with values that the method needs, such as `server`."""
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunConfig:
-        """The run on which the method is tested: three clients, two rounds, a public text."""
+        """The run of the tests: three clients, two rounds and a public text."""
         if not METHODS.is_installed(type(self.method)):
             register(type(self.method))
         (folder := tmp_path / "texts").mkdir()
         return small_run(folder, **{"method": self.method, **self.changes})
 
     def test_a_deployment_gives_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
-        """A server and clients that exchange bytes end in the same models as one process."""
+        """Check that a server and clients that exchange bytes produce the local engine's states."""
         local = coterie.run(run, out=tmp_path / "local")
         loop.deploy(run, tmp_path)
         loop.assert_as_local(run, tmp_path, RunFolder(local.path))
 
     def test_a_stopped_run_continues_to_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
-        """`state()` holds all that a restart needs, and draws do not depend on what came before."""
-        whole = coterie.run(run, out=tmp_path / "whole")
+        """Check that a run that was interrupted and resumed ends with equal states.
+
+        `state()` must contain everything that a restart needs, and random draws must not depend on
+        earlier draws.
+        """
+        uninterrupted = coterie.run(run, out=tmp_path / "whole")
         session = Session(run)
         description = session.description(run, session.participants(run))
         folder = RunFolder.create(tmp_path / "stopped", description)
         with pytest.raises(KeyboardInterrupt):
             session.start(run, folder, [Stop()]).run()
         coterie.resume(folder.path)
-        loop.assert_same_states(folder, RunFolder(whole.path))
+        loop.assert_same_states(folder, RunFolder(uninterrupted.path))
 
     def test_the_order_of_clients_does_not_matter(self, run: RunConfig, tmp_path: Path) -> None:
-        """Nothing is drawn or summed in the order in which clients happen to be listed."""
+        """Check that states do not depend on the order in which clients are listed."""
         session = Session(run)
-        who = session.federation(run)
+        federation = session.federation(run)
+        clients, server = federation.clients, federation.server
         folders = []
-        for name, order in (("one", who.clients), ("other", who.clients[::-1])):
-            folder = RunFolder.create(tmp_path / name, session.description(run, who.clients))
-            local_run(run, session.base, order, folder, own=who.server).run()
+        for name, order in (("one", clients), ("other", clients[::-1])):
+            folder = RunFolder.create(tmp_path / name, session.description(run, clients))
+            local_run(run, session.base, order, folder, own=server).run()
             folders.append(folder)
         loop.assert_same_states(*folders)
 
     def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
-        """Uploads have only what `sends` selects. What is not `shared`, and states, are refused."""
+        """Check that uploads contain only parameters that `sends` selects.
+
+        Also check that parameters that are not `shared`, and parts of states, are refused.
+        """
         local = joined(run)
         local.server.start_round(0, sorted(local.clients))
         declared = {field.name for field in local.schema.up}
@@ -84,29 +92,31 @@ class MethodContract:
             part, download = local.clients.part(name), down(local, name)
             upload = step(local, name, 0, download)
             parameters, method = client.parameters(), run.method
-            kept = {n: p.tensor for n, p in parameters.items() if not method.shared(p)}
+            private = {n: p.tensor for n, p in parameters.items() if not method.shared(p)}
             sent = {tensor for _, _, tensor, _ in upload.tensors()} & parameters.keys()
             assert all(method.sends(parameters[tensor], 0) for tensor in sent)
             messages: dict[Way, Message] = {"hello": client.hello(), "up": upload, "down": download}
             for way, message in messages.items():
                 local.schema.send(way, message)
-                assert not kept.keys() & {tensor for _, _, tensor, _ in message.tensors()}
-            # ... nor may they be: they are refused, whatever group a method would put them in.
-            for tensor, parameter in kept.items():
+                assert not private.keys() & {tensor for _, _, tensor, _ in message.tensors()}
+            # Private parameters are refused in every group of the upload.
+            for tensor, parameter in private.items():
                 for group in declared:
                     with pytest.raises(MessageError, match=REFUSED):
                         part._sent("up", Message(0, {group: {tensor: parameter}}))
             for path, state in client.state().walk():
                 for group, tensors in state.groups.items():
                     if tensors and (path or group not in declared):
-                        hidden = {path[0]: {group: tensors}} if path else {}
-                        bare = Message(0, {} if path else {group: tensors}, peers=hidden)
+                        peers = {path[0]: {group: tensors}} if path else {}
+                        leak = Message(0, {} if path else {group: tensors}, peers=peers)
                         with pytest.raises(MessageError, match=REFUSED):
-                            part._sent("up", bare)
+                            part._sent("up", leak)
 
     def test_state_and_restore_are_inverse(self, run: RunConfig) -> None:
-        """A round that is repeated from its state gives the same upload, and uploads change
-        nothing."""
+        """Check that a round repeated from its state gives an equal upload.
+
+        Also check that creating an upload does not change the state.
+        """
         local = joined(run)
         local.server.start_round(0, sorted(local.clients))
         for name, client in local.clients.items():
@@ -117,11 +127,11 @@ class MethodContract:
             second = step(local, name, 0, download)
             assert first.encode() == second.encode()
             after = client.state().encode()
-            assert up(local, name, 0).encode() == second.encode()  # asked again, it says the same
+            assert up(local, name, 0).encode() == second.encode()  # repeatable
             assert client.state().encode() == after
 
     def test_clients_may_miss_rounds_and_join_late(self, run: RunConfig) -> None:
-        """Rounds of some clients leave all states finite."""
+        """Check that all states are finite after rounds in which clients were absent."""
         local = joined(run)
         names = sorted(local.clients)
         for round, present in enumerate((names[:1], names[1:], names)):
@@ -131,21 +141,27 @@ class MethodContract:
             assert local.clients[name].state().is_finite()
 
     def test_nothing_is_kept_of_a_client_that_leaves(self, run: RunConfig) -> None:
-        """In the server's state, or to be passed on; and rounds of the others go on."""
+        """Check that neither the server's state nor a download names a client that has left.
+
+        Also check that the other clients can continue.
+        """
         local = joined(run)
         names, leaver = sorted(local.clients), sorted(local.clients)[0]
         for round in range(2):
             one_round(local, round, names)
         local.server.leave(leaver)
         assert leaver.encode() not in local.server.state().encode()
-        rest = [name for name in names if name != leaver]
-        one_round(local, 2, rest)
-        for name in rest:
+        remaining = [name for name in names if name != leaver]
+        one_round(local, 2, remaining)
+        for name in remaining:
             assert leaver.encode() not in down(local, name).encode()
         assert leaver.encode() not in local.server.state().encode()
 
     def test_poisoned_uploads_are_refused(self, run: RunConfig) -> None:
-        """Values that are not finite, wrong shapes and missing groups; the round goes on."""
+        """Check that uploads with non-finite values, wrong shapes or missing groups are refused.
+
+        Also check that the round continues with the other uploads.
+        """
         local = joined(run)
         if not local.schema.up:
             pytest.skip("nothing is uploaded")
@@ -157,15 +173,15 @@ class MethodContract:
         def changed(group: str, key: str, value: torch.Tensor) -> Message:
             return Message(0, {**upload.groups, group: {**upload[group], key: value}})
 
-        wrong = [(Message(0), "missing")]
+        invalid = [(Message(0), "missing")]
         for _, group, key, tensor in upload.tensors():
             if tensor.is_floating_point():
                 nan = changed(group, key, torch.full_like(tensor, float("nan"))).encode()
                 with pytest.raises(MessageError, match="non-finite"):
                     local.schema.receive("up", nan)
-            wrong.append((changed(group, key, torch.cat([tensor, tensor])), "shape"))
-        for message, fault in wrong:
-            with pytest.raises(MessageError, match=fault):
+            invalid.append((changed(group, key, torch.cat([tensor, tensor])), "shape"))
+        for message, error in invalid:
+            with pytest.raises(MessageError, match=error):
                 contribution(server, local.aggregation, names[0], message)
         close(local, 0, uploads)
         assert server.state().is_finite()
@@ -173,12 +189,12 @@ class MethodContract:
     def test_an_evaluation_adds_no_work(
         self, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The same calls and forward passes, however often models are scored."""
+        """Check that the number of calls and forward passes does not depend on evaluations."""
         often = worked(run, 1, tmp_path / "often", monkeypatch)
         never = worked(run, None, tmp_path / "never", monkeypatch)
         assert often.done == never.done
         assert often.scores > never.scores
-        takes = run.exchanges + bool(run.method.schema().down)  # the last word is taken in, too
+        receives = run.exchanges + bool(run.method.schema().down)  # with the last download
         for client in run.clients:
             calls = [never.done[f"{step} {client.name}"] for step in ("receive", "train", "upload")]
-            assert calls == [takes, run.exchanges, run.exchanges]
+            assert calls == [receives, run.exchanges, run.exchanges]

@@ -1,4 +1,4 @@
-"""A deployment in one process: a server and workers, with a network that does as it is told."""
+"""A deployment in one process: a server and workers, with a network that can lose messages."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,47 +15,52 @@ from coterie.deployment.site import Site
 from coterie.federation.participants import served
 from coterie.messages import Message, State
 from coterie.messages.envelope import Order, unseal
+from coterie.network.link import Link
 from coterie.runs import RunFolder, describe
 
 RUN = "0123456789abcdef"
+"""The identifier of deployed runs."""
 
 
 @dataclass
-class Loop:
-    """A `Link`: an order is carried out when its reply is asked for."""
+class Loop(Link):
+    """A `Link` to workers in this process, which execute an order when its reply is fetched."""
 
     workers: dict[str, Worker]
+    """The workers by client."""
     events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)
-    """What happens, by the number of the turn."""
+    """Functions to call in `wait`, by the number of the call, from 1."""
     away: set[str] = field(default_factory=set)
+    """The clients that are disconnected."""
     lose: Callable[[str, Order], bool] = lambda *_: False
-    """Whether the reply to an order is lost."""
+    """Return whether a client's reply to an order is lost."""
     change: Callable[[str, bytes], bytes] = lambda _, data: data
-    """What becomes of a reply on its way."""
+    """Return the bytes that arrive for a client's reply."""
     orders: list[tuple[str, Order]] = field(default_factory=list)
+    """The orders that were sent, each with the client's name."""
     seen: list[bytes] = field(default_factory=list)
-    """Every message, both ways."""
+    """The messages in both directions."""
     turns: int = 0
-    lives: dict[str, int] = field(default_factory=dict)
-    under_way: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    """The number of calls of `wait`."""
+    connections: dict[str, int] = field(default_factory=dict)
+    """The number of times that each client has reconnected."""
+    pending: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    """The orders without a reply by ticket, each with the client's name."""
 
     def present(self) -> dict[str, str]:
-        """See `Link`."""
-        here = self.workers.keys() - self.away
-        return {name: str(self.lives.get(name, 0)) for name in here}
+        connected = self.workers.keys() - self.away
+        return {name: str(self.connections.get(name, 0)) for name in connected}
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
-        """See `Link`."""
         ticket = f"{client}-{self.turns}"
-        self.under_way[ticket] = client, data
+        self.pending[ticket] = client, data
         self.orders.append((client, unseal(Order, data)[0]))
         self.seen.append(data)
         return ticket
 
     def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
-        """See `Link`."""
         for ticket in list(tickets):
-            name, data = self.under_way.pop(ticket, ("", b""))
+            name, data = self.pending.pop(ticket, ("", b""))
             if not name or name in self.away:
                 continue
             reply = self.workers[name].answer(data)
@@ -64,23 +69,34 @@ class Loop:
                 yield ticket, self.change(name, reply)
 
     def wait(self) -> None:
-        """See `Link`."""
         self.turns += 1
         assert self.turns < 1000, "the run does not end"
         if self.turns in self.events:
             self.events[self.turns](self)
 
-    def again(self, name: str, worker: Worker | None = None) -> None:
-        """A client comes back, perhaps as a new process."""
+    def reconnect(self, name: str, worker: Worker | None = None) -> None:
+        """Connect a client again.
+
+        Args:
+            name: The client's name.
+            worker: A worker that replaces the client's, like a new process; by default, the client
+                keeps its worker.
+        """
         self.away.discard(name)
-        self.lives[name] = self.lives.get(name, 0) + 1
+        self.connections[name] = self.connections.get(name, 0) + 1
         if worker is not None:
             self.workers[name].close()
             self.workers[name] = worker
 
 
 def site(run: RunConfig, name: str, out: Path) -> Site:
-    """What a client of a run file brings."""
+    """Return the local settings of a client of a run file.
+
+    Args:
+        run: The run file.
+        name: The client's name.
+        out: The folder that the client's run folder is created in.
+    """
     [spec] = [client for client in run.clients if client.name == name]
     root = run.root
     texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
@@ -90,12 +106,27 @@ def site(run: RunConfig, name: str, out: Path) -> Site:
 
 
 def workers(run: RunConfig, out: Path) -> dict[str, Worker]:
-    """A process of every client."""
+    """Create a worker for every client.
+
+    Args:
+        run: The run file.
+        out: The folder that the clients' run folders are created in.
+
+    Returns:
+        The workers by client.
+    """
     return {c.name: Worker(site(run, c.name, out)) for c in run.clients}
 
 
 def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = None) -> ServerRun:
-    """The server of a run, from the newest checkpoint in its folder."""
+    """Create the server of a run, or restore it from the newest checkpoint in its folder.
+
+    Args:
+        run: The run file.
+        out: The server's run folder.
+        loop: The network.
+        watch: Receives the server's events; by default, they are ignored.
+    """
     folder = RunFolder(out)
     if not folder.is_run:
         names: dict[str, Any] = {client.name: {} for client in run.clients}
@@ -106,63 +137,107 @@ def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = No
 
 
 def deploy(run: RunConfig, out: Path, **network: Any) -> Loop:
-    """A whole run, to its end."""
+    """Execute a deployed run from the beginning to the end.
+
+    Args:
+        run: The run file.
+        out: The folder for the run folders of the clients and the server.
+        **network: Fields of the `Loop`.
+
+    Returns:
+        The network, with the messages that were sent.
+    """
     loop = Loop(workers(run, out), **network)
     server(run, out / "server", loop).rounds()
     return loop
 
 
 def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
-    """A client's folder."""
+    """Return a client's run folder.
+
+    Args:
+        run: The run file.
+        out: The folder that contains the run folder.
+        name: The client's name.
+    """
     return RunFolder(out / f"{run.name}-{name}-{RUN[:8]}")
 
 
-def assert_same_states(one: RunFolder, other: RunFolder) -> None:
-    """The server and every client ended in the same bits, and kept the same models."""
-    for side in sides(other):
-        assert_same_state(one, other, side)
+def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
+    """Check that two runs ended with bit-identical states and kept models.
+
+    Args:
+        actual: The folder of one run.
+        expected: The folder of the other run, whose states must all exist in the first.
+    """
+    for side in sides(expected):
+        assert_same_state(actual, expected, side)
 
 
 def sides(folder: RunFolder) -> list[str]:
-    """The names of all states in the newest checkpoint."""
+    """Return the names of all states in the newest checkpoint, sorted."""
     return sorted(path.stem for path in folder.checkpoint(folder.rounds()).glob("*.safetensors"))
 
 
-def assert_same_state(one: RunFolder, other: RunFolder, side: str) -> None:
-    """One side ended in the same bits."""
-    assert_equal(one.load(side), other.load(side), side)
+def assert_same_state(actual: RunFolder, expected: RunFolder, side: str) -> None:
+    """Check that a state of two runs is bit-identical in their newest checkpoints.
+
+    Args:
+        actual: The folder of one run.
+        expected: The folder of the other run.
+        side: The name of the state, such as `server` or `client-poet`.
+    """
+    assert_equal(actual.load(side), expected.load(side), side)
 
 
-def assert_equal(one: State, other: State, side: str) -> None:
-    """Two states of one side are the same, bit for bit."""
-    assert_same_tensors(one, other, side)
-    theirs = dict(other.walk())
-    for path, state in one.walk():
-        assert state.values == theirs[path].values, (side, path)
+def assert_equal(actual: State, expected: State, side: str) -> None:
+    """Check that two states have bit-identical tensors and equal values.
+
+    Args:
+        actual: One state.
+        expected: The other state.
+        side: A name for the states in error messages.
+    """
+    assert_same_tensors(actual, expected, side)
+    expected_states = dict(expected.walk())
+    for path, state in actual.walk():
+        assert state.values == expected_states[path].values, (side, path)
 
 
-def assert_same_tensors(one: State, other: State, side: str) -> None:
-    """Two states have the same tensors, bit for bit; their values, such as secrets, may differ."""
-    mine, theirs = dict(one.walk()), dict(other.walk())
-    assert mine.keys() == theirs.keys(), side
-    for path, state in mine.items():
-        tensors, expected = flat(state), flat(theirs[path])
-        assert tensors.keys() == expected.keys(), (side, path)
+def assert_same_tensors(actual: State, expected: State, side: str) -> None:
+    """Check that two states have bit-identical tensors; values, such as secrets, may differ.
+
+    Args:
+        actual: One state.
+        expected: The other state.
+        side: A name for the states in error messages.
+    """
+    states, expected_states = dict(actual.walk()), dict(expected.walk())
+    assert states.keys() == expected_states.keys(), side
+    for path, state in states.items():
+        tensors, expected_tensors = flat(state), flat(expected_states[path])
+        assert tensors.keys() == expected_tensors.keys(), (side, path)
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, expected[name]), (side, path, name)
+            assert torch.equal(tensor, expected_tensors[name]), (side, path, name)
 
 
 def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
-    """Its own tensors by group and name, without those of its parts or peers."""
+    """Return the tensors of a state or message by group and name, without its parts or peers."""
     return {(g, name): t for g, tensors in state.groups.items() for name, t in tensors.items()}
 
 
 def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
-    """The server and every client ended in the bits, and with the entries, of the local engine."""
+    """Check that a deployment ended with the local engine's states and results.
+
+    Args:
+        run: The run file.
+        out: The folder with the run folders of the deployment.
+        local: The folder of the local engine's run.
+    """
     for side in sides(local):
         name = side.partition("-")[2]
-        mine = folder(run, out, name) if name else RunFolder(out / "server")
-        assert_same_state(mine, local, side)
+        deployed = folder(run, out, name) if name else RunFolder(out / "server")
+        assert_same_state(deployed, local, side)
     for client in run.clients:
         result, expected = folder(run, out, client.name).outcome, local.outcome
         assert result is not None
@@ -170,5 +245,5 @@ def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
         for key in ("trained", "aggregated", *(["kept"] if "kept" in expected else [])):
             assert result[key] == {client.name: expected[key][client.name]}
         for point in ("trained", "aggregated"):
-            mine = expected["items"][point][client.name]
-            assert result["items"][point] == {client.name: mine}
+            items = expected["items"][point][client.name]
+            assert result["items"][point] == {client.name: items}

@@ -1,13 +1,13 @@
-"""The round loop as functions: the sides of a run in this process, one exchange at a time.
+"""The round loop as functions, which execute a run in this process, one exchange at a time.
 
     run = joined(config)
     for exchange in range(config.exchanges):
         uploads = one_round(run, exchange)
     take(run)
 
-`one_round` is `start_round`, a `step` of every client, and `close`. `step` is `down`, the client's
-`receive` and `train`, and `up`. A loop of one's own calls these, or the sides themselves
-(`run.clients[name]` and `run.server`), as examples/fedavg_loop.py does.
+`one_round` calls `start_round` of the server's side, `step` for every client, and `close`. `step`
+calls `down`, the client's `receive` and `train`, and `up`. Your own loop can call these functions,
+or the sides (`run.clients[name]` and `run.server`), as in examples/fedavg_loop.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,33 +22,60 @@ from coterie.runs import RunFolder
 
 
 def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> LocalRun:
-    """Return the sides of a run, before its first exchange, with all clients joined.
+    """Create the sides of a run before the first exchange, with all clients joined.
 
     Args:
-        run: the run file.
-        clients: the clients that take part; by default, those of the run file.
+        run: The run file.
+        clients: The clients that take part; by default, all clients of the run file.
+
+    Returns:
+        The run. `clients` maps names to the clients' sides, and `server` is the server's side.
+
+    Raises:
+        CoterieError: A text or a base cannot be read, or the method cannot carry out the run.
     """
     session = Session(run)
     session.check(run)
-    who = session.federation(run)
-    folder, present = RunFolder.temporary(), who.clients if clients is None else clients
-    return local_run(run, session.base, present, folder, (), who.server)
+    federation, folder = session.federation(run), RunFolder.temporary()
+    participants = federation.clients if clients is None else clients
+    return local_run(run, session.base, participants, folder, (), federation.server)
 
 
 def down(local: LocalRun, name: str) -> Message:
-    """What a client gets now, through its bytes and checks."""
+    """Return the server's download for a client, encoded, checked and decoded.
+
+    Args:
+        local: The run.
+        name: The client's name.
+    """
     return local.schema.receive("down", local.download(name))
 
 
 def up(local: LocalRun, name: str, round: int) -> Message:
-    """Return what a client uploads now, encoded, checked and decoded."""
+    """Return a client's upload, encoded, checked and decoded.
+
+    Args:
+        local: The run.
+        name: The client's name.
+        round: The exchange, from 0.
+    """
     return local.schema.receive(
         "up", local.clients.part(name)._sent("up", local.clients[name].upload(round))
     )
 
 
 def step(local: LocalRun, name: str, round: int, download: Message | None = None) -> Message:
-    """Let a client receive a download (by default, the server's) and train; return its upload."""
+    """Let a client receive a download and train.
+
+    Args:
+        local: The run.
+        name: The client's name.
+        round: The exchange, from 0.
+        download: The download; by default, the server's.
+
+    Returns:
+        The client's upload.
+    """
     client = local.clients[name]
     client.receive(down(local, name) if download is None else download)
     client.train(round)
@@ -56,13 +83,23 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
 
 
 def take(local: LocalRun) -> None:
-    """Let every client receive a download, as after the last exchange."""
+    """Let every client receive a download, as after the last exchange.
+
+    Args:
+        local: The run.
+    """
     for name in sorted(local.clients):
         local.clients[name].receive(down(local, name))
 
 
 def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
-    """End an exchange: give the server's side the uploads and their aggregate."""
+    """End an exchange: pass the uploads and their aggregate to the server's side.
+
+    Args:
+        local: The run.
+        round: The exchange, from 0.
+        uploads: The uploads that count, by client.
+    """
     counted = (
         part.contribution(local.server, local.aggregation, name, uploads[name])
         for name in sorted(uploads)
@@ -71,7 +108,16 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
-    """Carry out an exchange of some clients, by default all; return their uploads by client."""
+    """Execute an exchange.
+
+    Args:
+        local: The run.
+        round: The exchange, from 0.
+        present: The clients that take part; by default, all.
+
+    Returns:
+        The uploads by client.
+    """
     names = sorted(local.clients if present is None else present)
     local.open(round, names)
     uploads = {name: step(local, name, round) for name in names}

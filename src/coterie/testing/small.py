@@ -1,4 +1,4 @@
-"""A run of seconds: a random base of two narrow layers, and a little of three writers."""
+"""Small runs that take seconds: a random base of two narrow layers, and three writers' texts."""
 
 import json
 import random
@@ -22,12 +22,21 @@ from coterie.files import write_json
 
 WRITERS = ("diarist", "poet", "whaler")
 TOKENS = 1024
-"""Size of the base's vocabulary: with tiny-gpt2's 8,192 tokens, the output head would take most of
-the time of a run."""
+"""The size of the base's vocabulary.
+
+With tiny-gpt2's 8,192 tokens, the output head would take most of the time of a run.
+"""
 
 
 def write_base(folder: Path) -> Path:
-    """Write a GPT-2 of two layers and width 32 with random weights, and its tokenizer."""
+    """Write a GPT-2 of two layers and width 32 with random weights, and its tokenizer.
+
+    Args:
+        folder: The folder for the base.
+
+    Returns:
+        The folder.
+    """
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": TOKENS, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, **sizes)).save_pretrained(folder)
@@ -36,7 +45,11 @@ def write_base(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with the first TOKENS tokens of tiny-gpt2's, which are numbered alike."""
+    """Write a tokenizer with the first TOKENS tokens of tiny-gpt2's, under their numbers.
+
+    Args:
+        folder: The folder for the tokenizer.
+    """
     load_tokenizer("tiny-gpt2").save_pretrained(folder)
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -48,7 +61,14 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_texts(folder: Path) -> Path:
-    """NAME.txt of each writer."""
+    """Write a text of 30,000 characters, NAME.txt, for each writer.
+
+    Args:
+        folder: The folder for the texts.
+
+    Returns:
+        The folder.
+    """
     for name in WRITERS:
         text = (EMBEDDED / "demo-writers" / f"{name}.txt").read_text(encoding="utf-8")
         (folder / f"{name}.txt").write_text(text[:30_000], encoding="utf-8")
@@ -56,7 +76,15 @@ def write_texts(folder: Path) -> Path:
 
 
 def write_other_base(folder: Path, text: Path) -> Path:
-    """Write a Llama with random weights, and a tokenizer of 400 tokens made from a text."""
+    """Write a Llama of one layer with random weights, and a tokenizer of 400 tokens.
+
+    Args:
+        folder: The folder for the base.
+        text: The file that the tokenizer is trained on.
+
+    Returns:
+        The folder of the base.
+    """
     encoder = Encoder(models.BPE())
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
@@ -76,7 +104,14 @@ def write_other_base(folder: Path, text: Path) -> Path:
 
 
 def write_questions(folder: Path) -> Path:
-    """Write NAME.jsonl of each writer: questions of different lengths, and their answers."""
+    """Write 60 questions of different lengths with answers, NAME.jsonl, for each writer.
+
+    Args:
+        folder: The folder for the files.
+
+    Returns:
+        The folder.
+    """
     draw = random.Random(0)
     for name in WRITERS:
         words = (EMBEDDED / "demo-writers" / f"{name}.txt").read_text(encoding="utf-8").split()
@@ -89,7 +124,13 @@ def write_questions(folder: Path) -> Path:
 
 
 def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
-    """A run as plain data; keyword arguments replace its keys."""
+    """Return a run of three clients and three rounds as plain data.
+
+    Args:
+        base: The folder of the base.
+        texts: The folder of the writers' texts.
+        **changes: Keys of the run file that replace the run's.
+    """
     return {
         "name": "small",
         "threads": 1,
@@ -105,8 +146,13 @@ def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
 def teaching_values(
     base: Path, other: Path | str, questions: Path, /, **changes: Any
 ) -> dict[str, Any]:
-    """Return a run of FedMKT as plain data: a server and clients with other tokens, and a public
-    set of questions. Keyword arguments replace its keys.
+    """Return a run of FedMKT as plain data, with two tokenizers and a public set of questions.
+
+    Args:
+        base: The folder of the clients' base.
+        other: The base of the server and, unless adapters are averaged, of one client.
+        questions: The folder of the writers' questions.
+        **changes: Keys of the run file that replace the run's; `method` is merged with it.
     """
     method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
     run: dict[str, Any] = {
@@ -126,7 +172,15 @@ def teaching_values(
 
 
 def small_run(folder: Path, /, **changes: Any) -> RunConfig:
-    """A run of three clients and two rounds, with a public text; keyword arguments replace keys."""
+    """Create a run of three clients and two rounds that takes seconds, with a public text.
+
+    Args:
+        folder: The folder for the base and the texts.
+        **changes: Keys of the run file that replace the run's.
+
+    Returns:
+        The configuration of the run.
+    """
     base, texts = write_base(folder / "base"), write_texts(folder)
     values = small_values(base, texts, rounds=2)
     data = {**values["data"], "public": "poet.txt"}

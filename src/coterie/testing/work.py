@@ -1,4 +1,4 @@
-"""What a run does, counted: work that an evaluation must not add to."""
+"""Counts of the calls and forward passes of a run, which evaluations must not increase."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,30 +17,40 @@ from coterie.runs import RunFolder
 
 
 class Work:
-    """Counts calls, by what is called and for whom, and bases' forward passes but for those of an
-    evaluation."""
+    """Counts of calls by function and client, and of forward passes outside evaluations.
+
+    Args:
+        patch: Replaces the functions whose calls are counted.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done: Counter[str] = Counter()
+        """The counts by function and client, such as `train poet`, and `forward`."""
         self.patch, self.scoring, self.scores = patch, False, 0
 
-    def count(self, owner: Any, name: str, whose: Callable[[Any], str] = lambda _: "") -> None:
-        """From now on count the calls of a method of a class, or of an object."""
+    def count(self, owner: Any, name: str, label: Callable[[Any], str] = lambda _: "") -> None:
+        """Begin to count the calls of a function.
+
+        Args:
+            owner: The class, object or module that has the function.
+            name: The function's name.
+            label: Returns the client's name, or an empty string, from the first argument of a call.
+        """
         function = getattr(owner, name)
 
         def counted(*args: Any, **named: Any) -> Any:
-            self.done[f"{name} {whose(args[0]) if args else ''}".strip()] += 1
+            self.done[f"{name} {label(args[0]) if args else ''}".strip()] += 1
             return function(*args, **named)
 
         self.patch.setattr(owner, name, counted)
 
     def forward(self, *_: Any) -> None:
-        """A base is asked something."""
+        """Count a forward pass, unless a model is being scored."""
         self.done["forward"] += not self.scoring
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Within the block, a model is scored."""
+        """Exclude the forward passes in the block from the counts, and count an evaluation."""
         self.scoring, self.scores = True, self.scores + 1
         yield
         self.scoring = False
@@ -53,28 +63,37 @@ def worked(
     monkeypatch: pytest.MonkeyPatch,
     also: Callable[[Work], None] = lambda work: None,
 ) -> Work:
-    """What a whole run does when it is evaluated every so many rounds (None: at the end alone).
+    """Count the work of a run.
 
-    `also` may count more.
+    Args:
+        config: The run.
+        every: The number of rounds between evaluations; None for only one, at the end.
+        out: The run folder.
+        monkeypatch: Replaces the functions whose calls are counted.
+        also: Called before the run begins, to count further functions.
+
+    Returns:
+        The counts.
     """
     values = {**config.evaluation.model_dump(), "every": every}
     run = config.model_copy(update={"evaluation": type(config.evaluation)(**values)})
     session = Session(run)
-    who = session.federation(run)
-    folder = RunFolder.create(out, session.description(run, who.clients))
+    federation = session.federation(run)
+    folder = RunFolder.create(out, session.description(run, federation.clients))
     with monkeypatch.context() as patch:
         work = Work(patch)
-        local = local_run(run, session.base, who.clients, folder, own=who.server)
+        local = local_run(run, session.base, federation.clients, folder, own=federation.server)
         for name, side in local.clients.items():
             for step in ("receive", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
         for owner, name in ((runtime, "scored"), (server_part, "scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, work.evaluation()(getattr(owner, name)))
-        bases = {id(one.base): one.base.model for one in map(local.clients.part, local.names)}
-        if who.server is not None and who.server.base is not None:
-            bases[id(who.server.base)] = who.server.base.model
-        hooks = [b.base_model.register_forward_pre_hook(work.forward) for b in bases.values()]
+        bases = [local.clients.part(name).base for name in local.names]
+        if federation.server is not None and federation.server.base is not None:
+            bases.append(federation.server.base)
+        models = {id(base): base.model for base in bases}.values()  # clients may share a base
+        hooks = [m.base_model.register_forward_pre_hook(work.forward) for m in models]
         local.run()
         for hook in hooks:
             hook.remove()

@@ -1,0 +1,123 @@
+"""Arguments of transforms' hooks: state, context, facts about the run, and contributions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from coterie.messages import Groups, Json, Message, Schema, State
+from coterie.messages.schema import Way
+from coterie.privacy.ledger import Ledger
+from coterie.privacy.secrets import Secrets
+from coterie.seeding import generator
+
+
+@dataclass
+class Memory:
+    """The state of a transform. Hooks may replace its tensors but must not modify them in place."""
+
+    groups: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Tensors by group and name."""
+    values: dict[str, Json] = field(default_factory=dict)
+    """JSON values by name."""
+
+    def copied(self) -> "Memory":
+        """Return a shallow copy, which shares the tensors."""
+        return Memory(dict(self.groups), dict(self.values))
+
+    def state(self) -> State:
+        """Return the memory as a state for checkpoints."""
+        return State(dict(self.groups), dict(self.values))
+
+    @classmethod
+    def of(cls, state: State) -> "Memory":
+        """Return the memory whose state was returned by `state()`."""
+        return cls(dict(state.groups), dict(state.values))
+
+
+@dataclass(frozen=True)
+class Context:
+    """The circumstances in which a hook is called."""
+
+    client: str
+    """The name of the client that sends the upload or receives the download."""
+    exchange: int
+    """The number of the exchange, from 0."""
+    exchanges: int
+    """The number of exchanges of the run in which clients train."""
+    way: Way
+    """The direction of the payload: `up` (client to server) or `down` (server to client)."""
+    memory: Memory
+    """The transform's state for this client and direction, on this side."""
+    server_value: Json = None
+    """The value that `tell` returned for this download. Clients only."""
+    secrets: Secrets | None = None
+    """The secrets from which the client's noise and keys are derived. Clients only."""
+    ledger: Ledger | None = None
+    """The ledger of the client's privacy budget. Clients only."""
+
+    def generator(self, purpose: str, update: Groups) -> torch.Generator:
+        """Return a random generator for one update that only this client can reproduce.
+
+        The seed depends on a secret of the client and on the digest of the update. So an upload
+        that is repeated after a crash has the same noise, and a different upload has fresh noise.
+
+        Args:
+            purpose: A name that separates this generator from others for the same update.
+            update: The tensors to protect, by group and name.
+
+        Returns:
+            A generator on the CPU.
+        """
+        assert self.secrets is not None, "only clients have secrets"
+        return generator(self.secrets.of(self.exchange), purpose, digest_of(update))
+
+    def spend(self, update: Groups, noise: float, releases: int) -> bool:
+        """Spend privacy budget for the release of an update with Gaussian noise.
+
+        The release of an identical update in this exchange spends budget only once.
+
+        Args:
+            update: The tensors to release, without noise, by group and name.
+            noise: Noise multiplier: the standard deviation of the noise over the sensitivity.
+            releases: The number of releases with this noise in the run.
+
+        Returns:
+            Whether the client's budget allows the release. If not, nothing is spent.
+        """
+        assert self.ledger is not None, "only clients have a ledger"
+        release = self.generator("release", update).initial_seed()
+        return self.ledger.spend(f"{release:016x}", noise, releases)
+
+
+@dataclass(frozen=True)
+class TransformFacts:
+    """The facts about a run that `Transform.check` gets before the run starts."""
+
+    clients: tuple[str, ...]
+    """The names of the clients."""
+    method: str
+    """The name of the method."""
+    schema: Schema
+    """The fields that the method may send."""
+    exchanges: int
+    """The number of exchanges in which clients train."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One client's upload as the reduction gets it."""
+
+    client: str
+    """The name of the client."""
+    groups: Groups
+    """The tensors to reduce, by group and name."""
+    weight: float = 1.0
+    """The client's weight in the mean."""
+
+
+def digest_of(groups: Groups) -> str:
+    """Return a hash of tensors and their names."""
+    return blake2b(Message(0, groups).encode(), digest_size=16).hexdigest()

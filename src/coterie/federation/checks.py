@@ -1,0 +1,100 @@
+"""Checks that a run's method and transforms work with its clients."""
+
+from collections.abc import Iterable, Sequence
+
+from coterie.aggregation.defaults import check_once
+from coterie.aggregation.hooks import encoded_schema, run_hook
+from coterie.aggregation.optimiser import ServerOptimiser
+from coterie.aggregation.transform import Reduction, TransformFacts
+from coterie.config.run import RunConfig
+from coterie.errors import CoterieError
+from coterie.methods.contract import SERVER, RunFacts
+from coterie.training.context import ClientId
+
+
+def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
+    """Check that the run's method and transforms work with its clients and their bases.
+
+    Args:
+        config: The run.
+        clients: The names of the clients; in a pooled run, of its one client.
+        public: Whether the run has a public text.
+
+    Raises:
+        CoterieError: The run is impossible; the message names the keys to change.
+    """
+    if config.server is not None and SERVER in clients:
+        raise CoterieError(
+            f"A client is named {SERVER!r}, the name reserved for the server's model; rename "
+            "the client."
+        )
+    if not config.pooled:
+        trained = clients if config.server is None else [*clients, SERVER]
+        _check_names("bases", config.bases, clients)
+        _check_names("data.limits_of", config.data.limits_of, clients)
+        _check_names("training.learning_rates", config.training.learning_rates, trained)
+    bases = {name: config.base_of(name) for name in clients}
+    method, distinct = config.method, {*bases.values()}
+    if not config.pooled and distinct != {config.base} and not method.mixes_bases:
+        listed = ", ".join(f"{name}: {base}" for name, base in bases.items())
+        raise CoterieError(
+            f"{method.name} needs the run's base ({config.base}) on all clients, but they have "
+            f"{listed}; set `base` and remove `bases`, or use a method that shares nothing, such "
+            "as local."
+        )
+    kind = config.data.declared
+    if kind.compares and not method.learns_preferences:
+        raise CoterieError(
+            f"The method {method.name!r} does not learn {kind.name}; remove {config.data.key}, or "
+            "use a method that does, such as comigs-1g1s."
+        )
+    instructions = "answers" in kind.offers and not config.data.chats
+    check_transforms(config, clients)
+    method.check(
+        RunFacts(
+            tuple(clients),
+            public,
+            bases,
+            config.server is not None,
+            instructions,
+            config.training.optimiser.name,
+            any(isinstance(t, ServerOptimiser) for t in config.every_transform),
+        )
+    )
+
+
+def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
+    """Check that the run's transforms work with its method and with each other.
+
+    Args:
+        config: The run.
+        clients: The names of the clients.
+
+    Raises:
+        CoterieError: A transform cannot be part of the run.
+    """
+    transforms, method = config.every_transform, config.method
+    check_once(config.transforms, transforms)
+    schema = method.schema()
+    reduction = next((t for t in transforms if isinstance(t, Reduction)), None)
+    if reduction and any(field.name == "residual" for field in schema.down):
+        raise CoterieError(
+            f"method.exact needs the mean of uploads, which the transform {reduction.name!r} "
+            "replaces; remove `exact: true` or the transform."
+        )
+    exchanges = method.exchanges(config.rounds)
+    for transform in transforms:
+        decoded = isinstance(transform, Reduction) and not transform.sealed
+        input_schema = method.schema() if decoded else schema
+        facts = TransformFacts(tuple(clients), method.name, input_schema, exchanges)
+        run_hook(transform, "check", facts)
+        schema = encoded_schema(transform, schema)
+
+
+def _check_names(key: str, names: Iterable[str], clients: Sequence[str]) -> None:
+    for name in names:
+        if name not in clients:
+            raise CoterieError(
+                f"{key} names the unknown client {name!r} (clients: {', '.join(clients)}); correct "
+                "or remove it."
+            )
