@@ -44,7 +44,9 @@ def texts(tree: ast.Module) -> Iterator[str]:
             case ast.Constant(value=str(text)):
                 pass
             case ast.JoinedStr(values=parts):
-                text = "".join(p.value if isinstance(p, ast.Constant) else "{...}" for p in parts)
+                text = "".join(
+                    str(p.value) if isinstance(p, ast.Constant) else "{...}" for p in parts
+                )
             case _:
                 continue
         if len(re.findall(r"[A-Za-z]{2,}", text)) >= 5 and " " in text.strip():

@@ -17,8 +17,6 @@ from coterie.methods.sides import ClientSide, ServerSide
 from coterie.network.link import Link
 
 UNREAD = {
-    "data",
-    "evaluation",
     "network",
 }
 """Packages whose English was not gone through; the network is about to be replaced."""

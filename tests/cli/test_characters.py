@@ -14,7 +14,7 @@ def _main(arguments: list[bytes | str], encoding: str) -> subprocess.CompletedPr
 def test_an_output_stream_that_lacks_a_character_gets_a_replacement() -> None:
     done = _main(["report", "日本"], "cp1252")
     assert done.returncode == 2
-    assert done.stderr.startswith(b"Error: ?? is neither")
+    assert done.stderr.startswith(b"Error: ?? is not a folder")
 
 
 def test_an_argument_that_is_no_text_is_refused() -> None:

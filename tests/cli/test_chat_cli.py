@@ -164,10 +164,10 @@ def test_a_typed_conversation_goes_on_after_mistakes_and_stops(ask, monkeypatch,
     assert answered == ["Stop?", "Name a sea."]
     assert "/save FILE" in said.out
     assert "It is \n(Stopped.)" in said.out
-    assert "Press Ctrl-D to end" in said.out
+    assert "press Ctrl-D or type /quit" in said.out
     assert "It is so." in said.out
     assert "There is no command '/nope'" in said.err
-    assert said.err.count("the oldest exchanges are left out") == 1
+    assert said.err.count("the oldest turns are left out") == 1
 
 
 def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
@@ -189,7 +189,7 @@ def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
         *HOW,
         run=tmp_path / "run",
     )
-    assert said.err == f"Added to {chats}.\n"
+    assert said.err == f"Appended to {chats}.\n"
     loader, config = Loader(), recorded(RunFolder(tmp_path / "run"))
     model = loader.load(RunFolder(tmp_path / "run"), config, "anna")
     template = chat_template(model.base.tokenizer, own)
@@ -206,11 +206,11 @@ def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:
         (["Hm?"], ["--client", "zed"], "has no client 'zed' (clients: diarist, poet, whaler)."),
         (["Hm?"], ["--client", "poet", "--with", "zed"], "has no client 'zed'"),
         (["Hm?"], ["--client", "poet", "--with", "local:zed"], "has no client 'zed'"),
-        (["Hm?"], ["--client", "poet", "--with", "base,base"], "names 'base' twice"),
-        (["Hm?"], ["--client", "poet", "--with", "poet"], "names 'poet' twice"),
-        (["Hm?"], ["--client", "poet", "--with", "pcl-1:poet"], "(there are: local)"),
-        (["/save it.txt"], ["--client", "poet"], "saved in .jsonl files, not in it.txt."),
-        (["/save it.jsonl"], ["--client", "poet"], "Nothing has been said yet"),
+        (["Hm?"], ["--client", "poet", "--with", "base,base"], "--with repeats 'base'"),
+        (["Hm?"], ["--client", "poet", "--with", "poet"], "--with repeats 'poet'"),
+        (["Hm?"], ["--client", "poet", "--with", "pcl-1:poet"], "(available: local)"),
+        (["/save it.txt"], ["--client", "poet"], "/save writes .jsonl files only, not it.txt."),
+        (["/save it.jsonl"], ["--client", "poet"], "The conversation has no answer yet"),
         (["/sav it.jsonl"], ["--client", "poet"], "There is no command '/sav it.jsonl'"),
         ([long], ["--client", "poet"], "exceed the base's context of 64 tokens"),
         (["Hm?", f"/save {tmp_path}/no/it.jsonl"], ["--client", "poet", *HOW], "Could not write"),
@@ -234,4 +234,4 @@ def test_who_is_not_asked_after_ctrl_c_is_named(capsys: pytest.CaptureFixture[st
     both: Any = {"poet": Stopped(), "base": Stopped()}
     with pytest.raises(KeyboardInterrupt):
         talk.Talk(both).take("Is it?")
-    assert "Not asked: base." in capsys.readouterr().err
+    assert "Without an answer: base." in capsys.readouterr().err

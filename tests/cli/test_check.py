@@ -49,7 +49,7 @@ def test_a_server_that_can_start(place, tmp_path: Path) -> None:
     result = server("--address", "127.0.0.1:0")
     assert result.exit_code == 0, result.output
     for words in (
-        "keys        ok      1 client has a kit",
+        "keys        ok      1 client has a key",
         "address     ok",
         "run         ok      comigs-1g1s, 3 rounds of",
         "messages    ok",
@@ -65,7 +65,7 @@ def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch
         result = server("--address", f"127.0.0.1:{taken.getsockname()[1]}")
     assert result.exit_code == 1
     assert "address     NOT OK  Could not listen on 127.0.0.1:" in result.output
-    assert "What comes after it was not checked." in result.output
+    assert "The remaining checks were skipped." in result.output
     assert "run         ok" not in result.output
     monkeypatch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(hours=-1))
     Keys(tmp_path / "keys").certify()
@@ -83,13 +83,13 @@ def test_a_client_that_can_take_part(place, tmp_path: Path, monkeypatch) -> None
     result = client(place)
     assert result.exit_code == 0, result.output
     for words in (
-        "kit         ok      poet, until",
-        "connection  ok      localhost:1 lets poet in",
+        "key         ok      poet, valid until",
+        "connection  ok      localhost:1 accepts poet",
         "texts       ok",
         "memory      ok",
         "sent        ok",
         "LoRA pairs of the generalists",
-        "time        ok      a step takes",
+        "time        ok      ",
         "This client can take part",
     ):
         assert words in result.output
@@ -122,7 +122,7 @@ def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeyp
     monkeypatch.setattr(fleet, "first_order", lambda *_: order(run))
     result = client(run)
     assert result.exit_code == 0, result.output
-    assert "step        -       not tried, as it needs the other side, too" in result.output
+    assert "step        -       not measured: it needs the server or other clients" in result.output
     assert "This client can take part" in result.output
 
 
@@ -133,4 +133,6 @@ def test_a_server_whose_run_no_demo_text_fits_can_start(place, monkeypatch) -> N
     monkeypatch.setattr(trial, "run_trial", run_trial)
     result = server("--address", "127.0.0.1:0")
     assert result.exit_code == 0, result.output
-    assert "messages    -       not measured, as a text of the demo does not do" in result.output
+    assert (
+        "messages    -       not measured: the demo's text does not suit this run" in result.output
+    )

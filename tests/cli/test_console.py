@@ -62,7 +62,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     part = SimpleNamespace(schema=schema, covered=("experts inside A in all 2 layers", "LoRA on B"))
     run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=2), part=part)
     with ClientBoard(console) as board:
-        board("warning", "Data: texts repeated in their split: 3")
+        board("warning", "Data: texts duplicated within a split: 3")
         board("joined", run)
         for loss in (3.0, 2.0):
             board("loss/joint", loss)
@@ -72,8 +72,8 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
         board("step", 1)
         board("away", "example.org:9092 is unreachable")
     text = shown(console)
-    assert text.startswith("Data: texts repeated")
-    assert "  trained here: experts inside A in all 2 layers\n  trained here: LoRA on B\n" in text
+    assert text.startswith("Data: texts duplicated")
+    assert "  trained on this machine: LoRA on B\n" in text
     assert "leaves this machine once: how much there is" in text
     assert "leaves this machine every round: the averaged part" in text
     assert "round 1/2: loss 2.500, 999 bytes up, 1.5 kB down, about" in text

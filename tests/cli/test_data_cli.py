@@ -53,8 +53,10 @@ def test_sizes_and_copies_by_client_and_split(run_file, tmp_path) -> None:
     assert set(rows) == {
         f"{n} {s}" for n in ("ann", "ben") for s in ("train", "validation", "test")
     }
-    assert "left out: 1." in " ".join(out.split())
-    assert re.search("ann test 4 is ben train 10: This is what ann wrote for test on day 3.", out)
+    assert "Excluded empty records: 1." in " ".join(out.split())
+    assert re.search(
+        "ann test 4 duplicates ben train 10: This is what ann wrote for test on day 3.", out
+    )
     assert max(map(len, out.splitlines()[:12])) <= 80
     found = json.loads((tmp_path / "found.json").read_text())
     by_split = {(s["client"], s["split"]): s for s in found["splits"]}
@@ -63,6 +65,7 @@ def test_sizes_and_copies_by_client_and_split(run_file, tmp_path) -> None:
     assert by_split["ann", "test"]["exact"]["in_others"] == 1
     assert by_split["ben", "validation"]["exact"]["in_training"] == 1
     assert found["empty"] == 1
+    assert set(found["copies"][0]) == {"kind", "exact", "place", "found", "text"}
     assert found["compared"] is None
 
 
@@ -136,7 +139,7 @@ def test_deduplicate_says_how_many_records_it_removes(tmp_path) -> None:
     assert "removed by data.deduplicate: 2 (ann train 2);" in lines_of_run(file)
     (tmp_path / "all").mkdir()
     splits["train"] = ORDINARY[12:15]
-    wanted = "Client ann: data.deduplicate removes its whole train split (3 texts)"
+    wanted = "Client ann: data.deduplicate removes the whole train split (3 texts)"
     assert wanted in refused(write(tmp_path / "all", "tiny-gpt2", data, **splits))
 
 
@@ -199,7 +202,7 @@ def test_a_forged_turn_is_a_control_token_and_the_template_s_own_is_none(tmp_pat
     assert "control token '<|im_end|>'" in message
     data["special_tokens"] = "keep"
     file = write(tmp_path, "tiny-gpt2", {**data, "window": 200}, path=forged)
-    assert "control tokens in texts, trained as such: 2 (ann" in lines_of_run(file)
+    assert "control tokens in texts, learnt as control tokens: 2 (ann" in lines_of_run(file)
 
 
 def test_public_text_is_looked_at_too(tmp_path) -> None:
@@ -246,9 +249,9 @@ def test_fields_and_files_that_are_not_read_are_named(tmp_path) -> None:
     ):
         assert f"{kind}: Client ann ({count})" in out
     told = lines_of_run(file)
-    assert "fields not used (records that have them): 5 history, 30 id;" in told
+    assert "unused fields (number of records with a value): 5 history, 30 id;" in told
     assert (
-        "files skipped: 2 .md, 1 .pdf, 1 broken links, 1 hidden, 1 links to folders, "
+        "skipped files: 2 .md, 1 .pdf, 1 broken links, 1 hidden, 1 links to folders, "
         "1 without suffix;" in told
     )
 
@@ -285,6 +288,6 @@ def test_the_share_of_unknown_tokens_is_shown(words_base, tmp_path) -> None:
     text = [{"text": "a known word " * 5 + "☃ " * 5} for _ in range(40)]
     file = write(tmp_path, words_base, {"window": 16}, path=text)
     assert re.search(r"^ann train +23\.\d\d% ", said(file), re.MULTILINE)
-    assert re.search(r"unknown tokens: [\d,]+ \(2\d\.\d\d% of all\)", lines_of_run(file))
+    assert re.search(r"unknown tokens: [\d,]+ \(2\d\.\d\d% of all tokens\)", lines_of_run(file))
     file = write(tmp_path, "tiny-gpt2", {"window": 16}, path=text)
     assert re.search(r"^ann train +0\.00% ", said(file), re.MULTILINE)

@@ -74,7 +74,7 @@ def test_a_server_without_keys_says_how_to_make_them(tmp_path) -> None:
         (["--server", "localhost", "--key", "anna.key", "--data", "t"], "takes HOST:PORT"),
         (["--server", "https://x:1", "--key", "anna.key", "--data", "t"], "takes HOST:PORT"),
         (["--server", "x:1", "--key", "none.key", "--data", "t"], "none.key"),
-        (["--server", "x:1", "--key", "keys/ca.pem", "--data", "t"], "not a client's kit"),
+        (["--server", "x:1", "--key", "keys/ca.pem", "--data", "t"], "not a client's key file"),
         (
             ["--server", "x:1", "--key", "anna.key", "--name", "ben", "--data", "t"],
             "belongs to 'anna'",

@@ -57,7 +57,7 @@ def test_init_with_hosts_names_them(command) -> None:
 def test_clients_are_added_listed_and_removed(command) -> None:
     command("init")
     assert "coterie keys add NAME" in command("list").out
-    assert "The kit of anna is anna.key" in command("add", "anna").out
+    assert "The key file of anna is anna.key" in command("add", "anna").out
     command("add", "ben", "--keys", "keys", "--out", "kit.txt")
     keys = Keys(Path("keys"))
     assert Kit.load(Path("anna.key")).name == "anna"
@@ -68,10 +68,10 @@ def test_clients_are_added_listed_and_removed(command) -> None:
         assert re.search(row, listed, re.MULTILINE)
     old = Kit.load(Path("anna.key"))
     assert "already exists" in command("renew", "anna").refusal
-    assert "The kit of anna is new.key" in command("renew", "anna", "--out", "new.key").out
+    assert "The key file of anna is new.key" in command("renew", "anna", "--out", "new.key").out
     assert keys.clients()["anna"].public == Kit.load(Path("new.key")).public != old.public
     assert f"localhost, 127.0.0.1, ::1, until {keys.expires():%Y-%m-%d}." in listed
-    assert command("remove", "anna").out == "The server now rejects the kit of anna.\n"
+    assert command("remove", "anna").out == "The server now rejects the key of anna.\n"
     assert list(keys.clients()) == ["ben"]
     assert "There is no client 'anna' in keys" in command("remove", "anna").refusal
 

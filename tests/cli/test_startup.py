@@ -53,7 +53,7 @@ def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[st
         ("compare table.yaml", "fill it in with `python -m reproduce table.yaml`."),
         ("run --resume nowhere", "nowhere"),
         ("generate nowhere --client a --prompt b", "nowhere"),
-        ("chat --help", "Talk with a client's model"),
+        ("chat --help", "Chat with a client's model"),
         ("chat nowhere --client a", "nowhere"),
         ("report nowhere", "nowhere"),
         ("server nofile.yaml", "coterie keys init"),

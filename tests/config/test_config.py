@@ -50,7 +50,7 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("clients=[poet]", "clients[0] should be a mapping of keys to values, not 'poet'."),
         ("clients=[{path: x}]", "clients[0].name is missing."),
         ("clients=[{nam: a, path: x}]", "Did you mean 'clients[0].name'?"),
-        ("clients=[{name: a}]", "client a needs either path"),
+        ("clients=[{name: a}]", "client a has neither path nor train"),
         ("clients=[{name: a, path: x}, {name: a, path: y}]", "client name 'a' is used twice"),
         ("clients=[]", "The run has no clients"),
         ("divide={source: x.jsonl, by: label}", "are mutually exclusive"),

@@ -153,11 +153,14 @@ def test_what_a_template_refuses_is_a_sentence() -> None:
         (Turn("system", "s"), Turn("user", "u"), Turn("assistant", "a")), "line 3"
     )
     with pytest.raises(
-        CoterieError, match=r"^line 3: the chat template \(gemma\) refuses it \(System role not"
+        CoterieError,
+        match=r"^line 3: the chat template \(gemma\) refuses the conversation \(System role not",
     ):
         template("gemma").rendered(system)
     twice = Conversation((Turn("user", "u"), Turn("user", "v"), Turn("assistant", "a")), "line 4")
-    with pytest.raises(CoterieError, match=r"^line 4: the chat template \(mistral\) refuses it"):
+    with pytest.raises(
+        CoterieError, match=r"^line 4: the chat template \(mistral\) refuses the conversation"
+    ):
         template("mistral").rendered(twice)
 
 
@@ -177,7 +180,10 @@ def test_what_a_template_refuses_is_a_sentence() -> None:
             "{% for m in messages %}{{ m.content }}\n{% endfor %}",
             "writes no marker after an answer",
         ),
-        ("{{ messages.x.y }}", r"^A trial conversation: the chat template \(mine\) refuses it"),
+        (
+            "{{ messages.x.y }}",
+            r"^A trial conversation: the chat template \(mine\) refuses the conversation",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_learned_with_is_refused(source: str, sentence: str) -> None:
@@ -189,13 +195,13 @@ def test_a_template_that_changes_answers_is_refused() -> None:
     source = "{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}"
     shouting = ChatTemplate(load_tokenizer("tiny-gpt2"), source.replace("upper", "title"), "mine")
     with pytest.raises(
-        CoterieError, match=r"^The conversation: .* changes what the assistant says"
+        CoterieError, match=r"^The conversation: .* changes an answer of the assistant"
     ):
         shouting.rendered(Talk(None, [Said("u", None, "small")]).conversation())
     with pytest.raises(CoterieError, match="does not write every answer once, word for word"):
         ChatTemplate(load_tokenizer("tiny-gpt2"), source, "mine")
     chat = ChatTemplate(load_tokenizer("tiny-gpt2"), source.replace(" | upper", ""), "mine")
-    with pytest.raises(CoterieError, match=r"contains U\+E000"):
+    with pytest.raises(CoterieError, match=r"contains the character U\+E000"):
         chat.rendered(Talk(None, [Said("\ue000", None, "small")]).conversation())
 
 
@@ -249,7 +255,7 @@ def test_the_table_of_templates_is_right() -> None:
         turns = (Turn("user", "u"), Turn("user", "v"), Turn("assistant", "a"))
         alternate = nullcontext()
         if "turns must alternate" in remarks:
-            alternate = pytest.raises(CoterieError, match="refuses it")
+            alternate = pytest.raises(CoterieError, match="refuses the conversation")
         with alternate:
             template(name).rendered(Conversation(turns))
 

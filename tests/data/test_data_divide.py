@@ -131,7 +131,7 @@ def test_dirichlet_shares_are_skewed_at_small_alpha_and_even_at_large(root: Path
 def test_dirichlet_gives_up_where_records_do_not_suffice(tmp_path: Path) -> None:
     write_records(tmp_path / "news.jsonl", ["a", "b"] * 20)
     with pytest.raises(
-        CoterieError, match=r"alpha 1\.0 never gave each of 5 clients 10 of the 40 records"
+        CoterieError, match=r"alpha 1\.0 never gave each of 5 clients at least 10 of the 40 records"
     ):
         divide(tmp_path, by="dirichlet", clients=5, alpha=1)
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_divided_is_said(root: Path) -> None:
         divide(root, by="label", held_out="uniform", data=few)
     write_records(root / "news.jsonl", ["a"] * 500 + ["b"] * 20)
     with pytest.raises(
-        CoterieError, match=r"13 records of label b for the valid.* and 20 are left"
+        CoterieError, match=r"13 records of label b for the valid.* but only 20 are left"
     ):
         divide(root, by="label", held_out="uniform")
     write_records(root / "news.jsonl", ["a"] * 500)

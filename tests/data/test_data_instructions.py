@@ -159,10 +159,7 @@ def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizer
     (tmp_path / "notes.txt").write_text("text")
     spec = ClientSpec(name="anna", path=".")
     data = DataSpec(instructions=SHORT, public="notes.txt")
-    wanted = (
-        r"notes\.txt is plain text without the fields that data\.instructions and its kin "
-        r"need; give \.jsonl"
-    )
+    wanted = r"notes\.txt is plain text without fields; convert it to \.jsonl"
     with pytest.raises(CoterieError, match=f"^Client anna: .*{wanted}"):
         client_texts(spec, data, tmp_path, seed=0)
     with pytest.raises(CoterieError, match=f"^The public text: .*{wanted}"):

@@ -78,14 +78,14 @@ def test_thinking_stays_in_the_answer_and_is_not_what_is_compared() -> None:
         ({"text": "Hi"}, " has no field messages; its fields are: text"),
         ({"messages": "Hi"}, ": field messages contains 'Hi', not a list of turns; fix"),
         ({"messages": []}, r": field messages is an empty list"),
-        ({"messages": [HI]}, ": the conversation has no answer of the assistant's; add one"),
+        ({"messages": [HI]}, ": the conversation has no turn of the assistant; add an answer"),
         ({"messages": ["Hi"]}, ": turn 1 is 'Hi', not a mapping such as {role: user"),
         ({"messages": said({"content": "Hi"})}, ": turn 1 has no role"),
         ({"messages": said({"role": "bot", "content": "Hi"})}, ": turn 1 has 'bot' as role, not"),
         ({"conversations": said({"from": "bard", "value": "Hi"})}, ": turn 1 has 'bard' as from"),
         ({"messages": said({"role": 1, "content": "Hi"})}, ": turn 1 has 1 as role"),
-        ({"messages": said({"role": "user"})}, ": turn 1 is an empty turn of the user's; correct"),
-        ({"messages": said(HI | {"content": " \n"})}, ": turn 1 is an empty turn of the user's"),
+        ({"messages": said({"role": "user"})}, ": turn 1 is an empty turn of the user; correct"),
+        ({"messages": said(HI | {"content": " \n"})}, ": turn 1 is an empty turn of the user"),
         ({"messages": said(HI | {"content": 3})}, ": turn 1 has 3, not text, in content; fix"),
         ({"messages": said(HI, HELLO | {"content": ""})}, ": turn 2 is an empty answer; correct"),
         (
@@ -94,34 +94,34 @@ def test_thinking_stays_in_the_answer_and_is_not_what_is_compared() -> None:
         ),
         (
             {"messages": [*said(), {"role": "system", "content": "s"}, *said()]},
-            ": turn 3 is a system prompt; only the first turn may be one",
+            ": turn 3 is a system prompt; only the first turn can be a system prompt",
         ),
         (
             {"messages": [HI, HELLO | {"tool_calls": [{"id": 1}]}]},
-            ": turn 2 has the key tool_calls: calls of tools cannot be learned; remove the record",
+            ": turn 2 has the key tool_calls: tool calls are not supported; remove the record",
         ),
         (
             {"messages": [*said(), {"role": "tool", "content": "4"}]},
-            ": turn 3 has the role tool: calls of tools",
+            ": turn 3 has the role tool: tool calls",
         ),
         (
             {"conversations": [{"from": "observation", "value": "4"}]},
-            ": turn 1 has the role observation: calls of tools",
+            ": turn 1 has the role observation: tool calls",
         ),
-        ({"messages": said(), "tools": [{"name": "f"}]}, " has a field tools: calls of tools"),
+        ({"messages": said(), "tools": [{"name": "f"}]}, " has the field tools: tool calls"),
         ({"messages": said(), "system": "s"}, " has a system prompt in the field system, outside"),
         (
             {"messages": said(HI, HELLO | {"reasoning_content": "hm"})},
-            ": turn 2 has the key reasoning_content: put thinking at the beginning of content, as",
+            ": turn 2 has the key reasoning_content: move the thinking to the beginning of content",
         ),
         (
             {"conversations": [{"from": "gpt", "value": "Hello", "thinking": "hm"}]},
-            ": turn 1 has the key thinking: put thinking at the beginning of value",
+            ": turn 1 has the key thinking: move the thinking to the beginning of value",
         ),
         ({"messages": said(HI | {"weight": 0})}, ": turn 1 has the key weight: Coterie does not"),
         (
             {"messages": said(HI | {"content": [{"type": "image", "image": "x"}]})},
-            ": turn 1 has a part of type 'image' in content; only text can be learned",
+            ": turn 1 has a part of type 'image' in content; only text is supported",
         ),
         ({"messages": said(HI | {"content": ["Hi"]})}, ": turn 1 has a part of type 'str' in"),
         (
@@ -201,7 +201,7 @@ def test_clients_hold_whole_conversations(tmp_path: Path) -> None:
     assert texts.test[0].turns == (Turn("user", "case 0"), Turn("assistant", "Hello!"))
     assert texts.test[0].where.startswith("Client anna: record 1 of ")
     (tmp_path / "notes.txt").write_text("text")
-    with pytest.raises(CoterieError, match=r"notes\.txt is plain text without the fields that"):
+    with pytest.raises(CoterieError, match=r"notes\.txt is plain text without fields; convert"):
         client_texts(ClientSpec(name="anna", path="notes.txt"), data, tmp_path, seed=1)
 
 

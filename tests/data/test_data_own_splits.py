@@ -189,5 +189,5 @@ def test_expressions_that_do_not_fit_are_told(root: Path, where: str, sentence: 
 
 def test_no_instructions_left_are_told(root: Path) -> None:
     data = DataSpec(instructions=InstructionSpec(template="plain"))
-    with pytest.raises(CoterieError, match=r"no train record is left; correct divide\.where"):
+    with pytest.raises(CoterieError, match=r"true for no train record; correct divide\.where"):
         divide(root, data, by="label", where="false")

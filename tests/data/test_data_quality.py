@@ -70,7 +70,7 @@ def test_copies_are_found_where_they_are(passages: list[str]) -> None:
     assert [(c.kind, c.exact, c.place, c.text) for c in found] == [
         (c.kind, c.exact, c.place, c.text) for c in wanted
     ]
-    assert all(kind_of(c.place, c.found) == c.kind for c in found)
+    assert all(kind_of(c.place, c.original) == c.kind for c in found)
     assert find_copies(splits) == found
 
 
@@ -104,8 +104,10 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     assert found.compared is None
     assert found_in(own, tokens, 300).compared == 100
     first, last = sentences(found)
-    assert first.startswith("Data: validation and test texts that are in training, too: ")
-    assert last == "Data: empty records, left out: 2; see `coterie data FILE`"
+    assert first.startswith(
+        "Data: validation or test texts duplicated in the same client's training text: "
+    )
+    assert last == "Data: empty records, excluded: 2; run `coterie data FILE` for details"
 
 
 def test_of_instructions_the_samples_that_fit_are_compared(tokenizer) -> None:
@@ -161,6 +163,6 @@ def test_instructions_that_are_held_out_leave_training() -> None:
     left, removed = without_held_out(Texts([one, two, three, two], [two], [three]), "Ann")
     assert (left.train, removed) == ([one], 3)
     with pytest.raises(
-        CoterieError, match=r"^Ann: data\.deduplicate removes its whole train .*\(2 "
+        CoterieError, match=r"^Ann: data\.deduplicate removes the whole train .*\(2 "
     ):
         without_held_out(Texts([two, three], [two], [three]), "Ann")

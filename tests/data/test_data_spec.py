@@ -10,11 +10,15 @@ from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 @pytest.mark.parametrize(
     ("model", "values", "sentence"),
     [
-        (DataSpec, {"fractions": {"validation": 0.5, "test": 0.5}}, "nothing to train on"),
-        (DataSpec, {"limits": {"test": 128}}, "128 test tokens is too small.*needs 129"),
+        (DataSpec, {"fractions": {"validation": 0.5, "test": 0.5}}, "leave no text to train on"),
+        (
+            DataSpec,
+            {"limits": {"test": 128}},
+            "128 test tokens is too small for data.window 128.*at least 129",
+        ),
         (DataSpec, {"text": []}, "at least 1 item"),
         (DataSpec, {"windows": 128}, "Extra inputs"),
-        (ClientSpec, {"name": "anna"}, "client anna needs either path .* or train .*has neither"),
+        (ClientSpec, {"name": "anna"}, "client anna has neither path nor train"),
         (ClientSpec, {"name": "anna", "path": "a", "train": "b"}, "has both"),
         (ClientSpec, {"name": "anna", "path": "a", "test": "b"}, "test together with path"),
         (ClientSpec, {"name": ".anna", "path": "a"}, "'.anna' must be 1 to 64 letters"),
@@ -38,7 +42,7 @@ from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
         (
             DivideSpec,
             {"by": "mixtures", "mixtures": {"anna": {"de": 0.7, "fr": 0.2999}}},
-            "shares of client anna in divide.mixtures sum to 0.9999; make them sum to 1",
+            "shares of client anna in divide.mixtures sum to 0.9999; they must sum to 1",
         ),
         (DivideSpec, {"by": "mixtures", "mixtures": {"anna": {}}}, "client anna .* sum to 0;"),
         (DivideSpec, {"by": "mixtures", "mixtures": {"a": {"de": 0}}}, "greater than 0"),
@@ -64,7 +68,11 @@ from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
         (DataSpec, {"instructions": {"template": ""}}, "at least 1 character"),
         (DataSpec, {"instructions": {"choices": ["yes"]}}, "at least 2 items"),
         (DataSpec, {"instructions": {"choices": [True, False]}}, "quote them"),
-        (DataSpec, {"limits": {"public": 128}}, "128 public tokens is too small.*needs 129"),
+        (
+            DataSpec,
+            {"limits": {"public": 128}},
+            "128 public tokens is too small for data.window 128.*at least 129",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_sentence(

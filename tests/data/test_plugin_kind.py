@@ -197,8 +197,8 @@ def test_an_object_is_a_kind_too(run, module) -> None:
     ("changes", "sentence"),
     [
         ({"data": {"kind": "ranking"}}, r"no data kind 'ranking'. Did you mean 'rankings'\?"),
-        ({"data": {"kind": "text"}}, "text is one of Coterie's own kinds; leave data.kind out"),
-        ({"data": {"kind": "messages"}}, "own kinds; set data.messages instead"),
+        ({"data": {"kind": "text"}}, "text is a built-in kind; leave data.kind out"),
+        ({"data": {"kind": "messages"}}, "messages is a built-in kind; set data.messages instead"),
         ({"data": {"kind": {"name": "rankings", "beat": 1}}}, r"Did you mean 'data\.kind\.beta'"),
         ({"data": {"kind": {"name": "rankings", "beta": -1}}}, r"data\.kind\.beta should be gre"),
         ({"data": {"kind": 5}}, r"data\.kind should be"),
@@ -209,9 +209,9 @@ def test_an_object_is_a_kind_too(run, module) -> None:
         ),
         (
             {"data": {"kind": "rankings", "public": "x.jsonl"}},
-            "no method learns rankings from a public set; remove data.public or data.kind",
+            "no method can learn rankings from a public set; remove data.public or data.kind",
         ),
-        ({"server": {}}, "data\.kind` and `server` are mutually exclusive, as rankings"),
+        ({"server": {}}, r"data\.kind` and `server` are mutually exclusive, as rankings"),
         ({"training": {"dpo": {"beta": 1}}}, "has no effect without data.preferences"),
         ({"evaluation": {"generate": 3}}, "evaluation.generate` needs answers"),
     ],

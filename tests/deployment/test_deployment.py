@@ -353,7 +353,7 @@ def test_a_client_whose_kit_is_renewed_is_cut_off_and_goes_on_with_the_new_one(l
     all_here(here)
     said = len(here.programs["poet"].text)
     kit = Keys(here.folder / "keys").renew("poet", here.folder / "new.key")
-    here.wait(lambda: "hung up on this client" in here.programs["poet"].text[said:])
+    here.wait(lambda: "closed the connection" in here.programs["poet"].text[said:])
     here.wait(lambda: "poet disconnected" in here.log())
     kit.replace(here.folder / "poet.key")
     here.until_counted("poet", after=here.done() + 1)

@@ -314,8 +314,8 @@ def test_keys_that_are_not_registered_and_the_end_of_the_run(here, rogue) -> Non
     """After all that, the rogue behaves, and the run ends with everybody."""
     said = here.programs
     reasons = {
-        "stranger": "hung up on this client",
-        "foreigner": "that this kit does not trust; not connected",
+        "stranger": "closed the connection",
+        "foreigner": "that this key file does not trust; not connected",
     }
     for name, reason in reasons.items():
         here.wait(lambda name=name, reason=reason: reason in said[name].text)

@@ -305,13 +305,13 @@ def test_what_cannot_be_forgotten_is_said(done, config, tmp_path) -> None:
 def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
     result = CliRunner().invoke(app, ["expel", str(done.path), "--client", "poet"])
     assert result.exit_code == 0, result.output
-    assert "poet takes no further part in" in result.output
+    assert "poet is expelled from" in result.output
     assert json.loads((done.path / "without.json").read_text()) == {"clients": ["poet"]}
     result = CliRunner().invoke(app, ["forget", str(done.path), "--client", "poet"])
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     assert "all earlier checkpoints" in text
-    assert "in 3 rounds, the last time in round 3. What they changed" in text
+    assert "in 3 rounds, most recently in round 3. Their effect" in text
     assert "coterie server FILE --without poet" in text
 
 

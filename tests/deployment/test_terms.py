@@ -101,7 +101,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     [words] = questions
     assert words["method"].startswith("comigs-1g1s: ")
     assert "LoRA pairs of the generalists" in words["every round"]
-    assert words["losses"] == "stay here"
+    assert words["losses"] == "stay on this machine"
     worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
     assert replies[0].fault == "terms"
     assert CHANGES[shares] in worker.declined
@@ -265,7 +265,7 @@ def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_p
     where = ["--server", "localhost:1", "--key", str(tmp_path / "poet.key"), "--data", text]
     result = CliRunner().invoke(app, ["client", *where])
     assert isinstance(result.exception, CoterieError)
-    assert "give the run file with --run, or --yes" in str(result.exception)
+    assert "Give the run file with --run, or --yes" in str(result.exception)
 
 
 def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:

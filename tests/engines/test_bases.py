@@ -88,7 +88,7 @@ def test_every_client_is_scored_in_the_tokens_of_its_own_base(method, mixed, tmp
 
 
 def test_a_method_that_averages_refuses_different_bases(mixed, other, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=f"fedavg needs the run's base .*poet: {other}.* `bases`"):
+    with pytest.raises(CoterieError, match=f"needs the run's base .*poet: {other}.* `bases`"):
         coterie.run(mixed(method="fedavg"), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     same = mixed(method="fedavg", base=other)  # by a mapping that changes nothing

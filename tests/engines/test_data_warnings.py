@@ -11,8 +11,8 @@ from coterie.deployment.client import Worker
 from coterie.runs import Callback
 from coterie.testing.loop import Loop, server, site
 
-SHARED = "validation and test texts in other clients' training"
-OWN = "validation and test texts that are in training, too"
+SHARED = "validation or test texts duplicated in another client's training text"
+OWN = "validation or test texts duplicated in the same client's training text"
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ class Told(Callback):
 
 
 def kinds(lines: list[str]) -> set[str]:
-    assert all(line.endswith("; see `coterie data FILE`") for line in lines)
+    assert all(line.endswith("; run `coterie data FILE` for details") for line in lines)
     return {line.split(": ")[1] for line in lines}
 
 

@@ -294,11 +294,11 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
 
 
 def test_clients_whom_training_did_not_help_are_named(capsys) -> None:
-    terminal.tell_unhelped("local", {"kept": {"anna": 0, "ben": 3, "cyd": 0}})
+    terminal.report_unhelped("local", {"kept": {"anna": 0, "ben": 3, "cyd": 0}})
     assert capsys.readouterr().out == (
-        "Training with local did not help anna, cyd: no round did better on validation text than "
-        "the base, which is kept as it came.\n"
+        "Training with local did not help anna, cyd: no round scored better on the validation "
+        "text than the untrained base, which was therefore kept.\n"
     )
-    terminal.tell_unhelped("local", {"kept": {"anna": 1}})
-    terminal.tell_unhelped("pretrained", {})
+    terminal.report_unhelped("local", {"kept": {"anna": 1}})
+    terminal.report_unhelped("pretrained", {})
     assert capsys.readouterr().out == ""

@@ -306,7 +306,7 @@ def test_what_is_no_kit_is_refused_and_not_shown(
     path.write_bytes(content)
     with pytest.raises(CoterieError) as refusal:
         Kit.load(path)
-    expected = f"{path} is not a client's kit; use the file written by `coterie keys add`."
+    expected = f"{path} is not a client's key file; use the file written by `coterie keys add`."
     assert str(refusal.value) == expected
     assert refusal.value.__suppress_context__
 
@@ -315,7 +315,7 @@ def test_what_is_no_kit_is_refused_and_not_shown(
     ("name", "why"), [("nowhere", "No such file or directory"), ("keys", "Is a directory")]
 )
 def test_a_kit_that_cannot_be_read_is_refused(name, why, keys, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=f"^Could not read the kit .*{name}: {why}.$"):
+    with pytest.raises(CoterieError, match=f"^Could not read the key file .*{name}: {why}.$"):
         Kit.load(tmp_path / name)
 
 

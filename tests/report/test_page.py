@@ -193,7 +193,7 @@ def test_errors_are_one_sentence(tmp_path, monkeypatch, capsys) -> None:
     assert command(monkeypatch, tmp_path) == 2
     assert "neither a run folder nor a folder of runs" in capsys.readouterr().err
     assert command(monkeypatch, tmp_path / "table.json") == 2
-    assert "neither a run's folder nor one that holds runs" in capsys.readouterr().err
+    assert "is not a folder; give run folders, or folders of run folders" in capsys.readouterr().err
     for name in [name for name in sys.modules if name.startswith("coterie.report.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

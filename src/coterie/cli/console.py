@@ -219,12 +219,14 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
     estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
     training, evaluation = config.training, config.evaluation
     steps = training.steps * config.exchanges
+    threads = (
+        plural(config.threads, "thread") if config.threads else "the default number of threads"
+    )
     when = "after the last round"
     if evaluation.every is not None:
         when = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
     return {
-        "computing": f"{steps:,} training steps in all, with "
-        f"{config.threads or 'the default number of'} threads; evaluated {when}",
+        "computing": f"{steps:,} training steps in all, on {threads}; evaluated {when}",
         "memory": f"{estimate}batches of {training.at_once} samples of {config.data.window} "
         f"tokens in training and of {evaluation.batch} in evaluation; `coterie client --check` "
         "measures it",

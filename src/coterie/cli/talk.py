@@ -126,7 +126,7 @@ def speakers(
         template = chat_template(model.base.tokenizer, config.data.chat_template)
         loaded[name] = Speaker(*model, template, sampling, system)
     if untrained:
-        terminal.complain(f"Note: {', '.join(untrained)}: not trained on conversations.")
+        terminal.complain(f"Note: not trained on conversations: {', '.join(untrained)}.")
     return loaded
 
 

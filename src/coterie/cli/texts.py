@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from coterie.analysis.tables import Table
 from coterie.bases import load_tokenizer
@@ -39,9 +40,14 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
     _examples(quality)
     _left_out(quality)
     if json is not None:
-        empty = quality.survey.empty
-        write_json(json, {**asdict(quality), "empty": empty, "labels": reading.labels})
+        results = asdict(quality, dict_factory=_json_keys)
+        write_json(json, results | {"empty": quality.survey.empty, "labels": reading.labels})
         terminal.say(f"\nSaved to {json}.")
+
+
+def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a dataclass by their keys in the JSON file."""
+    return {"found" if name == "original" else name: value for name, value in fields}
 
 
 def _splits(quality: Quality) -> Table:
@@ -120,10 +126,10 @@ def _examples(quality: Quality) -> None:
 
     for _, copies in groupby(sorted(quality.copies, key=kind), key=kind):
         for copy in list(copies)[:EXAMPLES]:
-            relation = "duplicates" if copy.exact else "nearly duplicates"
+            relation = "duplicates" if copy.exact else "is a near duplicate of"
             text = " ".join(copy.text.split())
             short = text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
-            terminal.say(f"{_place(copy.place)} {relation} {_place(copy.found)}: {short}")
+            terminal.say(f"{_place(copy.place)} {relation} {_place(copy.original)}: {short}")
 
 
 def _place(place: Place) -> str:

@@ -1,8 +1,9 @@
-"""Conversations, and a base's chat template: what of a rendered conversation the assistant said.
+"""Chat templates: rendering conversations, and locating the assistant's answers in the result.
 
-Templates are used as published. Many drop earlier thinking, strip spaces, or render an answer
-differently once it is the last, so answers are not looked for in shorter conversations: the
-conversation is rendered twice, the second time with a mark in place of each answer.
+Templates are used as published. Many of them drop earlier thinking, strip spaces, or render the
+last answer differently from the others, so an answer cannot be located by rendering a shorter
+conversation. Instead, a conversation is rendered twice, the second time with a mark in place of
+each answer.
 """
 
 import re
@@ -24,61 +25,72 @@ from coterie.data.items import Conversation, Instruction, Turn, parted
 from coterie.errors import CoterieError
 
 TODAY = datetime(2024, 7, 26)
-"""The date of templates that print today's: a run that is resumed tomorrow must read the same."""
+"""The date that templates print as today's, constant so that a resumed run reads equal texts."""
 
 
 _SPACE = re.compile(r"\s*")
 _TURN_MARKER = re.compile(r"<[^<>\s]{1,40}>|<<[^<>\s]{1,40}>>|\[/?[A-Z_]{2,40}\]")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
-"""Stands for the thinking or the answer of the assistant's turn of that number."""
+"""A placeholder for the thinking (t) or the answer (a) of the assistant's turn with a number."""
 
 
 OURS = Path(__file__).parents[1] / "assets" / "chat.jinja"
-"""The template of bases that have none."""
+"""The template for bases that have none."""
 TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
+"""A conversation with two answers, from which a template's markers are read."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as a base reads it, in the order of its parts."""
+    """A conversation rendered through a chat template, in parts."""
 
     parts: list[tuple[str, bool]]
-    """Texts, and whether the assistant said them (with the marker that ends its turn)."""
+    """The consecutive parts of the text; True for an answer, with the marker that ends it."""
     bytes: int
-    """UTF-8 bytes of what the assistant said, without markers."""
+    """The number of UTF-8 bytes of all answers, without markers."""
 
 
 class ChatTemplate:
-    """A chat template, with the tokenizer of the base that it is for.
+    """A chat template, with the tokenizer of its base.
 
-    source: Jinja, as in `tokenizer.chat_template`. name: for people. Raises CoterieError if nothing
-    can be learned with it, and says why.
+    Args:
+        tokenizer: The base's tokenizer, which defines the special tokens.
+        source: Jinja text, as in `tokenizer.chat_template`.
+        name: The template's name in error messages.
+
+    Raises:
+        CoterieError: The template is invalid, does not write every answer, or writes no marker
+            after an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
         self.tokenizer, self.source, self.name = tokenizer, source, name
-        self.lead, self.inner_end, self.last_end = self._around()
+        self.lead, self.inner_end, self.last_end = self._delimiters()
 
     @property
     def digest(self) -> str:
-        """A hash of its text."""
+        """A hash of the template's text."""
         return blake2b(self.source.encode(), digest_size=8).hexdigest()
 
     def rendered(self, conversation: Conversation) -> Rendered:
-        """What a base reads of a conversation, up to the end of its last answer.
+        """Render a conversation up to the end of its last answer, and locate the answers.
 
-        A space that the template writes before an answer counts with it, as tokenizers join it to
-        the first word. Thinking counts where the template renders it. Raises CoterieError if the
-        template refuses the conversation, or changes what the assistant says.
+        A space that the template writes before an answer is part of the answer, as tokenizers join
+        it to the first word. Thinking is part of the answer where the template renders it.
+
+        Raises:
+            CoterieError: The template refuses the conversation, or changes an answer.
         """
         turns, where = conversation.turns, conversation.where
         if "\ue000" in conversation.text:
-            raise CoterieError(f"{where} contains U+E000, which Coterie uses itself; remove it.")
+            raise CoterieError(
+                f"{where} contains the character U+E000, which Coterie reserves; remove it."
+            )
         text = self._render(turns, where)
-        said = self._said(text, self._render(_marked(turns), where), turns, where)
+        answers = self._answer_spans(text, self._render(_marked(turns), where), turns, where)
         parts: list[tuple[str, bool]] = []
-        done = 0
-        for number, (start, end) in enumerate(said, start=1):
-            marker = self.inner_end if number < len(said) else self.last_end
+        position = 0
+        for number, (start, end) in enumerate(answers, start=1):
+            marker = self.inner_end if number < len(answers) else self.last_end
             if not text.startswith(marker, end):
                 raise CoterieError(
                     f"{where}: the chat template ({self.name}) does not end an answer with "
@@ -86,67 +98,79 @@ class ChatTemplate:
                 )
             start -= text[start - 1 : start] == " "
             answer = text[start:end] + (marker or str(self.tokenizer.eos_token))
-            parts += [(text[done:start], False), (answer, True)]
-            done = end + len(marker)
-        return Rendered(parts, sum(len(text[start:end].encode()) for start, end in said))
+            parts += [(text[position:start], False), (answer, True)]
+            position = end + len(marker)
+        return Rendered(parts, sum(len(text[start:end].encode()) for start, end in answers))
 
     @property
     def around(self) -> tuple[str, str]:
-        """What stands before and after a last answer in its part of `rendered`."""
+        """The texts before and after the last answer within its part of `rendered`."""
         return self.lead, self.last_end or str(self.tokenizer.eos_token)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """What ends answers, the last and, where that is another, those before."""
+        """The markers that end answers: the last answer's and, if different, the others'."""
         return tuple(dict.fromkeys((self.around[1], self.inner_end)))
 
     @property
     def turn_markers(self) -> set[str]:
-        """Return the marks of turns and speakers: <|im_start|>, <start_of_turn> or [INST]."""
+        """The markers of turns and speakers, such as <|im_start|>, <start_of_turn> or [INST]."""
         rendered = [self._render(TRIAL, "A trial conversation")]
         with suppress(CoterieError):  # some templates refuse system prompts
             rendered.append(self._render((Turn("system", "S"), *TRIAL), "A trial conversation"))
-        found = {marker for text in rendered for marker in _TURN_MARKER.findall(text)}
-        return found.union(map(str.strip, self.markers)) - {"<think>", "</think>"}
+        markers = {marker for text in rendered for marker in _TURN_MARKER.findall(text)}
+        return markers.union(map(str.strip, self.markers)) - {"<think>", "</think>"}
 
     def opening_and_answer(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
-        """What a base reads before it answers these turns, in parts, and last an answer that stands
-        for any, as the tokens at the end of a text depend on what follows it.
+        """Render a prompt for generation: some turns and a placeholder for the answer to them.
 
-        Before it thinks, with `thinking`. It is what `rendered` gives before the answer, which in
-        some templates is not what they write with `add_generation_prompt`.
+        The prompt is the text before the answer in `rendered`, as in training. In some templates,
+        this differs from the text that they write with `add_generation_prompt`.
+
+        Args:
+            turns: The conversation up to the user's last turn.
+            thinking: Whether the prompt ends before the answer's thinking.
+
+        Returns:
+            The parts of the prompt; last, a placeholder answer, as the tokens at the end of the
+            prompt depend on the text after it.
         """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
-        whole = Conversation((*turns, answer))
+        conversation = Conversation((*turns, answer))
         try:
-            return [text for text, _ in self.rendered(whole).parts]
-        except CoterieError:  # what a model said before cannot be found; else it is raised again
-            *_, last = _marked(whole.turns)
-            text = self._render((*turns, last), whole.where)
-            at = {mark[1]: mark.start() for mark in _MARK.finditer(text)}
-            before = text[: _tag(text, at["t"]) if "t" in at else at["a"]].removesuffix(" ")
-            return [before, _MARK.sub("A", text[len(before) :])]
+            return [text for text, _ in self.rendered(conversation).parts]
+        except CoterieError:  # an earlier answer cannot be located; other errors are raised again
+            *_, last = _marked(conversation.turns)
+            text = self._render((*turns, last), conversation.where)
+            starts = {mark[1]: mark.start() for mark in _MARK.finditer(text)}
+            end = _tag_start(text, starts["t"]) if "t" in starts else starts["a"]
+            prompt = text[:end].removesuffix(" ")
+            return [prompt, _MARK.sub("A", text[len(prompt) :])]
 
-    def _around(self) -> tuple[str, str, str]:
-        """A space before answers, or none; what ends them inside a conversation, and at its end
-        ("": the end of text)."""
+    def _delimiters(self) -> tuple[str, str, str]:
+        """Return the texts that the template writes around answers.
+
+        Returns:
+            A space if there is one before an answer, else ""; the marker after an answer inside a
+            conversation; and the marker after the last answer ("": the end-of-text token).
+        """
         where = "A trial conversation"
         marked = self._render(_marked(TRIAL), where)
         (_, first), (_, inner), (_, last) = self._gaps(marked, 2, where)
         lead = " " * first.endswith(" ")
-        known = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
-        marker = re.compile(rf"\s*(?:<[^<>\s]{{1,40}}>|{known})")
-        inside, at_end = (_leading(marker, gap) for gap in (inner, last))
-        pairs = zip(inside, at_end, strict=False)
-        same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if same:
-            return lead, same, same
-        if not inside:
+        special_tokens = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
+        marker = re.compile(rf"\s*(?:<[^<>\s]{{1,40}}>|{special_tokens})")
+        inner_markers, last_markers = (_leading(marker, gap) for gap in (inner, last))
+        pairs = zip(inner_markers, last_markers, strict=False)
+        common = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if common:
+            return lead, common, common
+        if not inner_markers:
             raise CoterieError(
                 f"The chat template ({self.name}) writes no marker after an answer, so a model "
-                "could not learn where to stop; give another data.chat_template."
+                "could not learn where to stop; set data.chat_template to another template."
             )
-        return lead, inside[0], "".join(at_end[:1])
+        return lead, inner_markers[0], "".join(last_markers[:1])
 
     def _render(self, turns: Sequence[Turn], where: str) -> str:
         messages = [turn._asdict() for turn in turns]
@@ -162,75 +186,93 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise CoterieError(
                 f"The chat template ({self.name}) is not valid Jinja, line {error.lineno}: "
-                f"{(error.message or '').rstrip('.')}; correct it or give another "
-                "data.chat_template."
+                f"{(error.message or '').rstrip('.')}; correct it or set data.chat_template to "
+                "another template."
             ) from error
-        except Exception as error:  # whatever a template can raise
+        except Exception as error:  # a template can raise any exception
             raise CoterieError(
-                f"{where}: the chat template ({self.name}) refuses it ({error}); change the "
-                "conversation or give another data.chat_template."
+                f"{where}: the chat template ({self.name}) refuses the conversation ({error}); "
+                "change the conversation or set data.chat_template to another template."
             ) from error
 
     def _gaps(self, marked: str, answers: int, where: str) -> list[tuple[tuple[str, int], str]]:
-        """Each mark's kind and number with the text after it; first, the text before all marks."""
+        """Return each mark's kind and number with the text that follows it.
+
+        The first entry is the text before all marks, with the kind "" and the number -1.
+        """
         first, *rest = _MARK.split(marked)
         marks = [(kind, int(number)) for kind, number in zip(rest[::3], rest[1::3], strict=True)]
         if [number for kind, number in marks if kind == "a"] != list(range(answers)):
             raise CoterieError(
                 f"{where}: the chat template ({self.name}) does not write every answer once, "
-                "word for word; give another data.chat_template."
+                "word for word; set data.chat_template to another template."
             )
         return [(("", -1), first), *zip(marks, rest[2::3], strict=True)]
 
-    def _said(
+    def _answer_spans(
         self, text: str, marked: str, turns: Sequence[Turn], where: str
     ) -> list[tuple[int, int]]:
-        """Where each answer is in a rendered conversation, with its thinking if that is there."""
+        """Return the start and end of each answer in a rendered conversation.
+
+        An answer includes its thinking, if the template renders that.
+
+        Args:
+            text: The rendered conversation.
+            marked: The conversation rendered with marks in place of the answers.
+            turns: The conversation's turns.
+            where: The conversation's place, for errors.
+        """
         contents = [turn.content for turn in turns if turn.role == "assistant"]
         (_, first), *rest = self._gaps(marked, len(contents), where)
-        right, at = text.startswith(first), len(first)
+        matches, position = text.startswith(first), len(first)
         starts: dict[int, int] = {}
         ends: dict[int, int] = {}
         for (kind, number), gap in rest:
             thinking, answer = parted(contents[number])
-            begin = _after_space(text, at)
-            said = thinking or "" if kind == "t" else answer.strip()
+            begin = _after_space(text, position)
+            expected = thinking or "" if kind == "t" else answer.strip()
             if thinking == "" and text.startswith(contents[number].strip(), begin):
-                said = contents[number].strip()  # a template that leaves empty thinking in
-            end = begin + len(said)
-            # Space after an answer is its own, but for what the template writes.
-            after = range(_after_space(text, end), end, -1)
-            gap_at = next((place for place in after if text.startswith(gap, place)), end)
-            right = right and text.startswith(said, begin) and text.startswith(gap, gap_at)
-            starts.setdefault(number, _tag(text, at) if kind == "t" else at)
-            ends[number], at = gap_at, gap_at + len(gap)
-        if not right or at != len(text):
+                expected = contents[number].strip()  # a template that leaves empty thinking in
+            end = begin + len(expected)
+            # White space after an answer is part of it, unless the template writes it.
+            candidates = range(_after_space(text, end), end, -1)
+            gap_start = next((place for place in candidates if text.startswith(gap, place)), end)
+            matches = matches and text.startswith(expected, begin)
+            matches = matches and text.startswith(gap, gap_start)
+            starts.setdefault(number, _tag_start(text, position) if kind == "t" else position)
+            ends[number], position = gap_start, gap_start + len(gap)
+        if not matches or position != len(text):
             raise CoterieError(
-                f"{where}: the chat template ({self.name}) changes what the assistant says, so it "
-                "cannot be found in what the base reads; change the conversation or give another "
-                "data.chat_template."
+                f"{where}: the chat template ({self.name}) changes an answer of the assistant, so "
+                "the answer cannot be located in the rendered text; change the conversation or set "
+                "data.chat_template to another template."
             )
         return [(starts[number], ends[number]) for number in starts]
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> ChatTemplate:
-    """The template that a run file gives, as Jinja; else the base's own; else Coterie's."""
-    if given is not None:
-        return ChatTemplate(tokenizer, given, "data.chat_template")
+def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> ChatTemplate:
+    """Return the chat template of a run: the run file's, else the base's, else Coterie's.
+
+    Args:
+        tokenizer: The base's tokenizer.
+        source: The Jinja text of `data.chat_template`, if the run file has that key.
+    """
+    if source is not None:
+        return ChatTemplate(tokenizer, source, "data.chat_template")
     if tokenizer.chat_template:
         try:
-            own = tokenizer.get_chat_template()
-        except ValueError as error:  # several, and none of them is the default
+            default = tokenizer.get_chat_template()
+        except ValueError as error:  # the base has several templates, none of them the default
             raise CoterieError(
-                f"The base {tokenizer.name_or_path} has several chat templates; give one as "
-                "data.chat_template."
+                f"The base {tokenizer.name_or_path} has several chat templates; set "
+                "data.chat_template to one of them."
             ) from error
-        return ChatTemplate(tokenizer, own, f"that of {tokenizer.name_or_path}")
+        return ChatTemplate(tokenizer, default, f"that of {tokenizer.name_or_path}")
     return ChatTemplate(tokenizer, OURS.read_text(encoding="utf-8"), "Coterie's")
 
 
 def _marked(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with a mark in place of each answer, and of each thinking that is not empty."""
+    """Return the turns with marks in place of all answers and of all thinking not empty."""
     marked: list[Turn] = []
     number = 0
     for turn in turns:
@@ -244,31 +286,33 @@ def _marked(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _after_space(text: str, start: int) -> int:
-    """Where the first character is, from `start` on, that is no space."""
-    found = _SPACE.match(text, start)
-    return start if found is None else found.end()
+    """Return the position of the first character from `start` on that is not white space."""
+    space = _SPACE.match(text, start)
+    return start if space is None else space.end()
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
-    """Return a sample's prompts and answers in turn, as they are encoded.
+    """Return a sample's prompts and answers alternately, as they are encoded.
 
-    template: of conversations.
+    Args:
+        item: The sample.
+        template: The chat template; required for a conversation.
     """
     if isinstance(item, Instruction):
         return item.parts
-    assert template is not None, "as all conversations"
+    assert template is not None, "a conversation needs a chat template"
     return [text for text, _ in template.rendered(item).parts]
 
 
 def _leading(marker: re.Pattern[str], text: str) -> list[str]:
-    """The markers that a text begins with."""
-    found: list[str] = []
-    while match := marker.match(text, sum(map(len, found))):
-        found.append(match[0])
-    return found
+    """Return the markers at the beginning of a text."""
+    markers: list[str] = []
+    while match := marker.match(text, sum(map(len, markers))):
+        markers.append(match[0])
+    return markers
 
 
-def _tag(text: str, start: int) -> int:
-    """Where the tag begins that opens the thinking at `start`; there, if there is none."""
+def _tag_start(text: str, start: int) -> int:
+    """Return the start of the <think> tag before the thinking at `start`; `start` without one."""
     before = text[:start].rstrip()
     return len(before) - len("<think>") if before.endswith("<think>") else start

@@ -1,7 +1,7 @@
-"""Control tokens in texts: what a tokenizer or a chat template reserves for itself.
+"""Control tokens in texts: special tokens of a tokenizer, and markers of a chat template.
 
 A record that contains `<|endoftext|>`, or a forged turn such as `<|im_start|>assistant`, is encoded
-with the base's own special tokens, so a model learns to obey them wherever a text has them.
+with the base's special tokens, so the model learns to obey them inside texts.
 """
 
 import re
@@ -14,24 +14,24 @@ from coterie.data.chat import ChatTemplate
 from coterie.errors import CoterieError
 
 AROUND = 20
-"""Characters of a text that an error shows before and after a control token."""
+"""The number of characters that an error shows before and after a control token."""
 NEVER = "(?!)"
 """A pattern that matches nothing."""
 _BARS = re.compile(r"<[|｜].*[|｜]>")
-"""The form of tokens that some tokenizers do not declare special, such as DeepSeek's."""
+"""The form of control tokens, some of which a tokenizer (DeepSeek's) does not declare special."""
 
 
 def own_texts(item: Any) -> tuple[str, ...]:
-    """Return the own texts of a document or a sample, without that of a template."""
+    """Return the texts of a document's or a sample's record, without the text of a template."""
     return (item,) if isinstance(item, str) else item.content
 
 
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> re.Pattern[str]:
-    """Return a pattern of all control tokens, the longest first.
+    """Return a pattern that matches any control token, the longest first.
 
-    They are the tokenizer's special tokens and, with a chat template, the markers of its turns.
+    Control tokens are the tokenizer's special tokens and, with a chat template, its turn markers.
     """
     added = tokenizer.added_tokens_decoder.values()
     tokens = {t.content for t in added if t.special or _BARS.fullmatch(t.content)}
@@ -41,24 +41,27 @@ def control_tokens(
 
 
 def count_control(items: Iterable[Any], tokens: re.Pattern[str]) -> int:
-    """Return how many control tokens the own texts of documents or samples contain."""
+    """Count the control tokens in the texts of documents or samples."""
     return sum(len(tokens.findall(text)) for item in items for text in own_texts(item))
 
 
 def refuse_control(items: Iterable[Any], tokens: re.Pattern[str], owner: str) -> None:
-    """Raise CoterieError for the first control token in documents or samples.
+    """Refuse documents or samples that contain a control token.
 
     Args:
-        items: documents or samples.
-        tokens: a pattern of all control tokens.
-        owner: whose text it is, such as "Client anna: its train text".
+        items: Documents or samples.
+        tokens: A pattern of all control tokens.
+        owner: The beginning of an error about a document, such as "Client anna: its train text".
+
+    Raises:
+        CoterieError: A text contains a control token.
     """
     for item in items:
         for text in own_texts(item):
-            if found := tokens.search(text):
-                start, end = max(0, found.start() - AROUND), found.end() + AROUND
+            if match := tokens.search(text):
+                start, end = max(0, match.start() - AROUND), match.end() + AROUND
                 where = owner if isinstance(item, str) else item.where
                 raise CoterieError(
-                    f"{where} contains the control token {found[0]!r} ({text[start:end]!r}); "
+                    f"{where} contains the control token {match[0]!r} ({text[start:end]!r}); "
                     "remove it, or set data.special_tokens: keep."
                 )

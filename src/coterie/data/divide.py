@@ -1,7 +1,7 @@
-"""Texts or instructions divided among clients: by label, Dirichlet shares, mixtures, or evenly.
+"""Division of one data set among clients: by label, Dirichlet shares, mixtures, or evenly.
 
-All chance lies in one shuffle of the records of each split, the Dirichlet shares, and each client's
-split by fractions; a part "at random" is the first so many of the shuffled records.
+The random draws are one shuffle of the records of each split, the Dirichlet shares, and each
+client's split by fractions. A random part is a prefix of the shuffled records.
 """
 
 import re
@@ -23,13 +23,13 @@ from coterie.errors import CoterieError
 from coterie.seeding import generator
 
 MINIMUM = 10
-"""Records that every client has at least after a Dirichlet division."""
+"""The minimum number of records per client in a Dirichlet division."""
 DRAWS = 1000
-"""Dirichlet draws before giving up."""
+"""The maximum number of Dirichlet draws."""
 
 
 class Division(dict[str, Texts[Any]]):
-    """Client name -> its texts."""
+    """The texts of each client, by client name."""
 
     def __init__(
         self,
@@ -39,36 +39,53 @@ class Division(dict[str, Texts[Any]]):
     ) -> None:
         super().__init__(texts)
         self.labels = labels
-        """Client name -> label -> how many records of its training text have it; empty if
-        even, or where clients have files of their own."""
+        """The number of training records of each client (outer key) with each label (inner key).
+
+        Empty for an even division, and where clients have files of their own.
+        """
         self.public = public
-        """What everybody may see, where a part was kept for it: its records are `train`. Held-out
-        records it has if even."""
+        """The public set, if one is set aside.
+
+        Its records are in `train`; only an even division gives it a validation and a test split.
+        """
 
 
 Pools = dict[str, list[int]]
-"""For each label, the numbers of the records that have it, in shuffled order."""
+"""The indices of the records with each label, in shuffled order."""
 
 
 Records = list[tuple[str, Any]]
-"""A label, and a text or an instruction."""
+"""Labels, each with a text or an item."""
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
-    """Divide texts, or instructions, among clients: client name -> its texts.
+    """Divide a data set among clients.
 
-    By label or mixture there is a client for every label, named after it; by Dirichlet or evenly
-    they are client-1, client-2, ...; by given mixtures they have names of their own. No record is
-    used twice, but evenly all clients have the same validation and test. Shares are of a text's
-    characters, or of samples. Splits that the data set has of its own are dealt like the training
-    text. Raises `CoterieError` if the data set cannot be read or does not suffice.
+    By label or by mixture, there is one client per label, named after the label. By Dirichlet
+    shares or evenly, the clients are client-1, client-2, .... By given mixtures, the run file names
+    the clients. No record is used twice, except that all clients of an even division have the same
+    validation and test splits. Shares are shares of the characters of texts, or of the number of
+    samples. A validation or test split of the data set is divided in the proportions of the
+    training text.
+
+    Args:
+        spec: The run file's section `divide:`.
+        data: The run file's section `data:`.
+        root: The folder to which relative paths refer.
+        seed: The run's seed.
+
+    Returns:
+        The texts of each client, with their labels and the public set.
+
+    Raises:
+        CoterieError: The data set cannot be read or is too small.
     """
-    found = labelled(spec, data, root)
-    records = _shuffled(found.pop("train"), seed, "order")
-    own = {split: _shuffled(given, seed, split) for split, given in found.items()}
-    fractions = {split: share for split, share in data.fractions if split not in own}
+    by_split = labelled(spec, data, root)
+    records = _shuffled(by_split.pop("train"), seed, "order")
+    predefined = {split: _shuffled(given, seed, split) for split, given in by_split.items()}
+    fractions = {split: share for split, share in data.fractions if split not in predefined}
     if spec.by == "even":
-        return _evenly(spec, records, fractions, own)
+        return _divide_evenly(spec, records, fractions, predefined)
     lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
     pools = _pools(records)
     names = _client_names(spec, list(pools))
@@ -79,12 +96,14 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     if spec.mixtures is None:
         train = [_alternating(part, records) for part in _divide(spec, pools, seed)]
     else:
-        asked = _asked(spec.mixtures, pools)
+        mixtures = _client_mixtures(spec.mixtures, pools)
         if not held:
-            size = _most(pools, asked, lengths)
-            held = {s: _take(pools, asked, lengths, size * f) for s, f in fractions.items()}
-        train = _take(pools, asked, lengths, _most(pools, asked, lengths))
-    given = {split: _dealt_alike(spec, part, train, records) for split, part in own.items()}
+            size = _largest_size(pools, mixtures, lengths)
+            held = {s: _take(pools, mixtures, lengths, size * f) for s, f in fractions.items()}
+        train = _take(pools, mixtures, lengths, _largest_size(pools, mixtures, lengths))
+    divided = {
+        split: _divide_split(spec, part, train, records) for split, part in predefined.items()
+    }
 
     texts: dict[str, Texts[Any]] = {}
     labels: dict[str, dict[str, int]] = {}
@@ -95,7 +114,7 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
             sizes = [lengths[number] for number in train[client]]
             splits = set_aside(train[client], sizes, fractions, chance)
         items = {split: [records[n][1] for n in numbers] for split, numbers in splits.items()}
-        texts[name] = Texts(**items | {split: parts[client] for split, parts in given.items()})
+        texts[name] = Texts(**items | {split: parts[client] for split, parts in divided.items()})
         labels[name] = dict(sorted(Counter(records[n][0] for n in splits["train"]).items()))
     return Division(texts, labels, Texts(public, [], []) if public else None)
 
@@ -106,7 +125,7 @@ def _shuffled(records: Records, seed: int, purpose: str) -> Records:
 
 
 def _pools(records: Records) -> Pools:
-    """Return the pools of all records, in the order of their labels."""
+    """Return the pools of all records, sorted by label."""
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
         pools[label].append(number)
@@ -114,30 +133,39 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take the public set's records out of the pools, in the mix of labels of all clients."""
+    """Remove the public set's records from the pools, in the label shares of all clients."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
     if spec.mixtures is not None:
-        mixtures = _asked(spec.mixtures, pools)
-    elif spec.by == "mixture":  # all clients together have as much of each label
+        mixtures = _client_mixtures(spec.mixtures, pools)
+    elif spec.by == "mixture":  # all clients together have equal shares of all labels
         mixtures = [dict.fromkeys(pools, 1 / len(pools))]
     else:
         sizes = {label: sum(lengths[number] for number in pool) for label, pool in pools.items()}
         mixtures = [{label: size / sum(sizes.values()) for label, size in sizes.items()}]
-    size = spec.public * _most(pools, mixtures, lengths) * len(mixtures)
-    every = {label: sum(m.get(label, 0) for m in mixtures) / len(mixtures) for label in pools}
-    [part] = _take(pools, [every], lengths, size)
+    size = spec.public * _largest_size(pools, mixtures, lengths) * len(mixtures)
+    means = {label: sum(m.get(label, 0) for m in mixtures) / len(mixtures) for label in pools}
+    [part] = _take(pools, [means], lengths, size)
     return part
 
 
-def _dealt_alike(
+def _divide_split(
     spec: DivideSpec, given: Records, train: list[list[int]], records: Records
 ) -> list[list[Any]]:
-    """Each client's part of a split that the data set has of its own.
+    """Divide a validation or test split of the data set among the clients.
 
-    Of each label it has the share that it has of the training records, or with `held_out: uniform`
-    an equal one; what nobody trains on is left out.
+    A client receives the share of each label that it has of the label's training records, or with
+    `held_out: uniform` an equal share. Labels that no client trains on are left out.
+
+    Args:
+        spec: The run file's section `divide:`.
+        given: The labelled records of the split.
+        train: The indices of each client's training records.
+        records: The labelled records that `train` indexes.
+
+    Returns:
+        The texts or items of each client.
     """
     counts = [Counter(records[number][0] for number in part) for part in train]
     parts: list[list[int]] = [[] for _ in train]
@@ -150,18 +178,21 @@ def _dealt_alike(
     return [[given[number][1] for number in _alternating(part, given)] for part in parts]
 
 
-def _evenly(
-    spec: DivideSpec, records: Records, fractions: Mapping[str, float], own: Mapping[str, Records]
+def _divide_evenly(
+    spec: DivideSpec,
+    records: Records,
+    fractions: Mapping[str, float],
+    predefined: Mapping[str, Records],
 ) -> Division:
-    """Deal shuffled items in parts of one size: one per client and, if asked for, a public one;
-    with more `parts` than that, the others are unused.
+    """Divide shuffled items into equal parts: one per client, and one for the public set, if any.
 
-    Validation and test are the data set's `own`, or fractions of all items, set aside first. They
-    are everybody's, as FedMKT scores all models alike. Fewer items than there are parts are left
-    over, unused.
+    All clients have the same validation and test splits, as FedMKT scores all models on one test
+    set: the data set's (`predefined`), or else fractions of all items, set aside first. If
+    `divide.parts` is larger than the number of parts taken, the other parts are unused, as are
+    items that remain when the number of items is not a multiple of the number of parts.
     """
     items = [item for _, item in records]
-    held = {split: [item for _, item in given] for split, given in own.items()}
+    held = {split: [item for _, item in given] for split, given in predefined.items()}
     for split, fraction in fractions.items():
         count = int(fraction * len(records))
         held[split], items = items[:count], items[count:]
@@ -179,22 +210,22 @@ def _evenly(
 
 
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
-    """A client's records with labels taking turns by their shares.
+    """Order a client's records so that labels alternate in proportion to their shares.
 
-    So the start of its text, which is what a limit keeps, has the shares of the whole.
+    The start of the client's text, which a limit keeps, then has the label shares of all of it.
     """
-    counts = Counter(records[number][0] for number in part)
-    seen: Counter[str] = Counter()
+    totals = Counter(records[number][0] for number in part)
+    counts: Counter[str] = Counter()
     places = []
     for number in sorted(part):
         label = records[number][0]
-        seen[label] += 1
-        places.append((seen[label] / counts[label], number))
+        counts[label] += 1
+        places.append((counts[label] / totals[label], number))
     return [number for _, number in sorted(places)]
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """The names given, or client-1, ..., or the labels made names, "Sci/Tech" -> sci-tech."""
+    """Return the clients' names: as given, client-1, ..., or from labels (Sci/Tech -> sci-tech)."""
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
     if spec.clients is not None:
@@ -216,9 +247,12 @@ def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
 def _hold_out_uniform(
     pools: Pools, clients: int, fractions: Mapping[str, float]
 ) -> dict[str, list[list[int]]]:
-    """Take each client's validation and test out of the pools, the same number of every label.
+    """Remove each client's validation and test records from the pools, equally many per label.
 
-    Returns split -> for each client, its records' numbers. The fractions are of all records.
+    The fractions are fractions of all records.
+
+    Returns:
+        The record indices of each client, by split.
     """
     records = sum(len(pool) for pool in pools.values())
     held: dict[str, list[list[int]]] = {}
@@ -229,7 +263,7 @@ def _hold_out_uniform(
             if not 0 < each * clients < len(pool):
                 raise CoterieError(
                     f"divide: held_out uniform needs {each} records of label {label} for the "
-                    f"{split} text of each of {clients} clients, and {len(pool)} are left; "
+                    f"{split} text of each of {clients} clients, but only {len(pool)} are left; "
                     "change data.fractions, or set divide.held_out to own."
                 )
             for part in parts:
@@ -240,7 +274,7 @@ def _hold_out_uniform(
 
 
 def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
-    """For each client the numbers of its records."""
+    """Divide the records of the pools; return the record indices of each client."""
     if spec.by == "label":
         return list(pools.values())
     if spec.by == "mixture":
@@ -254,10 +288,20 @@ def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
 def _by_dirichlet(
     pools: Pools, clients: int, alpha: float, balanced: bool, seed: int
 ) -> list[list[int]]:
-    """Deal each label's records to the clients by shares drawn from Dirichlet(alpha, ..., alpha).
+    """Divide each label's records in shares drawn from Dirichlet(alpha, ..., alpha).
 
-    Balanced as FedAMoLE's clients are: one that holds its even part of all records, or more, gets
-    none of the labels that follow. All shares are drawn again until every client has 10 records.
+    All shares are drawn again until every client has at least `MINIMUM` records.
+
+    Args:
+        pools: The record indices of each label.
+        clients: The number of clients.
+        alpha: The concentration of the Dirichlet distribution.
+        balanced: Whether a client that has at least its even share of all records receives none of
+            the labels that follow, as in FedAMoLE.
+        seed: The run's seed.
+
+    Raises:
+        CoterieError: No draw gives every client enough records.
     """
     chance = generator(seed, "divide", "dirichlet")
     draw = numpy.random.default_rng(int(torch.randint(2**62, (), generator=chance)))
@@ -265,27 +309,29 @@ def _by_dirichlet(
     for _ in range(DRAWS):
         parts: list[list[int]] = [[] for _ in range(clients)]
         for pool in pools.values():
-            # Dirichlet shares of which some are set to zero, and the others made to sum to one
-            # again, are Dirichlet shares of the others. Some client always has room: all having
-            # their even part, no record would be left.
-            room = [p for p in parts if not balanced or len(p) * clients < records]
-            ends = draw.dirichlet([alpha] * len(room)).cumsum()[:-1] * len(pool)
-            for part, share in zip(room, numpy.split(pool, ends.round().astype(int)), strict=True):
+            # FedAMoLE sets the shares of the other clients to zero and renormalises, which also
+            # gives Dirichlet shares. At least one client is open: if all had their even share, no
+            # record would be left.
+            open_parts = [p for p in parts if not balanced or len(p) * clients < records]
+            ends = draw.dirichlet([alpha] * len(open_parts)).cumsum()[:-1] * len(pool)
+            shares = numpy.split(pool, ends.round().astype(int))
+            for part, share in zip(open_parts, shares, strict=True):
                 part += share.tolist()
         if min(len(part) for part in parts) >= MINIMUM:
             return parts
     raise CoterieError(
         f"divide: {DRAWS} draws with alpha {alpha} never gave each of {clients} clients "
-        f"{MINIMUM} of the {records} records; raise divide.alpha, lower divide.clients, or "
-        "add records."
+        f"at least {MINIMUM} of the {records} records; raise divide.alpha, lower divide.clients, "
+        "or add records."
     )
 
 
 def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
-    """Give each label's client `own_share` of that label and the rest evenly of the others.
+    """Divide the records so that each client's text is mostly of one label.
 
-    All clients are of one size. As each label is asked for as many records as a client has, the
-    rarest label sets that size.
+    A fraction `own_share` of a client's records has the client's label; the others are spread
+    evenly over the other labels. All clients have equally many records. As all clients together
+    need that many records of each label, the rarest label determines the number.
     """
     if len(pools) == 1:
         raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
@@ -300,8 +346,10 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     return parts
 
 
-def _asked(mixtures: Mapping[str, Mapping[str, float]], pools: Pools) -> list[Mapping[str, float]]:
-    """The shares of each client, in the order of names; every label must have records."""
+def _client_mixtures(
+    mixtures: Mapping[str, Mapping[str, float]], pools: Pools
+) -> list[Mapping[str, float]]:
+    """Return the label shares of each client, sorted by name; refuse labels without records."""
     for client, shares in sorted(mixtures.items()):
         for label in shares:
             if label not in pools:
@@ -313,34 +361,37 @@ def _asked(mixtures: Mapping[str, Mapping[str, float]], pools: Pools) -> list[Ma
 
 
 Mixtures = Sequence[Mapping[str, float]]
-"""Each client's shares of the labels, of characters: so a client's tokens follow them."""
+"""The label shares of each client. Shares are of characters, so that tokens follow them."""
 
 
-def _most(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """The characters that every client can have; the label that is scarcest decides."""
+def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
+    """Return the size, in characters, that every client can have; the scarcest label limits it."""
     sizes: list[float] = []
     for label, pool in pools.items():
-        if asked := sum(shares.get(label, 0) for shares in mixtures):
-            sizes.append(sum(lengths[number] for number in pool) / asked)
+        if requested := sum(shares.get(label, 0) for shares in mixtures):
+            sizes.append(sum(lengths[number] for number in pool) / requested)
     return min(sizes)
 
 
 def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
-    """For each client the numbers of records of `size` characters, which leave the pools.
+    """Remove `size` characters of records for each client from the pools.
 
-    Of each label a client has its share to within one record: what it is dealt begins and ends
-    with the record's end that is nearest. Labels alternate so that the shares also hold, to
-    within a record of each label, for the start of the text, which is what a limit keeps.
+    A client's share of each label is exact to within one record: its part of the pool begins and
+    ends at the nearest end of a record. Labels alternate, so that the shares also hold, to within
+    one record per label, for the start of the text, which a limit keeps.
+
+    Returns:
+        The record indices of each client.
     """
     parts: list[list[tuple[float, int]]] = [[] for _ in mixtures]
     for label, pool in pools.items():
         ends = numpy.cumsum([0, *(lengths[number] for number in pool)])
-        start, wanted = 0, 0.0
+        start, target = 0, 0.0
         for part, shares in zip(parts, mixtures, strict=True):
-            wanted += size * shares.get(label, 0)
-            end = int(abs(ends - wanted).argmin())
+            target += size * shares.get(label, 0)
+            end = int(abs(ends - target).argmin())
             middles = (ends[start:end] + ends[start + 1 : end + 1]) / 2 - ends[start]
-            places = middles / (ends[end] - ends[start])  # 0 to 1, in the label's own text
+            places = middles / (ends[end] - ends[start])  # 0 to 1, within the label's text
             part += zip(places.tolist(), pool[start:end], strict=True)
             start = end
         del pool[:start]

@@ -1,6 +1,6 @@
-"""How a run file says that one data set is divided among clients: the section `divide:`.
+"""The run file's section `divide:`, which divides one data set among clients.
 
-A value out of range is a pydantic `ValidationError` whose message is a sentence for the user.
+An invalid value raises a pydantic `ValidationError` whose message is a sentence for the user.
 """
 
 from typing import Annotated, Literal, Self
@@ -21,11 +21,11 @@ USED_BY = {
     "parts": ("even",),
     "held_out": ("label", "dirichlet", "mixture", "mixtures"),
 }
-"""Which ways to divide use an option."""
+"""The values of `by` that use an option."""
 
 
 class SourceSpec(Spec):
-    """A label's source in `divide.source`, where it is a subset of a hub data set."""
+    """A label's source in `divide.source`, if the source is a subset of a hub data set."""
 
     source: str
     """file, folder, or hub name of a data set"""
@@ -44,46 +44,47 @@ class DivideSpec(Spec):
     split: str = "train"
     """split of a hub data set to divide"""
     validation: str | None = None
-    """the data set's own validation text, dealt to clients in the shares of their training text:
-    split of a hub data set, or file or folder; default: data.fractions.validation of what is
-    divided"""
+    """the data set's own validation text, divided in the proportions of the training text: split of
+    a hub data set, or file or folder; default: data.fractions.validation of the divided text"""
     test: str | None = None
-    """the data set's own test text, likewise; default: data.fractions.test of what is divided"""
+    """the data set's own test text, divided in the proportions of the training text: split of a hub
+    data set, or file or folder; default: data.fractions.test of the divided text"""
     where: str | None = Field(default=None, min_length=1)
     """Jinja expression over a record's fields, such as `output | wordcount > 10`; other records are
     left out"""
     by: Literal["label", "dirichlet", "mixture", "mixtures", "even"]
-    """one label per client; Dirichlet shares; mostly one label per client; given mixtures; or equal
-    random parts"""
+    """way to divide: one label per client (label), Dirichlet shares (dirichlet), mostly one label
+    per client (mixture), given label shares (mixtures), or equal random parts (even)"""
     label: str = "label"
     """field that contains a record's label (not used by even)"""
     clients: int | None = Field(default=None, ge=1)
     """number of clients (dirichlet and even only)"""
     parts: int | None = Field(default=None, ge=1)
-    """equal parts that records are dealt in, of which each client and the public set take one;
-    default: as many as these take (even only)"""
+    """number of equal parts that records are divided into, of which each client and the public set
+    take one; default: the number taken (even only)"""
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Dirichlet concentration; larger values give more even shares (dirichlet only)"""
     balanced: bool = False
-    """give no further labels to clients that have their even share of the records (dirichlet
+    """assign no further labels to a client that has its even share of the records (dirichlet
     only)"""
     share: float | None = Field(default=None, ge=0, le=1)
     """share of a client's own label in its text (mixture only)"""
     mixtures: dict[ClientName, dict[Label, Share]] | None = None
-    """label shares of each client, in characters (with instructions: samples) (mixtures only)"""
+    """label shares of each client, as fractions of characters (with instructions: of samples)
+    (mixtures only)"""
     piece: int = Field(default=PIECE, ge=20)
     """minimum length, in characters, of the pieces that .txt files are cut into; the maximum is
     twice that"""
     held_out: Literal["own", "uniform"] = "own"
-    """labels of validation and test: as in the client's training text, or all labels equally (not
-    with even)"""
+    """labels of validation and test: as in the client's training text (own), or all labels equally
+    (uniform) (not with even)"""
     public: bool | Annotated[float, Field(gt=0, lt=1)] = False
-    """the public set: with even, `true` sets aside one extra part, the size of a client's;
-    otherwise, a fraction of what clients could hold, in the mix of all their labels"""
+    """the public set: with even, `true` sets aside one extra part of a client's size; otherwise, a
+    fraction of the text that clients could hold, in the label shares of all clients"""
 
     @property
     def taken(self) -> int:
-        """Equal parts that are used: one for each client, and one for the public set."""
+        """The number of equal parts in use: one per client, and one for the public set, if any."""
         return (self.clients or 0) + bool(self.public)
 
     @model_validator(mode="after")
@@ -97,11 +98,11 @@ class DivideSpec(Spec):
         if self.parts is not None and self.parts < self.taken:
             raise ValueError(
                 f"divide.parts is {self.parts}, but clients and the public set take {self.taken}; "
-                "set it to that or more"
+                f"set it to {self.taken} or more"
             )
         if self.public is not False and (self.public is True) != (self.by == "even"):
-            wanted = "true" if self.by == "even" else "a fraction, such as 0.1"
-            raise ValueError(f"dividing by {self.by} needs divide.public to be {wanted}")
+            expected = "true" if self.by == "even" else "a fraction, such as 0.1"
+            raise ValueError(f"dividing by {self.by} needs divide.public to be {expected}")
         return self
 
     @model_validator(mode="after")
@@ -123,12 +124,12 @@ class DivideSpec(Spec):
     @model_validator(mode="after")
     def _shares_sum_to_one(self) -> Self:
         if self.mixtures is not None and not self.mixtures:
-            raise ValueError("divide.mixtures has no clients")
+            raise ValueError("divide.mixtures has no clients; add at least one")
         for client, shares in (self.mixtures or {}).items():
             total = sum(shares.values())
             if abs(total - 1) > 1e-6:
                 raise ValueError(
-                    f"the shares of client {client} in divide.mixtures sum to {total:g};"
-                    " make them sum to 1"
+                    f"the shares of client {client} in divide.mixtures sum to {total:g}; they must "
+                    "sum to 1"
                 )
         return self

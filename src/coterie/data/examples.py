@@ -1,4 +1,4 @@
-"""Prompts with their answers, and conversations, as tokens; the loss counts the answers alone."""
+"""Prompts with answers, and conversations, as tokens; only answers count towards the loss."""
 
 import builtins
 from collections.abc import Callable, Iterator, Sequence
@@ -24,120 +24,125 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Examples:
-    """Samples, one after another: a first token, the prompt, the answer, the end token; or a
-    conversation as its template renders it, to the end of its last answer.
+    """A split of n samples with N tokens in all.
 
-    ids: (N,) int32. counted: (N,) bool, the tokens of all answers with what ends them. tokens: (n,)
-    int64, how many each sample has. last: (n,) int64, how many of them are its last answer. sizes:
-    (n,) int64, UTF-8 bytes of each one's answers. too_long: how many did not fit. cut: how many
-    conversations were cut into several samples. template: of conversations.
+    A prompt with an answer is encoded as a first token, the prompt, the answer and the end token. A
+    conversation is encoded as its chat template renders it, up to the end of its last answer.
     """
 
     ids: Tensor
+    """The tokens of all samples, concatenated: (N,) int32."""
     counted: Tensor
+    """Whether a token counts towards the loss (answers, and tokens that end them): (N,) bool."""
     tokens: Tensor
+    """The number of tokens of each sample: (n,) int64."""
     last: Tensor
+    """The number of tokens of each sample's last answer: (n,) int64."""
     sizes: Tensor
+    """The number of UTF-8 bytes of each sample's answers: (n,) int64."""
     items: tuple[Instruction | Conversation, ...]
+    """The samples as text."""
     too_long: int = 0
+    """The number of samples, or exchanges of conversations, left out as too long."""
     cut: int = 0
+    """The number of conversations that were cut into several samples."""
     template: ChatTemplate | None = None
+    """The chat template of conversations."""
 
     def __len__(self) -> int:
-        """How many samples."""
+        """Return the number of samples."""
         return len(self.items)
 
     @cached_property
     def starts(self) -> Tensor:
-        """Where each sample begins, and N: (n + 1,) int64."""
+        """The index of each sample's first token, and N: (n + 1,) int64."""
         return torch.nn.functional.pad(self.tokens.cumsum(0), (1, 0))
 
     @cached_property
     def answers(self) -> Tensor:
-        """Where each one's last answer begins: (n,) int64."""
+        """The index of the first token of each sample's last answer: (n,) int64."""
         return self.starts[1:] - self.last
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """The items of samples that are prompts with answers."""
-        found = tuple(item for item in self.items if isinstance(item, Instruction))
-        assert len(found) == len(self), "asked for where there are no conversations"
-        return found
+        """The samples as text, all of which must be instructions."""
+        instructions = tuple(item for item in self.items if isinstance(item, Instruction))
+        assert len(instructions) == len(self), "the split contains conversations"
+        return instructions
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All that ends answers in conversations, as some templates have another inside one."""
+        """The markers that end answers in conversations; empty for instructions."""
         return () if self.template is None else self.template.markers
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of all answers."""
+        """The number of UTF-8 bytes of all answers."""
         return int(self.sizes.sum())
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each one's answers, ends included: what a loss or a score is over; (n,)
-        int64."""
+        """The number of tokens of each sample that count towards the loss: (n,) int64."""
         return torch.nn.functional.pad(self.counted.cumsum(0), (1, 0))[self.starts].diff()
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """The samples, which all have a right answer."""
+        """The samples as text; all of them have a right answer."""
         return self.items
 
     @property
     def beginnings(self) -> "Examples":
-        """The samples, which are read one by one."""
+        """The samples themselves, each of which is read on its own."""
         return self
 
     @property
     def needs_reference(self) -> bool:
-        """Samples are compared with nothing."""
+        """False: the loss of samples does not use a reference model."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> "Examples":
-        """Return the samples, which need no reference."""
+        """Return the split itself, which needs no reference."""
         return self
 
     def samples(self, window: int, step: int) -> "Examples":
-        """Return what batches are drawn from: whole samples, whatever the window."""
+        """Return the split itself: batches consist of whole samples, whatever the window."""
         return self
 
     def without(self, taken: Tensor, window: int) -> "Examples":
-        """Return the samples but those with the numbers `taken`, in their order."""
+        """Return the samples except those with the indices `taken`, in order."""
         return self.only(left_of(taken, len(self)))
 
     def few(self, most: int, window: int, context: int) -> "Examples":
-        """Return at most so many samples, evenly spaced."""
+        """Return at most `most` samples, evenly spaced."""
         return self.only(even(len(self), most).tolist())
 
     def sample_tokens(self, window: int) -> float:
-        """Return the tokens that a sample has, on average."""
+        """Return the mean number of tokens of a sample."""
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return what a run folder records of the split, beside its tokens."""
+        """Return the number of samples, and of those left out or cut, for the run folder."""
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return what is compared with other splits: the samples."""
+        """Return the samples as text, for the search for duplicates."""
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield what identifies the split: tokens, and what makes samples of them."""
+        """Yield the contents that identify the split: tokens, and the borders of samples."""
         yield self.ids.numpy().tobytes()
         yield self.starts.numpy().tobytes()
         yield self.answers.numpy().tobytes()
-        if self.template is not None:  # elsewhere, what counts follows from the others
+        if self.template is not None:  # for instructions, `counted` follows from the borders
             yield self.counted.numpy().tobytes()
         yield repr([item.choices for item in self.items]).encode()
 
     def prompts(self, base: Base) -> list[Tensor]:
-        """Return what comes before each sample's last answer.
+        """Return the token ids before each sample's last answer, for generation.
 
-        It is what the sample has there, except where a token of the sample holds the end of the
-        prompt and the start of the answer.
+        These are the sample's own tokens, except where one token contains the end of the prompt and
+        the start of the answer: then the prompt is encoded on its own.
         """
         encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
         prompts: list[Tensor] = []
@@ -148,18 +153,18 @@ class Examples:
         return prompts
 
     def measured(self, scorer: "Scorer") -> tuple[Measured, dict[str, float]]:
-        """Return what a model does with the samples, and how many they are."""
-        rows, others = with_choices(scorer.base, self, scorer.window)
+        """Return a model's losses on the samples and their choices, and its generated answers."""
+        rows, other_owners = with_choices(scorer.base, self, scorer.window)
         nats, count = scorer.losses(rows, scorer.batch), len(self)
-        given = [bool(item.choices) for item in self.items]
-        owners = torch.cat([torch.arange(count), others])
-        choices = Choices(nats, rows.lengths, owners, given) if any(given) else None
+        has_choices = [bool(item.choices) for item in self.items]
+        owners = torch.cat([torch.arange(count), other_owners])
+        choices = Choices(nats, rows.lengths, owners, has_choices) if any(has_choices) else None
         answers = [item.answer for item in self.items]
         texts = scorer.texts(self)
         return Measured(nats[:count], self.lengths, answers, texts, choices), {"samples": count}
 
     def only(self, chosen: Sequence[int]) -> "Examples":
-        """These samples, in this order."""
+        """Return the samples with the indices `chosen`, in that order."""
         rows, tokens = torch.as_tensor(chosen), self.tokens.tolist()
         ids, counted = self.ids.split(tokens), self.counted.split(tokens)
         return replace(
@@ -173,7 +178,7 @@ class Examples:
         )
 
     def batch(self, chosen: Tensor | range) -> Batch:
-        """These samples, padded at their ends to the longest of them."""
+        """Return the samples with the indices `chosen`, right-padded to the longest of them."""
         chosen = torch.as_tensor(chosen)
         starts, ends = self.starts[chosen], self.starts[chosen + 1]
         place = torch.arange(int((ends - starts).max()))
@@ -184,63 +189,72 @@ class Examples:
 
 
 def joined(parts: Sequence[S]) -> S:
-    """Several streams, several clients' samples or several clients' pairs as one.
+    """Concatenate several streams, or several splits of samples or pairs.
 
-    Tensors and items follow one another, and counts are added up; all else is as in the first.
+    Tensors and tuples are concatenated, and integers are added; other fields are the first part's.
     """
     first: Any = parts[0]
-    whole: dict[str, Any] = {}
+    joined_fields: dict[str, Any] = {}
     for field in fields(first):
         values = [getattr(part, field.name) for part in parts]
         match values[0]:
             case Tensor():
-                whole[field.name] = torch.cat(values)
+                joined_fields[field.name] = torch.cat(values)
             case int():
-                whole[field.name] = sum(values)
+                joined_fields[field.name] = sum(values)
             case tuple():
-                whole[field.name] = tuple(chain(*values))
+                joined_fields[field.name] = tuple(chain(*values))
             case value if is_dataclass(value):
-                whole[field.name] = joined(values)
-    return replace(first, **whole)
+                joined_fields[field.name] = joined(values)
+    return replace(first, **joined_fields)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the items of a split become tokens.
-
-    ends: the tokens before a text prompt and after its answer. window: samples of more than
-    window + 1 tokens do not fit. limit: at most so many samples, or tokens of a stream, are
-    kept, from the start. owner: begins an error, such as "Client anna: its train text".
-    template: of conversations. split: train, validation, test or public.
-    """
+    """The tokenizer and the settings with which the items of a split are encoded."""
 
     encoder: Tokenizer
+    """The base's encoder, which adds no special tokens (`bare_encoder`)."""
     ends: tuple[int, int]
+    """The token ids before a prompt, and after its answer."""
     window: int
+    """The maximum number of predicted tokens: samples of more than window + 1 tokens do not fit."""
     limit: int | None
+    """The maximum number of samples (of a stream: tokens) to keep from the start; None: all."""
     owner: str
+    """The beginning of an error message, such as "Client anna: its train text"."""
     template: ChatTemplate | None = None
+    """The chat template, for conversations."""
     split: str = "train"
+    """The name of the split: train, validation, test or public."""
 
     def nothing(self, items: Sequence[Any], fitting: str, kind: str) -> CoterieError:
-        """The error that no sample is left: of the items none is `fitting`, or there are none of
-        this kind; both say what to do."""
-        what = f"{fitting}." if items else f"{kind} or raise its data.fractions."
-        return CoterieError(f"{self.owner} has no {what}")
+        """Return the error for a split without any sample.
+
+        Args:
+            items: The items of the split.
+            fitting: A description of an item that fits, with a remedy, for a split whose items are
+                all too long: "pair of at most 8 tokens; raise data.window".
+            kind: The plural noun for an item, with a remedy, for a split without items: "pairs; add
+                some".
+        """
+        missing = f"{fitting}." if items else f"{kind} or raise its data.fractions."
+        return CoterieError(f"{self.owner} has no {missing}")
 
 
 class Sample(NamedTuple):
     """A sample as tokens."""
 
     parts: Sequence[tuple[list[int], bool]]
-    """The ids of each part, and whether they count; the last part is the last answer."""
+    """The token ids of each part, and whether they count; the last part is the last answer."""
     item: Instruction | Conversation
+    """The sample as text."""
     bytes: int = 0
-    """UTF-8 bytes of its answers."""
+    """The number of UTF-8 bytes of the sample's answers."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """The number of tokens of the sample."""
         return sum(len(ids) for ids, _ in self.parts)
 
 
@@ -250,11 +264,11 @@ def samples_of(
     cut: int = 0,
     template: ChatTemplate | None = None,
 ) -> Examples:
-    """Samples, one after another."""
+    """Collect samples in a split; the arguments are fields of `Examples`."""
     parts = [part for sample in samples for part in sample.parts]
     return Examples(
         torch.tensor([id for ids, _ in parts for id in ids], dtype=torch.int32),
-        torch.tensor([said for ids, said in parts for _ in ids]),
+        torch.tensor([counts for ids, counts in parts for _ in ids]),
         torch.tensor([sample.tokens for sample in samples]),
         torch.tensor([len(sample.parts[-1][0]) for sample in samples]),
         torch.tensor([sample.bytes for sample in samples]),
@@ -266,10 +280,17 @@ def samples_of(
 
 
 def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
-    """The samples, and after them each again with every other of its choices as the answer.
+    """Append a row for each sample and each of its other choices, with the choice as the answer.
 
-    Second, the samples that the added rows are of: (added,) int64. A row is cut after window + 1
-    tokens, which leaves something of any choice.
+    Args:
+        base: The base whose tokenizer encodes the choices.
+        samples: The samples.
+        window: The maximum number of predicted tokens; longer rows are truncated to window + 1
+            tokens, which keeps at least one token of any choice.
+
+    Returns:
+        The samples followed by the added rows; and the index of each added row's sample, (added,)
+        int64.
     """
     owners: list[int] = []
     texts: list[Sequence[str]] = []
@@ -279,28 +300,28 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
         if isinstance(item, Instruction):
             texts += [replace(item, answer=choice).parts for choice in others]
         elif others:
-            assert samples.template is not None, "as all conversations"
-            *before, _ = parts_of(item, samples.template)
+            assert samples.template is not None, "a conversation needs a chat template"
+            *prompt_parts, _ = parts_of(item, samples.template)
             lead, end = samples.template.around
-            texts += [[*before, f"{lead}{choice}{end}"] for choice in others]
+            texts += [[*prompt_parts, f"{lead}{choice}{end}"] for choice in others]
     if not texts:
         return samples, torch.zeros(0, dtype=torch.int64)
     encoder, eos = bare_encoder(base.tokenizer)
     rows: list[Sample] = []
     items = [samples.items[owner] for owner in owners]
     for item, parts in zip(items, PartEncoder(encoder).batch(texts), strict=True):
-        *prompt, answer = (part.ids for part in parts)
-        before = [id for ids in prompt for id in ids]
+        *prompt_ids, answer = (part.ids for part in parts)
+        prompt = [id for ids in prompt_ids for id in ids]
         if samples.template is None:
-            before, answer = [base.context_token, *before], [*answer, eos]
-        before = before or [base.context_token]
-        answer = answer[: window + 1 - len(before)]
-        rows.append(Sample([(before, False), (answer, True)], item))
+            prompt, answer = [base.context_token, *prompt], [*answer, eos]
+        prompt = prompt or [base.context_token]
+        answer = answer[: window + 1 - len(prompt)]
+        rows.append(Sample([(prompt, False), (answer, True)], item))
     return joined([samples, samples_of(rows)]), torch.tensor(owners)
 
 
 class Scorer(Protocol):
-    """A model that is scored on a held-out text."""
+    """A model to evaluate, with the sizes of its inputs; the argument of `Split.measured`."""
 
     @property
     def base(self) -> Base:
@@ -309,35 +330,40 @@ class Scorer(Protocol):
 
     @property
     def window(self) -> int:
-        """Tokens that a window or a sample predicts at most."""
+        """The maximum number of tokens that a window or a sample predicts."""
         ...
 
     @property
     def batch(self) -> int:
-        """Windows, samples or pairs that are read at once."""
+        """The number of windows, samples or pairs per forward pass."""
         ...
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the loss of each row's answers: (rows,) float64, in nats."""
+        """Return the loss of each row's answers, in nats: (rows,) float64.
+
+        Args:
+            rows: Samples.
+            batch: The number of rows per forward pass.
+        """
         ...
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each token: (batch, time) float32, in nats."""
+        """Return the loss of each token, in nats: (batch, time) float32."""
         ...
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the answer that the model generates to each row, if any are asked for."""
+        """Return the generated answer to each row's prompt; empty if none are to be generated."""
         ...
 
 
 def even(count: int, most: int) -> Tensor:
-    """At most so many of the numbers 0 .. count-1, evenly spaced."""
-    taken = min(count, most)
-    return torch.arange(taken) * count // taken
+    """Return at most `most` of the indices 0 .. count-1, evenly spaced."""
+    size = min(count, most)
+    return torch.arange(size) * count // size
 
 
 def left_of(taken: Tensor, count: int) -> list[int]:
-    """Return the numbers 0 .. count-1 that are not taken."""
+    """Return the indices 0 .. count-1 that are not in `taken`."""
     left = torch.ones(count, dtype=torch.bool)
     left[taken] = False
     return left.nonzero().flatten().tolist()

@@ -1,6 +1,6 @@
-"""Reading texts and records from files, folders and hub data sets, with errors that say what to do.
+"""Reading of texts and records from files and folders.
 
-Errors begin with the `owner` of the text, such as "Client anna", and name the file.
+Error messages begin with the `owner` of the text, such as "Client anna", and name the file.
 """
 
 import json
@@ -25,28 +25,34 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A field's value that cannot be decoded; an error only if the field is used."""
+    """A field's value that cannot be decoded, which is an error only if the field is used."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Record:
-    """Named fields, and where they were found, for errors: "Client anna: line 3 of notes.jsonl"."""
+    """A record of a file: values by field name, with a place for error messages."""
 
     where: str
+    """The record's place for errors, such as "Client anna: line 3 of notes.jsonl"."""
     fields: dict[str, Any]
+    """The values by field name; NaN and infinity are replaced by None."""
     remedy: str = "Correct the field name in the run file."
-    """The advice that an error about a missing field gives."""
+    """The advice at the end of an error about a missing field."""
 
     def __post_init__(self) -> None:
-        """Treat NaN and infinity, which some programs write for empty cells, as missing values."""
+        """Replace NaN and infinity, which some programs write for empty cells, by None."""
         for name, value in self.fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 self.fields[name] = None
 
     def __getitem__(self, field: str) -> Any:
-        """The field's value, or a `CoterieError` that lists the fields there are."""
+        """Return a field's value.
+
+        Raises:
+            CoterieError: The record has no such field, or its value cannot be decoded.
+        """
         if field not in self.fields:
             names = ", ".join(self.fields) or "none"
             near = process.extractOne(field, list(self.fields), score_cutoff=60)
@@ -60,13 +66,22 @@ class Record:
             )
         return value
 
-    def unfit(self, field: str, value: Any, wanted: str) -> CoterieError:
-        """The error that a field's value is not what is wanted, which `wanted` says, and what to
-        do."""
-        return CoterieError(f"{self.where}: field {field} contains {value!r:.60}, not {wanted}.")
+    def unfit(self, field: str, value: Any, expected: str) -> CoterieError:
+        """Return the error for a field with an unsuitable value.
+
+        Args:
+            field: The field's name.
+            value: The field's value.
+            expected: A description of suitable values, with a remedy: "a list; fix the record".
+        """
+        return CoterieError(f"{self.where}: field {field} contains {value!r:.60}, not {expected}.")
 
     def text(self, fields: Sequence[str]) -> str:
-        """The text of the fields, joined by newlines."""
+        """Return the texts of some fields, joined by newlines.
+
+        Raises:
+            CoterieError: A field is missing, its value is not a text, or the text is not Unicode.
+        """
         values = [self[field] for field in fields]
         for field, value in zip(fields, values, strict=True):
             if not isinstance(value, str):
@@ -86,12 +101,18 @@ class Record:
 
 
 def resolve(root: Path, source: str) -> Path:
-    """The path that a run file names, relative to `root` unless it is absolute."""
+    """Return the absolute path of a run file's `source`, which may be relative to `root`."""
     return root / expanded(source)
 
 
 def find_files(path: Path, owner: str) -> list[Path]:
-    """The file itself, or a folder's usable files at any depth, sorted; hidden ones are skipped."""
+    """Return a file itself, or the sorted data files of a folder and its subfolders.
+
+    Hidden files and folders are skipped.
+
+    Raises:
+        CoterieError: The path does not exist, or is not a data file or a folder with data files.
+    """
     if path.is_dir():
         files, skipped = _listed(path, owner)
         if not files:
@@ -114,13 +135,16 @@ def find_files(path: Path, owner: str) -> list[Path]:
 
 
 def skipped_files(path: Path, owner: str) -> Counter[str]:
-    """Return how many files of a folder `find_files` leaves out: by suffix, hidden ones, and links
-    to folders or to nothing."""
+    """Count the files of a folder that `find_files` skips.
+
+    Returns:
+        The number of files by suffix; of hidden files; of links to folders; and of broken links.
+    """
     return _listed(path, owner)[1] if path.is_dir() else Counter()
 
 
 def _listed(folder: Path, owner: str) -> tuple[list[Path], Counter[str]]:
-    """Return a folder's usable files, and what else it has."""
+    """Return a folder's data files, and counts of the files and links that are skipped."""
 
     def refuse(error: OSError) -> None:
         raise CoterieError(
@@ -149,21 +173,25 @@ def _listed(folder: Path, owner: str) -> tuple[list[Path], Counter[str]]:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Return counts for a sentence, such as "3 .md, 1 hidden"."""
-    return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
+    """Format counts for a sentence, such as "3 .md, 1 hidden"."""
+    return ", ".join(f"{count:,} {noun}" for noun, count in sorted(counts.items()))
 
 
 def listed_first(parts: Sequence[str], most: int = 5) -> str:
-    """Return the first parts for a sentence, and how many more there are: "anna, ben, 2 more"."""
-    more = [f"{len(parts) - most:,} more"] * (len(parts) > most)
-    return ", ".join([*parts[:most], *more])
+    """Format the first parts and the number of others for a sentence: "anna, ben, 2 more"."""
+    rest = [f"{len(parts) - most:,} more"] * (len(parts) > most)
+    return ", ".join([*parts[:most], *rest])
 
 
 _SUFFIX_LIST = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 def read_text(file: Path, owner: str) -> str:
-    """A file's text, exactly, but for a byte order mark; it must be UTF-8."""
+    """Read a UTF-8 file exactly, except for a byte order mark.
+
+    Raises:
+        CoterieError: The file cannot be read, is blank, or is not UTF-8 text.
+    """
     try:
         raw = file.read_bytes()
     except OSError as error:
@@ -186,7 +214,11 @@ def read_text(file: Path, owner: str) -> str:
 
 
 def read_records(file: Path, owner: str) -> Iterator[Record]:
-    """The records of a .jsonl or .parquet file, at least one."""
+    """Yield the records of a .jsonl or .parquet file.
+
+    Raises:
+        CoterieError: The file cannot be read, or has no records.
+    """
     records = _read_parquet if file.suffix.lower() == ".parquet" else _read_jsonl
     empty = True
     for record in records(file, owner):
@@ -216,7 +248,7 @@ def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
 
 
 def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
-    import pyarrow.parquet  # slow to import, and finding files does not need it
+    import pyarrow.parquet  # slow to import, and not needed to list files
 
     number = 0
     try:
@@ -239,7 +271,7 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
 
 
 def parquet_fields(file: Path) -> dict[str, int]:
-    """Return the columns of a Parquet file, each with how many of its records are not null."""
+    """Return the number of values that are not null in each column of a Parquet file."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(file)
@@ -247,15 +279,15 @@ def parquet_fields(file: Path) -> dict[str, int]:
 
 
 def _values(column: "pyarrow.Array") -> list[Any]:
-    """The values of a column; those that Python cannot represent are `Unreadable`."""
+    """Return the values of a column; values that Python cannot represent are `Unreadable`."""
     try:
         return column.to_pylist()
-    except Exception:  # the kinds depend on the column's type
+    except Exception:  # the exception's class depends on the column's type
         return [_value(scalar) for scalar in column]
 
 
 def _value(scalar: "pyarrow.Scalar") -> Any:
     try:
         return scalar.as_py()
-    except Exception as error:  # the kinds depend on the column's type
+    except Exception as error:  # the exception's class depends on the column's type
         return Unreadable(f"{error!s:.80}")

@@ -1,4 +1,4 @@
-"""Several answers to each prompt, as samples, for losses that compare them."""
+"""Groups of samples: several answers to each prompt, for losses that compare answers."""
 
 import builtins
 from collections.abc import Callable, Iterator, Sequence
@@ -19,49 +19,56 @@ from coterie.losses.tokens import Batch
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """What a loss is taken of that compares answers. A subclass defines `loss`."""
+    """A batch of n items for a loss that compares answers. A subclass defines `loss`."""
 
     rows: Batch
-    """The samples of all items, those of an item one after another, its best answer first."""
+    """The samples of all items: item by item, the best answer of each item first."""
     sizes: Tensor
-    """How many samples each item has: (n,) int64."""
+    """The number of samples of each item: (n,) int64."""
 
     @property
     def ids(self) -> Tensor:
-        """A row for each item: the tokens of the sample with its best answer."""
+        """The token ids of each item's sample with the best answer: (n, time + 1) int64."""
         return self.read.ids
 
     @property
     def read(self) -> Batch:
-        """The samples whose tokens a model learns to write: those with the best answers."""
+        """The samples with the best answers, whose tokens the model learns to predict."""
         return self.rows.only(firsts(self.sizes))
 
     @property
     def terms(self) -> int:
-        """The number of terms that the loss is the mean of: items."""
+        """The number of items, over which the loss is the mean."""
         return len(self.sizes)
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Any]:
-        """Return the mean loss of the items, a scalar with a gradient, and what was measured."""
+        """Compute the mean loss of the items.
+
+        Args:
+            model: The model to train.
+
+        Returns:
+            The loss, a scalar with a gradient; and further measurements (`Measures`), or None.
+        """
         raise NotImplementedError
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Return the loss, without a gradient, of items read `at_once`."""
+        """Return the loss without a gradient, from `at_once` items per forward pass."""
         parts = [(p.terms, p.to(device).loss(model)[0]) for p in self.split(at_once)]
         return sum(terms * loss.item() for terms, loss in parts) / self.terms
 
     def to(self, device: torch.device) -> Self:
-        """Return the items with their samples on a device."""
+        """Return the batch on a device."""
         return replace(self, rows=self.rows.to(device))
 
     def by_length(self) -> Self:
-        """Return the items, the shortest first."""
+        """Return the items sorted by the length of their longest sample, the shortest first."""
         assert self.rows.real is not None
         lengths = by_item(self.rows.real.sum(1), self.sizes)
         return self.only(torch.stack([part.amax() for part in lengths]).argsort(stable=True))
 
     def only(self, rows: Tensor) -> Self:
-        """Return some of the items, by their numbers."""
+        """Return the items with the indices `rows`, in that order."""
         chosen = self.rows.only(rows_of(self.sizes, rows))
         return replace(self, rows=chosen, sizes=self.sizes[rows])
 
@@ -73,17 +80,19 @@ class GroupBatch:
 
 @dataclass(frozen=True)
 class Groups:
-    """A split of answers that are compared. A subclass defines `batch` and `measured`.
-
-    rows: the samples of all items, those of an item one after another, its best answer first; only
-    the last answer of a conversation counts. sizes: how many samples each item has, (n,) int64.
-    too_long: how many items did not fit, of which one answer or several were too long.
-    """
+    """A split of n items with several answers each. A subclass defines `batch` and `measured`."""
 
     rows: Examples
+    """The samples of all items: item by item, the best answer of each item first.
+
+    In a conversation, only the last answer counts towards the loss.
+    """
     sizes: Tensor
+    """The number of samples of each item: (n,) int64."""
     items: tuple[Ranking, ...]
+    """The items as text."""
     too_long: int = 0
+    """The number of items left out because one of their samples did not fit the window."""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -101,59 +110,59 @@ class Groups:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of the best answers."""
+        """The number of UTF-8 bytes of the best answers."""
         return self.best.bytes
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """No item is a question with a right answer."""
+        """Empty: no item has a single right answer."""
         return ()
 
     @property
     def beginnings(self) -> Examples:
-        """The samples that are read as texts: those with the best answers."""
+        """The samples with the best answers, each of which is read on its own."""
         return self.best
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference's log-likelihoods are still to be computed."""
+        """Whether the reference's log-likelihoods must still be computed; by default False."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> Self:
-        """Return the items with their reference, if they need one."""
+        """Return the items with the reference that `make` computes; by default without one."""
         return self
 
     def samples(self, window: int, step: int) -> Self:
-        """Return what a batch is drawn from: whole items, whatever the window."""
+        """Return the split itself: batches consist of whole items, whatever the window."""
         return self
 
     def without(self, taken: Tensor, window: int) -> Self:
-        """Return the items but those with the numbers `taken`, in their order."""
+        """Return the items except those with the indices `taken`, in order."""
         return self.only(left_of(taken, len(self)))
 
     def few(self, most: int, window: int, context: int) -> Self:
-        """Return at most so many items, evenly spaced."""
+        """Return at most `most` items, evenly spaced."""
         return self.only(even(len(self), most).tolist())
 
     def sample_tokens(self, window: int) -> float:
-        """Return the tokens that an item has, on average."""
+        """Return the mean number of tokens of an item, in all its samples."""
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return what a run folder records of the split, beside its tokens."""
+        """Return the number of items, and of those left out, for the run folder."""
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return what is compared with other splits: the items."""
+        """Return the items as text, for the search for duplicates."""
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield what identifies the split: tokens, and what makes items of them."""
+        """Yield the contents that identify the split: tokens, and the borders of items."""
         yield from self.rows.digested()
         yield self.sizes.numpy().tobytes()
 
     def only(self, chosen: Sequence[int]) -> Self:
-        """Return these items, in this order."""
+        """Return the items with the indices `chosen`, in that order."""
         numbers = torch.as_tensor(chosen)
         return replace(
             self,
@@ -163,31 +172,39 @@ class Groups:
         )
 
     def batch(self, chosen: Tensor) -> GroupBatch:
-        """Return the items with these numbers, padded at their ends to the longest sample."""
+        """Return the items with the indices `chosen`, right-padded to the longest sample."""
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return the first two fields of a batch of the items with these numbers."""
+        """Return the fields `rows` and `sizes` of the batch of the items `chosen`."""
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return what a model does with the items, and further figures for reports."""
+        """Return a model's losses on the items, and further figures; see `Split.measured`."""
         raise NotImplementedError
 
 
 def by_item(rows: Tensor, sizes: Tensor) -> Sequence[Tensor]:
-    """Return the values of each item's samples, given those of all samples: n times (size,)."""
+    """Split values of samples by item.
+
+    Args:
+        rows: A value for each sample of all items: (rows, ...).
+        sizes: The number of samples of each item: (n,).
+
+    Returns:
+        n tensors, each (size, ...).
+    """
     counts: list[int] = sizes.tolist()
     return rows.split(counts)
 
 
 def firsts(sizes: Tensor) -> Tensor:
-    """Return the row of each item's best answer: (n,)."""
+    """Return the row of each item's best answer, given the items' sizes: (n,)."""
     return sizes.cumsum(0) - sizes
 
 
 def rows_of(sizes: Tensor, chosen: Tensor) -> Tensor:
-    """Return the rows of some items' samples among those of all items of these sizes: (rows,)."""
+    """Return the rows of the samples of the items `chosen`, given all items' sizes: (rows,)."""
     counts = sizes[chosen]
     inside = torch.arange(int(counts.sum())) - firsts(counts).repeat_interleave(counts)
     return firsts(sizes)[chosen].repeat_interleave(counts) + inside
@@ -196,12 +213,15 @@ def rows_of(sizes: Tensor, chosen: Tensor) -> Tensor:
 def grouped(
     items: Sequence[Ranking], how: Encoding, noun: str
 ) -> tuple[Examples, Tensor, tuple[Ranking, ...], int]:
-    """Return the fields of `Groups`; items with a sample that does not fit are left out.
+    """Encode items with several answers; leave out items with a sample that does not fit.
 
     Args:
         items: Prompts with their answers.
-        how: How they become tokens.
-        noun: What an item is, for errors, such as "pair".
+        how: The tokenizer and the settings of the encoding.
+        noun: The word for an item in errors, such as "pair".
+
+    Returns:
+        The fields of `Groups`.
 
     Raises:
         CoterieError: No item is left.
@@ -211,12 +231,12 @@ def grouped(
     samples: list[Sample] = []
     too_long = 0
     for item in items:
-        found = [_sample(answer, how, encoder) for answer in item.answers]
-        if max(sample.tokens for sample in found) > how.window + 1:
+        item_samples = [_sample(answer, how, encoder) for answer in item.answers]
+        if max(sample.tokens for sample in item_samples) > how.window + 1:
             too_long += 1
         elif how.limit is None or len(kept) < how.limit:
             kept.append(item)
-            samples += found
+            samples += item_samples
     if not kept:
         size = f"at most {how.window} tokens ({len(items)} are longer)"
         fitting = f"{noun} whose samples have {size}; raise data.window"
@@ -226,7 +246,7 @@ def grouped(
 
 
 def _sample(item: Instruction | Conversation, how: Encoding, encoder: PartEncoder) -> Sample:
-    """Return a prompt with one of its answers as tokens, of which those of the answer count."""
+    """Encode a prompt with one of its answers; only the answer counts towards the loss."""
     texts = parts_of(item, how.template)
     ids = encoder.ids(texts)
     if isinstance(item, Instruction):
@@ -234,7 +254,7 @@ def _sample(item: Instruction | Conversation, how: Encoding, encoder: PartEncode
         ids = [[first, *ids[0]], [*ids[1], end]]
         size = len(item.answer.encode())
     else:
-        assert how.template is not None, "there are conversations"
+        assert how.template is not None, "a conversation needs a chat template"
         size = len(texts[-1].removesuffix(how.template.around[1]).strip().encode())
-    *before, last = ids
-    return Sample([*((part, False) for part in before), (last, True)], item, size)
+    *prompt, answer = ids
+    return Sample([*((part, False) for part in prompt), (answer, True)], item, size)

@@ -1,4 +1,4 @@
-"""What a model learns from: an instruction, a conversation, or a ranking of answers."""
+"""Items of training data as text: instructions, conversations, and rankings of answers."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
 class Item(Protocol):
-    """What a record of any kind becomes, except plain text."""
+    """A record of any kind of data except plain text, as an immutable value."""
 
     @property
     def text(self) -> str:
-        """The prompt and the answers, by which copies are found."""
+        """The prompt with all answers; items with equal texts are exact duplicates."""
         ...
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The record's own texts, without a template."""
+        """The texts of the record itself, without the text of a template."""
         ...
 
     @property
@@ -28,27 +28,30 @@ class Item(Protocol):
 
 @dataclass(frozen=True)
 class Instruction:
-    """A prompt as the model sees it, the answer wanted, and the answers to choose from, if any."""
+    """A prompt with its right answer."""
 
     prompt: str
+    """The prompt as the model reads it."""
     answer: str
+    """The right answer."""
     choices: tuple[str, ...] = ()
+    """The answers to choose from, if any."""
     fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The fields of the record that made the prompt and the answer, where a template did."""
+    """The record's fields that a template rendered as the prompt and the answer."""
     where: str = field(default="The sample", compare=False, repr=False)
     """The record's place for errors, such as "Client anna: line 3 of notes.jsonl"."""
 
     @property
     def text(self) -> str:
-        """Prompt and answer."""
+        """The prompt and the answer."""
         return f"{self.prompt}\n{self.answer}"
 
     @property
     def parts(self) -> tuple[str, str]:
-        """Prompt and answer as they are encoded: a space between them belongs to the answer.
+        """The prompt and the answer as they are encoded, with a space before the answer.
 
-        Tokenizers join a space to the word after it. A prompt that ends with a line break needs
-        none.
+        Tokenizers join a space to the word after it, so the space is part of the answer. There is
+        no space after a prompt that is empty or ends with a newline.
         """
         prompt = self.prompt.rstrip(" ")
         between = "" if prompt.endswith("\n") or not prompt else " "
@@ -56,63 +59,64 @@ class Instruction:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The record's own texts, without the template."""
+        """The texts of the record's fields; without a template, the prompt and the answer."""
         return self.fields or (self.prompt, self.answer)
 
 
 class Turn(NamedTuple):
-    """What somebody said."""
+    """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
     @property
     def answer(self) -> str:
-        """What is said, without the thinking that an assistant may begin with, and the space around
-        it."""
+        """The content without an assistant's thinking and without surrounding white space."""
         return (parted(self.content)[1] if self.role == "assistant" else self.content).strip()
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, of which the assistant's last is the last.
-
-    where: for errors, such as "Client anna: line 3 of chats.jsonl".
-    """
+    """A conversation whose last turn is the assistant's."""
 
     turns: tuple[Turn, ...]
     where: str = "The conversation"
+    """The record's place for errors, such as "Client anna: line 3 of chats.jsonl"."""
     choices: tuple[str, ...] = ()
-    """Answers to choose the last from, if any."""
+    """The choices for the last answer, if any."""
     fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The fields of the record that made the turns, where a template did."""
+    """The record's fields that a template rendered as the turns."""
 
     @property
     def answer(self) -> str:
-        """What the assistant says last."""
+        """The assistant's last answer, without thinking."""
         return self.turns[-1].answer
 
     @property
     def text(self) -> str:
-        """All that is said."""
+        """The contents of all turns."""
         return "\n".join(turn.content for turn in self.turns)
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The record's fields; elsewhere what the system prompt, the user and the assistant say."""
+        """The texts of the record's fields; without a template, the contents of turns by role."""
         return self.fields or tuple(
             "\n".join(turn.content for turn in self.turns if turn.role == role)
             for role in ("system", "user", "assistant")
         )
 
     def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
-        """The system prompt, if any, and the turns in parts that each end with an answer."""
+        """Divide the conversation into exchanges.
+
+        Returns:
+            The system prompt, if any; and the other turns, divided after each answer.
+        """
         first = 1 if self.turns[0].role == "system" else 0
         parts: list[tuple[Turn, ...]] = []
         start = first
         for end in range(first + 1, len(self.turns) + 1):
-            after = self.turns[end].role if end < len(self.turns) else "user"
-            if self.turns[end - 1].role == "assistant" and after != "assistant":
+            next_role = self.turns[end].role if end < len(self.turns) else "user"
+            if self.turns[end - 1].role == "assistant" and next_role != "assistant":
                 parts.append(self.turns[start:end])
                 start = end
         return self.turns[:first], parts
@@ -120,9 +124,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The same prompt with several answers, the best first; all are of one kind."""
+    """A prompt with several answers, ranked from best to worst."""
 
     answers: tuple[Instruction | Conversation, ...]
+    """The prompt with each answer, the best first; all instructions, or all conversations."""
 
     @property
     def where(self) -> str:
@@ -136,11 +141,11 @@ class Ranking:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The record's own texts: the prompt and all answers."""
+        """The texts of the record itself: the prompt and all answers."""
         return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 
 
 def parted(content: str) -> tuple[str | None, str]:
-    """The thinking that an answer begins with, if there is any, and the rest."""
-    found = _THINKING.fullmatch(content)
-    return (found[1].strip(), found[2]) if found else (None, content)
+    """Split an answer into the thinking that it begins with (None without any) and the rest."""
+    match = _THINKING.fullmatch(content)
+    return (match[1].strip(), match[2]) if match else (None, content)

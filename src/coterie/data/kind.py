@@ -1,7 +1,8 @@
-"""What a kind of data is, and the kinds by name: own ones, registered ones and those of plugins.
+"""The interface of a kind of data, and the registry of kinds.
 
-The package's own kinds are in `data/kinds/`, one file each. A kind is imported when it is asked for
-by its name; names, settings and what a kind declares need no torch.
+The built-in kinds are in `data/kinds/`, one file each, and are imported when they are first looked
+up by name; this module does not import torch. docs/develop/metrics-and-data.md describes how to
+write a kind.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,26 +23,48 @@ if TYPE_CHECKING:
 
 
 class DataKind(BaseModel):
-    """A kind of data: how records become items, and items a split.
+    """A kind of data: it reads records as items, and encodes items as a split of tokens.
 
-    A subclass defines `name`, `summary`, `used`, `items` and `encode`. Its fields are its settings.
+    A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
+    `coterie.register` or loaded with `--plugin FILE.py`. Its pydantic fields are its settings in
+    the run file (`data.kind`). A kind whose items are instructions, read from other fields::
+
+        class Questions(DataKind):
+            name = "questions"
+            summary = "a question with its answer"
+            offers = frozenset({"nothing", "answers"})
+
+            def used(self):
+                return {"question", "answer"}
+
+            def items(self, records):
+                return [
+                    Instruction(r.text(["question"]), r.text(["answer"]), where=r.where)
+                    for r in records
+                ]
+
+            def encode(self, items, how):
+                return examples(items, how)  # from coterie.data.kinds.instructions
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    """In run files: `data.kind`."""
+    """The kind's name in run files (`data.kind`)."""
     summary: ClassVar[str]
-    """What a record is, in one line."""
+    """A description of a record, in one line."""
     offers: ClassVar[frozenset[Needs]] = frozenset({"nothing"})
-    """What metrics can be computed from."""
+    """The inputs of metrics that the kind's splits provide (`Metric.needs`)."""
     compares: ClassVar[bool] = False
-    """Whether the loss compares several answers to a prompt. Methods that learn in another way than
-    by local training cannot learn such a kind, and no public set can be of it."""
+    """Whether the loss compares several answers to a prompt.
+
+    If so, the kind works only with methods that train through `LocalTraining`, and cannot be the
+    kind of a public set.
+    """
     referenced: ClassVar[bool] = False
-    """Whether the loss compares the model with a reference, as `training.dpo` describes."""
+    """Whether the loss compares the model with a reference model (`training.dpo`)."""
     rows: ClassVar[int] = 1
-    """Samples that an item is read as, about; for estimates of memory."""
+    """The approximate number of samples per item, for estimates of memory."""
 
     @property
     def chats(self) -> bool:
@@ -49,50 +72,81 @@ class DataKind(BaseModel):
         return False
 
     def has_chats(self, items: Sequence[Any]) -> bool:
-        """Return whether a chat template renders any of these items."""
+        """Return whether any of some items is rendered through a chat template.
+
+        Args:
+            items: Items that this kind has read.
+
+        Returns:
+            By default, `chats`.
+        """
         return self.chats
 
     def used(self) -> set[str]:
-        """Return the fields of a record that are read."""
+        """Return the record fields that the kind reads.
+
+        Returns:
+            The names of the fields. `coterie data` reports all other fields as unused.
+        """
         raise NotImplementedError
 
     def items(self, records: Sequence[Record]) -> Iterable[Any]:
-        """Return the item of every record of one source, in their order.
+        """Read records as items.
 
-        An item is frozen and has the properties of `coterie.data.items.Item`.
+        Args:
+            records: All records of one source (a file, a folder or a data set), in order.
+
+        Returns:
+            One item per record, in order. An item is immutable and has the properties of
+            `coterie.data.items.Item`.
 
         Raises:
-            CoterieError: A record is of no use; the error begins with `record.where`.
+            CoterieError: A record is invalid. The message begins with `record.where`.
         """
         raise NotImplementedError
 
     def encode(self, items: Sequence[Any], how: "Encoding") -> "Split":
-        """Return items as tokens; those that do not fit the window are left out and counted.
+        """Encode items as a split of tokens.
+
+        Args:
+            items: Items that this kind has read.
+            how: The tokenizer, the window, the limit, and the chat template.
+
+        Returns:
+            The split. Items that do not fit the window are left out and counted.
 
         Raises:
-            CoterieError: No item is left; see `how.nothing`.
+            CoterieError: No item is left; `how.nothing` creates the error.
         """
         raise NotImplementedError
 
     def described(self) -> dict[str, Any]:
-        """Return name and settings as a run file would give them."""
+        """Describe the kind as in a run file.
+
+        Returns:
+            The value of the run file's key `data.kind`: a mapping of `name` and the settings.
+        """
         return {"name": self.name, **self.model_dump(mode="json")}
 
 
 def register(kind: Any) -> Any:
-    """Register a class of data under its `name`, for as long as this process runs.
+    """Register a class of data under its `name`, until this process ends.
+
+    Args:
+        kind: A subclass of `DataKind`.
 
     Returns:
         The class, so that the function can be used as a decorator.
 
     Raises:
-        CoterieError: The class is no kind of data with a name and a summary, or the name is taken.
+        CoterieError: The class is not a kind of data with a name and a summary, or the name is
+            taken.
     """
     if not (isinstance(kind, type) and issubclass(kind, DataKind)):
         raise CoterieError(
             f"{kind!r} is not a kind of data; it must be a subclass of coterie.DataKind."
         )
-    check_named(kind, DATA_KINDS.noun, "summary", ": one line on what a record is")
+    check_named(kind, DATA_KINDS.noun, "summary", ": a description of a record in one line")
     DATA_KINDS.add(kind.name, kind)
     return kind
 
@@ -107,10 +161,10 @@ OWN = {
     "messages": ("conversations", "Messages"),
     "preferences": ("preferences", "Preferences"),
 }
-"""The package's own kinds: by name, the file and the class."""
+"""The built-in kinds: the file and the class of each, by name."""
 DATA_KINDS: Registry[type[DataKind]] = Registry(
     noun="data kind",
-    builtin={name: partial(_builtin, *home) for name, home in OWN.items()},
+    builtin={name: partial(_builtin, *location) for name, location in OWN.items()},
     group="coterie.data_kinds",
     accept=register,
     advice="--plugin FILE.py adds your own.",

@@ -1,4 +1,4 @@
-"""Reading what is divided among clients: one data set with labels or without, or one per label."""
+"""Reading of the data set that is divided among clients, with the labels of its records."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,10 +14,19 @@ from coterie.errors import CoterieError
 
 
 def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tuple[str, Any]]]:
-    """By split, the label of everything with its text, or with its sample.
+    """Read the data set of a run file's section `divide:`.
 
-    Splits are "train", which is to be divided, and those that the data set has of its own. Raises
-    `CoterieError` as `instructions` does, or if a source cannot be read or holds no text.
+    Args:
+        spec: The section `divide:`.
+        data: The section `data:`.
+        root: The folder to which relative paths refer.
+
+    Returns:
+        The label of each record with its text or item, by split: "train", which is to be divided,
+        and the validation and test splits that the data set has of its own, if any.
+
+    Raises:
+        CoterieError: A source cannot be read or has no text, or a record is invalid.
     """
     specs = {"train": spec}
     for split in ("validation", "test"):
@@ -25,59 +34,64 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
             local = isinstance(spec.source, str) and resolve(root, spec.source).exists()
             specs[split] = spec.model_copy(update={"source" if local else "split": given})
     if not data.samples:
-        return {split: _texts(one, data, root) for split, one in specs.items()}
-    found = _samples(specs, data, root)
-    for split, records in found.items():
+        return {split: _texts(split_spec, data, root) for split, split_spec in specs.items()}
+    samples = _samples(specs, data, root)
+    for split, records in samples.items():
         if not records:
-            raise CoterieError(f"divide: no {split} record is left; correct divide.where.")
-    return found
+            raise CoterieError(
+                f"divide: divide.where is true for no {split} record; correct divide.where."
+            )
+    return samples
 
 
 def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]]:
-    """The label and the text of everything that is not blank, in the sources' order."""
-    found: list[tuple[str, str]] = []
+    """Return the labels and texts of all records that are not blank, source by source."""
+    texts: list[tuple[str, str]] = []
     for label, source in _sources(spec).items():
-        records, cut = _read(label, source, spec, root)
-        texts = [(record, record.text(data.fields)) for record in records]
-        texts += [(part, part.text(["text"])) for part in cut]
-        some = [(_label(record, spec, label), text) for record, text in texts if text.strip()]
-        if not some:
+        records, text_pieces = _read(label, source, spec, root)
+        by_record = [(record, record.text(data.fields)) for record in records]
+        by_record += [(piece, piece.text(["text"])) for piece in text_pieces]
+        of_source = [
+            (_label(record, spec, label), text) for record, text in by_record if text.strip()
+        ]
+        if not of_source:
             raise CoterieError(
                 f"divide: {source.source} has no records that contain text; name another field, "
                 "or correct divide.where."
             )
-        found += some
-    return found
+        texts += of_source
+    return texts
 
 
 def _samples(
     specs: Mapping[str, DivideSpec], data: DataSpec, root: Path
 ) -> dict[str, list[tuple[str, Any]]]:
-    """By split, the label, and prompt with answer, conversation or preference, of every record.
+    """Return the labels and items of all records, by split.
 
-    The pieces of .txt files are records of their text and their label, and for the answers to
-    choose from all pieces are of one source: so a template over `text` can ask whose it is.
+    A piece of a .txt file becomes a record with its text and its label, so that a template over
+    `text` can ask for the label. The pieces of all sources are read together, as an answer's
+    choices are collected from all of them.
     """
-    found: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
-    cut: dict[str, list[Record]] = {split: [] for split in specs}
+    samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
+    text_pieces: dict[str, list[Record]] = {split: [] for split in specs}
     for label in _sources(specs["train"]):
-        whole: dict[str, list[Record]] = {}
-        for split, one in specs.items():
-            whole[split], parts = _read(label, _sources(one)[label], one, root)
-            cut[split] += parts
-        for split, items in items_by_split(whole, data).items():
-            labels = [_label(record, specs[split], label) for record in whole[split]]
-            found[split] += zip(labels, items, strict=True)
-    for split, items in items_by_split(cut, data).items():
-        labels = [part.fields[specs[split].label] for part in cut[split]]
-        found[split] += zip(labels, items, strict=True)
-    return found
+        records: dict[str, list[Record]] = {}
+        for split, spec in specs.items():
+            records[split], split_pieces = _read(label, _sources(spec)[label], spec, root)
+            text_pieces[split] += split_pieces
+        for split, items in items_by_split(records, data).items():
+            labels = [_label(record, specs[split], label) for record in records[split]]
+            samples[split] += zip(labels, items, strict=True)
+    for split, items in items_by_split(text_pieces, data).items():
+        labels = [piece.fields[specs[split].label] for piece in text_pieces[split]]
+        samples[split] += zip(labels, items, strict=True)
+    return samples
 
 
 def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
-    """Each label's source, sorted by label.
+    """Return the source of each label, sorted by label.
 
-    One data set has the label "" where labels are not needed, else None: its records tell theirs.
+    The label of a single source is "" if labels are not needed, else None: its records have labels.
     """
     if isinstance(spec.source, str):
         label = "" if spec.by == "even" else None
@@ -89,34 +103,38 @@ def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
 
 
 def _label(record: Record, spec: DivideSpec, label: str | None) -> str:
-    """The label of a record's source, or else the record's own."""
+    """Return the label of a record's source; if that is None, the label in the record's field."""
     if label is not None:
         return label
     value = record[spec.label]
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        wanted = "a label (a text or a whole number); fix the record or set divide.label"
-        raise record.unfit(spec.label, value, wanted)
+        expected = "a label (a text or a whole number); fix the record or set divide.label"
+        raise record.unfit(spec.label, value, expected)
     return Record(record.where, {spec.label: str(value)}).text([spec.label])
 
 
 def _read(
     label: str | None, source: SourceSpec, spec: DivideSpec, root: Path
 ) -> tuple[list[Record], list[Record]]:
-    """The records of a source for which `divide.where` is true; and, as records, the pieces of its
-    .txt files, of `spec.piece` characters or more."""
-    path = resolve(root, source.source)
-    cut: list[Record] = []
+    """Read a source.
 
-    def kept(record: Record) -> bool:
+    Returns:
+        The records for which `divide.where` is true; and the pieces of .txt files as records, each
+        of at least `spec.piece` characters.
+    """
+    path = resolve(root, source.source)
+    text_pieces: list[Record] = []
+
+    def is_included(record: Record) -> bool:
         return spec.where is None or holds(spec.where, record)
 
     if not path.exists():
-        found = _read_hub(source.source, source.subset, spec.split, root)
-        return list(filter(kept, found)), cut
+        hub_records = _read_hub(source.source, source.subset, spec.split, root)
+        return list(filter(is_included, hub_records)), text_pieces
     records: list[Record] = []
     for file in find_files(path, "divide"):
         if file.suffix.lower() != ".txt":
-            records += filter(kept, read_records(file, "divide"))
+            records += filter(is_included, read_records(file, "divide"))
             continue
         if label is None:
             raise CoterieError(
@@ -126,13 +144,16 @@ def _read(
         for number, text in enumerate(pieces(read_text(file, "divide"), spec.piece), start=1):
             if text.strip():
                 where = f"divide: piece {number} of {file}"
-                cut.append(Record(where, {spec.label: label, "text": text}))
-    return records, cut
+                text_pieces.append(Record(where, {spec.label: label, "text": text}))
+    return records, text_pieces
 
 
 def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Record]:
-    """The records of one split of a data set of the Hugging Face hub, from its cache or over the
-    network; numbers in class labels' fields become the classes' names."""
+    """Read one split of a Hugging Face hub data set, from the cache or over the network.
+
+    Class labels, which the data set stores as numbers, are replaced by their names. Records without
+    a class label are skipped.
+    """
     missing = (
         f"divide: {name} is neither a file or folder under {root} nor an available data set "
         "on the hub"
@@ -143,13 +164,13 @@ def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Rec
     )
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
         raise CoterieError(f"{missing}; {remedy}.")
-    import datasets  # seconds to import, and only needed here
+    import datasets  # takes seconds to import, and is needed only for hub data sets
 
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         table = cast("datasets.Dataset", datasets.load_dataset(name, subset, split=split))
-    except Exception as error:  # the kinds depend on the hub's client, the network and the format
+    except Exception as error:  # its class depends on the hub's client, the network and the format
         raise CoterieError(f"{missing} ({error}); {remedy}.") from error
     finally:
         if shown:
@@ -162,7 +183,7 @@ def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Rec
     records: list[Record] = []
     for number, row in enumerate(cast("Iterable[dict[str, Any]]", table), start=1):
         if any(row[field] == -1 for field in classes):
-            continue  # the data set's way to say that a record has no label
+            continue  # -1 marks a record without a label
         named = {field: names.get(row[field]) for field, names in classes.items()}
         records.append(Record(f"divide: record {number} of {name}", row | named))
     return records

@@ -1,4 +1,4 @@
-"""What a model did with a text, from which metrics are computed."""
+"""A model's losses and answers on a split, from which metrics are computed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,47 +8,61 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORST = 700.0
-"""Nats per token of a text, or an answer, whose loss is not finite; its exponential still is."""
+"""The loss per token, in nats, that replaces a loss that is not finite; its exponential is."""
 Needs = Literal["nothing", "answers", "choices", "pairs"]
-"""What a metric is computed from: the losses of any items alone (nothing), answers that the model
-generates, answers to choose from, or pairs of answers."""
+"""The input of a metric besides the items' losses.
+
+"nothing"; the answers that the model generates ("answers"); the losses of all answers to choose
+from ("choices"); or preferences between pairs of answers ("pairs").
+"""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The losses of all answers that samples have to choose from; rows: samples, then others."""
+    """The losses of all choices of n samples.
+
+    The first n rows are the samples with their right answers; the other rows are samples with other
+    choices.
+    """
 
     nats: "Tensor"
-    """The loss of each row's answer: (rows,) float64."""
+    """The loss of each row's answer, in nats: (rows,) float64."""
     tokens: "Tensor"
-    """The tokens of each row's answer: (rows,) int64."""
+    """The number of tokens of each row's answer: (rows,) int64."""
     owners: "Tensor"
-    """The sample that each row is an answer to: (rows,) int64; the first rows are 0, 1, ..."""
+    """The index of each row's sample: (rows,) int64, beginning with 0 .. n-1."""
     given: Sequence[bool]
-    """Whether a sample has answers to choose from, by sample."""
+    """Whether each sample has answers to choose from: n values."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model did with the n items of a text: windows, samples or pairs."""
+    """A model's losses and answers on the n items of a split: windows, samples or pairs."""
 
     nats: "Tensor"
-    """The negative log-likelihood of each item: (n,) float64."""
+    """The negative log-likelihood of each item, in nats: (n,) float64."""
     tokens: "Tensor"
-    """The tokens of each item: (n,) int64."""
+    """The number of predicted tokens of each item: (n,) int64."""
     answers: Sequence[str] = ()
-    """The right answers, where the items are samples."""
+    """The right answer of each item, if the items are samples."""
     texts: Sequence[str] = ()
-    """The answers that the model generated, where a metric may need them."""
+    """The answer that the model generated for each item, if answers were generated."""
     choices: Choices | None = None
+    """The losses of all choices, if any sample has choices."""
     preferred: Sequence[float] = ()
-    """1 for each pair whose chosen answer has the higher reward, half where rewards are equal; of
-    more answers than two, the mean over their pairs."""
+    """For each pair, 1 if the chosen answer has the higher reward, 0.5 for a tie, else 0.
+
+    For an item with more than two answers, the mean over its pairs.
+    """
     loss: float | None = None
-    """The mean of the loss that is learnt, where it is none of single tokens."""
+    """The mean of the training loss, if that is not the cross-entropy of tokens; else None."""
 
     def offers(self, needs: Needs) -> bool:
-        """Return whether a metric that needs this can be computed."""
+        """Return whether the input of a metric was measured.
+
+        Args:
+            needs: The input (`Metric.needs`).
+        """
         offered = {
             "nothing": True,
             "answers": bool(self.texts),
@@ -59,12 +73,12 @@ class Measured:
 
 
 def finite(nats: "Tensor", tokens: "Tensor") -> "Tensor":
-    """Return losses in which those that are not finite, after divergence, are `WORST` per token.
+    """Replace losses that are not finite, after divergence, by `WORST` per token.
 
-    Results are JSON, which has neither NaN nor infinity.
+    Results are stored as JSON, which has neither NaN nor infinity.
 
     Args:
-        nats: The loss of each text or answer, (n,).
-        tokens: How many tokens each has, (n,).
+        nats: The loss of each text or answer, in nats: (n,).
+        tokens: The number of tokens of each text or answer: (n,).
     """
     return nats.where(nats.isfinite(), WORST * tokens)

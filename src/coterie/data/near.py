@@ -1,7 +1,7 @@
-"""Near duplicates: records that differ in so little that one tells what is in the other.
+"""Search for near duplicates: records with almost equal contents.
 
-A record is compared part by part (its instruction, its input, its answer, or what each role says in
-a conversation), and never with the text of a template.
+Records are compared part by part (the instruction, the input and the answer, or the turns of each
+role in a conversation), without the text of templates.
 """
 
 import re
@@ -12,36 +12,39 @@ import numpy
 from numpy.typing import NDArray
 
 NEAR = 0.8
-"""Jaccard similarity of two texts' shingles from which they are nearly the same."""
+"""The minimum Jaccard similarity of the shingles of two near duplicates."""
 SHINGLE = 8
-"""Bytes of a shingle: a run of text, in lower case and with single spaces."""
+"""The length of a shingle in bytes. Shingles are taken from lower-case text with single spaces."""
 COMMON = 50
-"""A shingle in more records than this proposes no pairs, which bounds how many are compared."""
+"""The maximum number of records with a shingle that proposes pairs; bounds the comparisons."""
 FEW = 3
-"""A shingle that no more records than this contain is never boilerplate."""
+"""The number of records up to which a common shingle is never boilerplate."""
 AGREEING = 0.25
-"""Share of other records that must agree with one of a pair where the pair differs, or else what
-they all have in common is boilerplate."""
+"""The minimum share of other records that must agree with one record of a pair.
+
+Agreement is measured on the shingles in which the pair differs. If fewer records agree, the text
+that the pair has in common with them is boilerplate.
+"""
 BANDS, ROWS = 20, 5
-"""MinHash bands and rows: two texts with similarity 0.8 are missed once in 2,800 times."""
+"""MinHash bands and rows: texts with similarity 0.8 are missed with a probability of 1 / 2,800."""
 
 Hashes = NDArray[numpy.uint32]
 _NUMBER = re.compile(r"\d+")
 _DIGITS = 16
-"""Characters that a number counts as, because another number is another content."""
+"""The length to which a number is repeated, as a different number is different content."""
 
 
 def near_pairs(
     records: Sequence[Sequence[str]], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[tuple[int, int]]:
-    """Return the pairs a < b of distinct records that are nearly the same, in order.
+    """Return the pairs (a, b), a < b, of records that are near duplicates, sorted.
 
-    Two records are nearly the same if each part of one is nearly the same as its counterpart in the
-    other. MinHash proposes pairs (A. Broder, 1997), whose similarity is then computed.
+    Two records are near duplicates if all their corresponding parts are. MinHash (A. Broder, 1997)
+    proposes pairs, whose similarity is then computed exactly.
 
     Args:
-        records: the parts of each record.
-        progress: receives the number of records compared and the total.
+        records: The parts of each record; no two records are equal.
+        progress: A callback that receives the number of records compared and the total.
     """
     from datasketch import MinHash, MinHashLSH  # imports SciPy, which takes half a second
 
@@ -52,12 +55,12 @@ def near_pairs(
     values, counts = numpy.unique(numpy.concatenate(wholes), return_counts=True)
 
     def held(shingles: Hashes) -> NDArray[numpy.int64]:
-        """How many records have each shingle."""
+        """Return the number of records with each shingle."""
         return counts[numpy.searchsorted(values, shingles)]
 
     def are_near(a: Sequence[Hashes], b: Sequence[Hashes]) -> bool:
         return len(a) == len(b) and all(
-            _is_near(one, other, held) for one, other in zip(a, b, strict=True)
+            _is_near(a_part, b_part, held) for a_part, b_part in zip(a, b, strict=True)
         )
 
     empty = MinHash(BANDS * ROWS, hashfunc=int)
@@ -77,11 +80,17 @@ def near_pairs(
 
 
 def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]]) -> bool:
-    """Return whether two parts are nearly the same, boilerplate apart; `held`: by how many records.
+    """Return whether two parts are near duplicates, ignoring boilerplate.
 
-    Records that share a header and differ in the text after it are alike in the header alone. That
-    shows in the other records with the header: where these two differ, they agree with neither. Of
-    several edited copies of one text, most agree with one of the two.
+    Boilerplate is text that many records share although their contents differ, such as a header.
+    It is recognised by the other records that contain the common text: on the shingles in which the
+    two parts differ, records that share only a header agree with neither part, whereas most of
+    several edited copies of one text agree with one of the two.
+
+    Args:
+        a: The shingles of a part.
+        b: The shingles of the other part.
+        held: A function that returns the number of records with each shingle.
     """
     both = numpy.intersect1d(a, b, assume_unique=True)
     different = numpy.setxor1d(a, b, assume_unique=True)
@@ -90,21 +99,21 @@ def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]
         return False
     if not needed:
         return True
-    # The rarest shingles that suffice for the similarity: at most so many records have them.
+    # The rarest common shingles that suffice for the similarity are in at most `records` records.
     records = int(numpy.partition(held(both), needed - 1)[needed - 1])
     agreeing = float((held(different) - 1).mean())
     return records <= FEW or agreeing >= AGREEING * (records - 2)
 
 
 def _shingles(text: str) -> Hashes:
-    """Return hashes of all runs of `SHINGLE` bytes, each once, sorted.
+    """Return the sorted distinct hashes of all shingles of a text.
 
-    Runs that reach beyond either end count, so that a change there weighs as much as elsewhere.
+    The text is padded at both ends, so that a change there affects as many shingles as elsewhere.
     """
     plain = " ".join(text.lower().split()).rstrip(" .!?…。！？")
     plain = _NUMBER.sub(lambda number: number[0] * -(-_DIGITS // len(number[0])), plain)
-    around = b"\n" * (SHINGLE - 1)
-    raw = numpy.frombuffer(around + plain.encode() + around, "u1")
+    padding = b"\n" * (SHINGLE - 1)
+    raw = numpy.frombuffer(padding + plain.encode() + padding, "u1")
     runs = numpy.lib.stride_tricks.sliding_window_view(raw, SHINGLE)
     numbers = numpy.ascontiguousarray(runs).view("<u8").ravel()
     mixed = (numbers ^ (numbers >> numpy.uint64(29))) * numpy.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""Texts of prompts and answers as tokens: which tokens of a text belong to which of its parts."""
+"""Encoding of texts in parts (prompts and answers), and division of the tokens among the parts."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -12,21 +12,23 @@ from coterie.errors import CoterieError
 
 
 class Part(NamedTuple):
-    """A part's tokens.
-
-    offsets: the characters of each token, counted from the start of the part.
-    """
+    """The tokens of one part of a text."""
 
     ids: list[int]
+    """The token ids."""
     offsets: list[tuple[int, int]]
+    """The start and end of each token's characters, counted from the start of the part."""
 
 
 class PartEncoder:
-    """An encoder of texts in parts: a prompt, its answer, the next prompt, its answer and so on.
+    """An encoder of texts whose parts are alternately prompts and answers.
 
-    A text is encoded as a whole, so its tokens do not depend on where its parts begin. A token with
-    characters of a prompt and of an answer belongs to the answer. A special token belongs to the
-    part that holds its own text, wherever the spaces are that it strips.
+    A text is encoded as a whole, so that its tokens do not depend on the borders of its parts. A
+    token with characters of a prompt and of an answer belongs to the answer. A special token
+    belongs to the part that contains its text, not to that of the spaces that the token strips.
+
+    Args:
+        encoder: A tokenizer that adds no special tokens (`bare_encoder`).
     """
 
     def __init__(self, encoder: Tokenizer) -> None:
@@ -38,24 +40,24 @@ class PartEncoder:
         }
 
     def ids(self, parts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each part of a text."""
+        """Return the token ids of each part of a text."""
         [encoded] = self.batch([parts])
         return [part.ids for part in encoded]
 
     def batch(self, texts: Sequence[Sequence[str]]) -> list[list[Part]]:
-        """Return the parts of several texts as tokens."""
-        wholes = ["".join(parts) for parts in texts]
-        encodings = self._encoder.encode_batch(wholes, add_special_tokens=False)
+        """Encode several texts; return the tokens of each part of each text."""
+        joined = ["".join(parts) for parts in texts]
+        encodings = self._encoder.encode_batch(joined, add_special_tokens=False)
         return [
-            _divided(encoding.ids, self._offsets(encoding, whole), parts)
-            for encoding, whole, parts in zip(encodings, wholes, texts, strict=True)
+            _divided(encoding.ids, self._offsets(encoding, text), parts)
+            for encoding, text, parts in zip(encodings, joined, texts, strict=True)
         ]
 
     def opening(self, parts: Sequence[str]) -> list[int]:
-        """Return the ids from which a model writes the last part, as they are before that part.
+        """Return the token ids before the last part, from which a model generates that part.
 
-        Where a token holds the end of the prompt and the start of the last part, the prompt is
-        encoded on its own, as the model is to write nothing of the prompt.
+        If one token contains the end of the prompt and the start of the last part, the prompt is
+        encoded on its own, as the model should generate nothing of the prompt.
         """
         [[*before, last]] = self.batch([parts])
         if last.offsets and last.offsets[0][0] < 0:
@@ -64,7 +66,7 @@ class PartEncoder:
         return [id for part in before for id in part.ids]
 
     def _offsets(self, encoding: Encoding, text: str) -> list[tuple[int, int]]:
-        """Return the characters of each token, without the spaces that special tokens strip."""
+        """Return each token's span of characters, without the spaces that special tokens strip."""
         if not self._stripping:
             return encoding.offsets
         return [
@@ -74,7 +76,7 @@ class PartEncoder:
 
 
 def _unstripped(token: AddedToken | None, text: str, start: int, end: int) -> tuple[int, int]:
-    """Return the characters of a token without the spaces that it strips."""
+    """Return a token's span of characters, without the spaces that the token strips."""
     if token is None or text[start:end].isspace():
         return start, end
     if token.lstrip:
@@ -91,23 +93,28 @@ def _divided(
     borders = [0, *accumulate(map(len, parts))]
     places = [0]
     for number, border in enumerate(borders[1:-1], start=1):
-        if number % 2:  # before an answer: its first token is the first that ends within it
+        if number % 2:  # the answer begins with the first token that ends inside the answer
             place = bisect_right(offsets, border, key=lambda span: span[1])
         else:
             place = bisect_left(offsets, border, key=lambda span: span[0])
         places.append(max(place, places[-1]))
     return [
-        Part(ids[first:last], [(start - at, end - at) for start, end in offsets[first:last]])
-        for at, (first, last) in zip(borders, pairwise([*places, len(ids)]), strict=False)
+        Part(
+            ids[first:last], [(start - border, end - border) for start, end in offsets[first:last]]
+        )
+        for border, (first, last) in zip(borders, pairwise([*places, len(ids)]), strict=False)
     ]
 
 
 def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
-    """The bare encoder behind a tokenizer, and its end-of-text id.
+    """Return a tokenizer's encoder without post-processing, and the id of its end-of-text token.
 
-    The encoder is a copy with nothing after the model: no special tokens, no cutting or padding,
-    no warnings on length, and offsets that still count the spaces at a token's ends, which the
-    post-processors of GPT-2 and its kin leave out.
+    The encoder is a copy that adds no special tokens, neither truncates nor pads, and does not warn
+    of long texts. Its offsets include the spaces at the ends of tokens, which the post-processors
+    of GPT-2 and similar tokenizers exclude.
+
+    Raises:
+        CoterieError: The tokenizer has no tokenizer.json or no end-of-text token.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise CoterieError(

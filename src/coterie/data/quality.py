@@ -1,7 +1,7 @@
-"""Clean data: empty and very short texts, and texts that clients hold twice, exactly or nearly.
+"""Data quality: very short texts, and exact and near duplicates within and between clients.
 
-What is compared are records, prompts with their answers, and pieces of text files. Nothing here
-travels: it is for whoever holds the texts.
+The texts compared are records, prompts with answers, and pieces of text files. The results contain
+texts, so they are shown only on the machine that holds the texts, and are never sent.
 """
 
 from collections import Counter, defaultdict
@@ -25,23 +25,28 @@ from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 
 SHORT = 20
-"""Characters below which a text is very short."""
+"""The number of characters below which a text is very short."""
 AT_START = 2_000_000
-"""Characters in which a run that begins looks for near duplicates: about a second's work."""
+"""The number of characters in which a starting run searches for near duplicates (about 1 s)."""
 Progress = Callable[[int, int], None]
 """A progress callback, which receives the number done and the total."""
 Item = str | Sample
-SEE = "; see `coterie data FILE`"
+"""A text to compare: a document or a piece of one, or an item of another kind of data."""
+SEE = "; run `coterie data FILE` for details"
+"""The end of each line of `sentences`."""
 
 Kind = Literal["repeats", "in_training", "in_others"]
-"""Where a text is found again: before it in its split; in its own client's training text; in
-another client's training text."""
+"""The place of a duplicate's original.
+
+"repeats": earlier in the same split; "in_training": in the training text of the same client;
+"in_others": in the training text of another client.
+"""
 KINDS: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A text's client, split, and number in it, from 1."""
+    """The place of a text: its client, its split, and its number in the split, from 1."""
 
     client: str
     split: str
@@ -50,61 +55,69 @@ class Place:
 
 @dataclass(frozen=True)
 class Copy:
-    """A text that is found again elsewhere, exactly or nearly."""
+    """A text that duplicates another one, exactly or nearly."""
 
     kind: Kind
     exact: bool
     place: Place
-    found: Place
+    """The place of the duplicate."""
+    original: Place
+    """The place of the text that it duplicates."""
     text: str
+    """The text of the duplicate."""
 
 
 @dataclass(frozen=True)
 class SplitQuality:
-    """One client's split, as far as the run reads it."""
+    """The quality of one client's split, as far as the run reads the split."""
 
     client: str
     split: str
     tokens: int
+    """The number of tokens."""
     texts: int
-    """Records, prompts with answers, or pieces of text files."""
+    """The number of records, prompts with answers, or pieces of text files."""
     short: int
+    """The number of texts shorter than `SHORT`."""
     exact: Mapping[Kind, int]
-    """How many of its texts are found again, by where."""
+    """The number of exact duplicates, by the place of the original."""
     near: Mapping[Kind, int]
+    """The number of near duplicates, by the place of the original."""
     removed: int
-    """How many texts `data.deduplicate` removed."""
+    """The number of texts that `data.deduplicate` removed."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens of one client's split, or of the public text, that are no ordinary text."""
+    """The numbers of special tokens in one client's split, or in the public text."""
 
     client: str
     split: str
     tokens: int
+    """The number of all tokens."""
     unknown: int
-    """Unknown tokens: each replaces characters that the tokenizer has no token for."""
+    """The number of unknown tokens, which replace characters outside the vocabulary."""
     control: int
-    """Control tokens in texts, within `data.limits` or not."""
+    """The number of control tokens in the texts, including texts beyond `data.limits`."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What was found in clients' texts."""
+    """The quality of clients' texts, as reported by `coterie data`."""
 
     splits: list[SplitQuality]
     copies: list[Copy]
+    """All duplicates."""
     special: list[SpecialTokens]
     survey: Survey
     compared: int | None
-    """Characters of each split that near duplicates were looked for in; None: all."""
+    """The number of characters of each split in which near duplicates were searched; None: all."""
     deduplicated: bool
     """Whether `data.deduplicate` is on."""
 
 
 def unknown_tokens(read: Split, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many of the tokens that a run reads of a split are unknown ones."""
+    """Count the unknown tokens in the part of a split that a run reads."""
     unknown = tokenizer.unk_token_id
     ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
     if not isinstance(unknown, int) or unknown in ends:
@@ -121,11 +134,18 @@ def quality(
     removed: Mapping[str, int] | None = None,
     progress: Progress = lambda done, of: None,
 ) -> Quality:
-    """Return what is found in clients' texts, as far as their tokens reach.
+    """Measure the quality of clients' texts, up to the limits of their splits.
 
-    Exact duplicates are looked for everywhere. Near ones, too, unless that is more than `most`
-    characters: then in the start of each split, and as much of each. `removed` are the texts that
-    `data.deduplicate` removed, by client; None: it is off.
+    Args:
+        texts: The texts of each client.
+        data: The tokens of each client.
+        most: The maximum number of characters in which near duplicates are searched. If the texts
+            are longer, the search is limited to the start of each split, equally long for all.
+            Exact duplicates are always searched in all texts.
+        survey: The counts of unused fields, skipped files and empty records.
+        special: The counts of special tokens.
+        removed: The number of texts that `data.deduplicate` removed, by client; None if it is off.
+        progress: A callback that receives the number of texts compared and the total.
     """
     read = {
         (client, split): getattr(data[client], split).compared(getattr(own, split))
@@ -152,55 +172,61 @@ def quality(
     return Quality(splits, copies, special, survey, compared, removed is not None)
 
 
-def sentences(found: Quality) -> list[str]:
-    """What a person should know before a run, a line for each kind; most often nothing."""
-    held_out = [split for split in found.splits if split.split != "train"]
-    train = [split for split in found.splits if split.split == "train"]
+def sentences(report: Quality) -> list[str]:
+    """Return the warnings that a run shows before it begins, one line per problem."""
+    held_out = [split for split in report.splits if split.split != "train"]
+    train = [split for split in report.splits if split.split == "train"]
     counts = {
-        "validation and test texts that are in training, too": _again(held_out, "in_training"),
-        "validation and test texts in other clients' training": _again(held_out, "in_others"),
-        "training texts of more than one client": _again(train, "in_others"),
-        "texts repeated in their split": _again(found.splits, "repeats"),
-        f"texts of less than {SHORT} characters": (sum(s.short for s in found.splits), 0),
-        "empty records, left out": (found.survey.empty, 0),
+        "validation or test texts duplicated in the same client's training text": _duplicates(
+            held_out, "in_training"
+        ),
+        "validation or test texts duplicated in another client's training text": _duplicates(
+            held_out, "in_others"
+        ),
+        "training texts duplicated in another client's training text": _duplicates(
+            train, "in_others"
+        ),
+        "texts duplicated within a split": _duplicates(report.splits, "repeats"),
+        f"texts shorter than {SHORT} characters": (sum(s.short for s in report.splits), 0),
+        "empty records, excluded": (report.survey.empty, 0),
     }
     lines = [
-        f"{what}: {exact + near:,}" + (f" ({near:,} nearly)" if near else "")
-        for what, (exact, near) in counts.items()
+        f"{label}: {exact + near:,}" + (f" ({exact:,} exact, {near:,} near)" if near else "")
+        for label, (exact, near) in counts.items()
         if exact + near
     ]
-    if found.deduplicated:
+    if report.deduplicated:
         removed = {f"{s.client} {s.split}": s.removed for s in train}
         lines.append(f"texts removed by data.deduplicate: {_total(removed)}")
-    for what, by_owner in (
-        ("fields not used (records that have them)", found.survey.unused),
-        ("files skipped", found.survey.skipped),
+    for label, by_owner in (
+        ("unused fields (number of records with a value)", report.survey.unused),
+        ("skipped files", report.survey.skipped),
     ):
         if by_owner:
             kinds = {kind: sum(counts.values()) for kind, counts in by_owner.items()}
-            lines.append(f"{what}: {listed(kinds)}")
-    if unknown := sum(s.unknown for s in found.special):
-        share = unknown / sum(s.tokens for s in found.special)
-        lines.append(f"unknown tokens: {unknown:,} ({share:.2%} of all)")
-    if any(s.control for s in found.special):
-        control = {f"{s.client} {s.split}": s.control for s in found.special}
-        lines.append(f"control tokens in texts, trained as such: {_total(control)}")
+            lines.append(f"{label}: {listed(kinds)}")
+    if unknown := sum(s.unknown for s in report.special):
+        share = unknown / sum(s.tokens for s in report.special)
+        lines.append(f"unknown tokens: {unknown:,} ({share:.2%} of all tokens)")
+    if any(s.control for s in report.special):
+        control = {f"{s.client} {s.split}": s.control for s in report.special}
+        lines.append(f"control tokens in texts, learnt as control tokens: {_total(control)}")
     return [f"Data: {line}{SEE}" for line in lines]
 
 
 def _total(counts: Mapping[str, int]) -> str:
-    """Return a sum and its largest parts by name, such as "3 (anna train 2, ben test 1)"."""
+    """Format a sum and its first parts by name, such as "3 (anna train 2, ben test 1)"."""
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,}" + (f" ({listed_first(parts)})" if parts else "")
 
 
-def _again(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
-    """How many texts are found again, exactly and nearly."""
+def _duplicates(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
+    """Return the numbers of exact and of near duplicates."""
     return sum(s.exact[kind] for s in splits), sum(s.near[kind] for s in splits)
 
 
 def _text(item: Item) -> str:
-    """Return the whole text, by which exact copies are found."""
+    """Return the text of an item; items with equal texts are exact duplicates."""
     return (item if isinstance(item, str) else item.text).strip()
 
 
@@ -209,42 +235,46 @@ def find_copies(
     compared: int | None = None,
     progress: Progress = lambda done, of: None,
 ) -> list[Copy]:
-    """Return every text of (client, split) that is found again, once for each kind, exact before
-    near.
+    """Return all duplicates: for each text and kind, an exact duplicate, or else a near one.
 
-    Exact copies are the same but for space around them. Near ones are looked for in the first
-    `compared` characters of each split.
+    Exact duplicates are equal except for surrounding white space.
+
+    Args:
+        splits: The texts by client and split.
+        compared: The number of characters at the start of each split in which near duplicates are
+            searched; None: all.
+        progress: A callback that receives the number of texts compared and the total.
     """
-    where: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
-    nearby: dict[str, Item] = {}
+    numbers: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
+    candidates: dict[str, Item] = {}
     for split, items in splits.items():
         left = compared
         for number, item in enumerate(items, start=1):
             text = _text(item)
-            where[text].setdefault(split, number)
+            numbers[text].setdefault(split, number)
             if left is None or left > 0:
-                nearby.setdefault(text, item)
+                candidates.setdefault(text, item)
                 left = None if left is None else left - len(text)
-    near = _near(nearby, progress)
+    near = _near(candidates, progress)
     copies = []
     for (client, split), items in splits.items():
         for number, item in enumerate(items, start=1):
             text, place = _text(item), Place(client, split, number)
-            exact = _found(place, where[text])
-            nearly: dict[Kind, Place] = {}
+            exact_originals = _originals(place, numbers[text])
+            near_originals: dict[Kind, Place] = {}
             for other in near[text]:
-                nearly = {**_found(place, where[other]), **nearly}
+                near_originals = {**_originals(place, numbers[other]), **near_originals}
             for kind in KINDS:
-                if found := exact.get(kind) or nearly.get(kind):
+                if original := exact_originals.get(kind) or near_originals.get(kind):
                     shown = "\n".join(filter(None, own_texts(item)))
-                    copies.append(Copy(kind, kind in exact, place, found, shown))
+                    copies.append(Copy(kind, kind in exact_originals, place, original, shown))
     return copies
 
 
 def _near(
     items: Mapping[str, Item], progress: Progress = lambda done, of: None
 ) -> defaultdict[str, list[str]]:
-    """Return the near duplicates of each text among distinct ones."""
+    """Return the near duplicates of each text among items with distinct texts (the keys)."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
     for a, b in near_pairs(list(map(own_texts, items.values())), progress):
@@ -253,50 +283,64 @@ def _near(
     return near
 
 
-def _found(place: Place, where: Mapping[tuple[str, str], int]) -> dict[Kind, Place]:
-    """Of a text's first places by split, those that make it a copy."""
-    found: dict[Kind, Place] = {}
-    for (client, split), number in where.items():
+def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kind, Place]:
+    """Return the first original of each kind for a text.
+
+    Args:
+        place: The place of the text.
+        numbers: The number of the first equal, or nearly equal, text by client and split.
+    """
+    originals: dict[Kind, Place] = {}
+    for (client, split), number in numbers.items():
         kind: Kind | None = None
         if (client, split) == (place.client, place.split):
             kind = "repeats" if number < place.number else None
         elif split == "train":
             kind = "in_training" if client == place.client else "in_others"
         if kind is not None:
-            found.setdefault(kind, Place(client, split, number))
-    return found
+            originals.setdefault(kind, Place(client, split, number))
+    return originals
 
 
 def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
-    """Return a client's texts without the training texts that are, exactly or nearly, in its
-    validation or test, and how many these are.
+    """Remove the training texts that duplicate, exactly or nearly, a validation or test text.
 
-    A document loses the pieces concerned; what stood between them becomes documents of their own.
-    Raises CoterieError, which begins with `owner`, if nothing is left to train on.
+    From a document, only the pieces that are duplicates are removed; the text before, between and
+    after them becomes separate documents.
+
+    Args:
+        texts: A client's texts.
+        owner: The beginning of an error message, such as "Client anna".
+
+    Returns:
+        The texts without duplicates, and the number of removed texts or pieces.
+
+    Raises:
+        CoterieError: No training text is left.
     """
     held_out = {
         _text(part): part for item in (*texts.validation, *texts.test) for part in _parts(item)
     }
     train = [(number, part) for number, item in enumerate(texts.train) for part in _parts(item)]
-    every = held_out | {_text(part): part for _, part in train}
-    near = _near(dict(sorted(every.items())))
-    again = held_out.keys() | {other for text in held_out for other in near[text]}
+    all_parts = held_out | {_text(part): part for _, part in train}
+    near = _near(dict(sorted(all_parts.items())))
+    duplicates = held_out.keys() | {other for text in held_out for other in near[text]}
     kept: list[Any] = []
-    parts = [(number, part, _text(part) in again) for number, part in train]
-    for (_, gone), run in groupby(parts, key=lambda part: (part[0], part[2])):
+    parts = [(number, part, _text(part) in duplicates) for number, part in train]
+    for (_, is_duplicate), run in groupby(parts, key=lambda part: (part[0], part[2])):
         left: list[Any] = [part for _, part, _ in run]
-        if not gone:
+        if not is_duplicate:
             kept.append("".join(left) if isinstance(left[0], str) else left[0])
-    removed = sum(gone and bool(_text(part)) for _, part, gone in parts)
-    if removed and not any(_text(part) for _, part, gone in parts if not gone):
+    removed = sum(is_duplicate and bool(_text(part)) for _, part, is_duplicate in parts)
+    if removed and not any(_text(part) for _, part, is_duplicate in parts if not is_duplicate):
         raise CoterieError(
-            f"{owner}: data.deduplicate removes its whole train split ({removed:,} texts), as each "
-            "text is also in its validation or test split, exactly or nearly; give other splits, "
-            "or set data.deduplicate to false."
+            f"{owner}: data.deduplicate removes the whole train split ({removed:,} texts), because "
+            "every text is an exact or near duplicate of a validation or test text; give other "
+            "splits, or set data.deduplicate to false."
         )
     return Texts(kept, texts.validation, texts.test), removed
 
 
 def _parts(item: Item) -> Sequence[Item]:
-    """What is compared of an item: its pieces, or the prompt with its answer as a whole."""
+    """Return the parts of an item to compare: the pieces of a document, or the item itself."""
     return list(pieces(item, PIECE)) if isinstance(item, str) else [item]

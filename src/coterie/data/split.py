@@ -1,4 +1,4 @@
-"""What a split of any kind of data offers to training and evaluation."""
+"""Protocols of splits and batches, which training and evaluation use for every kind of data."""
 
 import builtins
 from collections.abc import Callable, Iterator, Sequence
@@ -15,50 +15,70 @@ from coterie.losses.tokens import Batch
 
 
 class Measures(Protocol):
-    """What a loss measured beside its value, such as the rewards of pairs."""
+    """Measurements of a loss besides its value, such as the rewards of pairs."""
 
     @staticmethod
     def figures(parts: Any) -> dict[str, float]:
-        """Return means over what several pieces of a batch measured."""
+        """Return means over the measurements of several parts of a batch.
+
+        Args:
+            parts: The measurements of each part.
+
+        Returns:
+            The means by name, for the training log.
+        """
         ...
 
 
 class AnyBatch(Protocol):
-    """Samples that a model learns from at once, and their loss."""
+    """A batch of samples with their loss."""
 
     @property
     def ids(self) -> Tensor:
-        """A row of tokens for each sample: (samples, time + 1) int64."""
+        """The token ids of each sample: (samples, time + 1) int64."""
         ...
 
     @property
     def terms(self) -> int:
-        """The number of terms that the loss is the mean of."""
+        """The number of terms of which the loss is the mean, such as tokens or pairs."""
         ...
 
     @property
     def read(self) -> Batch:
-        """The samples whose tokens a model learns to write, without others beside them."""
+        """The samples whose tokens the model learns to predict, such as the chosen of pairs."""
         ...
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Measures | None]:
-        """Return the loss, a scalar with a gradient, and what was measured beside it."""
+        """Compute the mean loss over the batch's terms.
+
+        Args:
+            model: The model to train.
+
+        Returns:
+            The loss, a scalar with a gradient; and further measurements, if any.
+        """
         ...
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Return the loss, without a gradient, of samples read `at_once`."""
+        """Compute the loss without a gradient.
+
+        Args:
+            model: The model.
+            device: The model's device.
+            at_once: The number of samples per forward pass.
+        """
         ...
 
     def to(self, device: torch.device) -> Self:
-        """Return the samples on a device."""
+        """Return the batch on a device."""
         ...
 
     def by_length(self) -> Self:
-        """Return the samples, the shortest first."""
+        """Return the samples sorted by length, the shortest first."""
         ...
 
     def only(self, rows: Tensor) -> Self:
-        """Return some of the samples, by their numbers."""
+        """Return the samples with the indices `rows`, in that order."""
         ...
 
     def split(self, size: int) -> Iterator[Self]:
@@ -67,85 +87,131 @@ class AnyBatch(Protocol):
 
 
 class Samples(Protocol):
-    """What batches are drawn from."""
+    """A sequence of samples, from which batches are drawn."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
         ...
 
     def batch(self, chosen: Tensor) -> AnyBatch:
-        """Return the samples with these numbers."""
+        """Return the samples with the indices `chosen`: (samples,) int64."""
         ...
 
 
 class Scored(Protocol):
-    """What a model can be scored on."""
+    """A text that a model can be evaluated on."""
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of what is scored."""
+        """The number of UTF-8 bytes of the predicted text."""
         ...
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return what a model does with the items, and further figures for reports."""
+        """Measure a model's losses, and the other inputs of metrics, on all items.
+
+        Args:
+            scorer: The model, with the sizes of its inputs.
+
+        Returns:
+            The measurements; and further figures for reports, which result.json stores under their
+            names.
+        """
         ...
 
 
 class Split(Scored, Protocol):
-    """A client's text as tokens: one stream, samples, pairs, or whatever a kind makes of it."""
+    """A client's training, validation or test text as tokens, of any kind of data.
+
+    A split is immutable: methods that select samples return a new split.
+    """
 
     @property
     def ids(self) -> Tensor:
-        """All tokens: (N,) int32."""
+        """The tokens of the whole split, concatenated: (N,) int32."""
         ...
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """The samples that have a right answer; empty for other kinds."""
+        """The samples with a right answer, as text; empty for kinds without right answers."""
         ...
 
     @property
     def beginnings(self) -> Examples | None:
-        """The samples that are read one by one; None for a stream."""
+        """The samples, if each is read on its own; None for a stream."""
         ...
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference's log-likelihoods must be computed before training."""
+        """Whether the reference's log-likelihoods must be computed before training."""
         ...
 
     def referenced(self, make: Callable[[Any], Any]) -> "Split":
-        """Return the split with the reference that `make` computes, if it needs one."""
+        """Return the split with its reference.
+
+        Args:
+            make: A function that computes the reference's log-likelihoods of the split.
+
+        Returns:
+            A split with the result of `make`, or the split itself if it needs no reference.
+        """
         ...
 
     def samples(self, window: int, step: int) -> Samples:
-        """Return what batches are drawn from; a stream's windows start every `step` tokens."""
+        """Return the samples from which training batches are drawn.
+
+        Args:
+            window: The number of tokens that a window of a stream predicts.
+            step: The distance in tokens between the starts of a stream's windows. Other kinds
+                ignore both arguments.
+        """
         ...
 
     def without(self, taken: Tensor, window: int) -> "Split":
-        """Return the split without some of `samples(window, window + 1)`, by their numbers."""
+        """Return the split without some of its samples.
+
+        Args:
+            taken: The indices of the samples to leave out, in `samples(window, window + 1)`.
+            window: The number of tokens that a window of a stream predicts.
+        """
         ...
 
     def few(self, most: int, window: int, context: int) -> Scored:
-        """Return at most so many samples, evenly spaced, to compare models by."""
+        """Return a few samples, evenly spaced, on which models are compared.
+
+        Args:
+            most: The maximum number of samples.
+            window: The number of tokens that a window of a stream predicts.
+            context: The token id before the first token of a stream.
+        """
         ...
 
     def sample_tokens(self, window: int) -> float:
-        """Return the tokens that a training sample reads, on average."""
+        """Return the mean number of tokens of a training sample.
+
+        Args:
+            window: The number of tokens that a window of a stream predicts.
+        """
         ...
 
     def counts(self) -> dict[str, int]:
-        """Return what a run folder records of the split, beside its tokens."""
+        """Return the counts that the run folder records besides the number of tokens.
+
+        Returns:
+            The counts by name, such as the number of samples, and of those left out as too long.
+        """
         ...
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the texts or items that are compared with other splits to find copies.
+        """Return the texts or items in which duplicates are searched for.
 
         Args:
-            items: The documents or items that the split was encoded from.
+            items: The documents or items from which the split was encoded.
+
+        Returns:
+            The part of `items` that the split contains.
         """
         ...
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield what identifies the split, tokens first."""
+        """Yield the contents that identify the split, for a digest; the tokens first."""
         ...

@@ -1,4 +1,4 @@
-"""Counts of what is not read of clients' files: fields, files and empty records."""
+"""Counts of unused fields, skipped files and empty records in clients' files."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,25 +12,35 @@ from coterie.data.spec import DataSpec
 from coterie.data.templates import names_in
 
 Counts = Mapping[str, Mapping[str, int]]
-"""By what is left out and by its owner, such as "Client anna": how many records or files."""
+"""Numbers of records or files, by field or suffix, and then by owner, such as "Client anna"."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What is not read of the files. Datasets of the hub are not looked at."""
+    """The parts of clients' files that the run does not read. Hub data sets are not surveyed."""
 
     empty: int
-    """Records without text."""
+    """The number of records without text."""
     unused: Counts
-    """Records that have something in a field that the run does not use, by field."""
+    """The number of records with a value in an unused field, by field and owner."""
     skipped: Counts
-    """Files of folders that are not read, by suffix, and links to folders."""
+    """The number of skipped files and links in folders, by suffix and owner."""
 
 
 def survey(
     sources: Iterable[tuple[str, str]], data: DataSpec, divide: DivideSpec | None, root: Path
 ) -> Survey:
-    """Return what is left out of sources, each with its owner."""
+    """Count the unused fields, skipped files and empty records of clients' files.
+
+    Args:
+        sources: The owner and the path of each source, such as ("Client anna", "notes.jsonl").
+        data: The run file's section `data:`.
+        divide: The run file's section `divide:`, if any.
+        root: The folder to which relative paths refer.
+
+    Returns:
+        The numbers of empty records, of records by unused field, and of skipped files.
+    """
     used = data.bound.used()
     if divide is not None:
         used |= {divide.label, *([] if divide.where is None else names_in(divide.where))}
@@ -39,7 +49,7 @@ def survey(
     skipped: dict[str, Counter[str]] = {}
     for owner, path in ((owner, resolve(root, source)) for owner, source in sources):
         if not path.exists():
-            continue  # a data set of the hub, which is not read twice
+            continue  # a hub data set, which is not read a second time
         for kind, count in skipped_files(path, owner).items():
             skipped.setdefault(kind, Counter())[owner] += count
         for file in find_files(path, owner):
@@ -47,15 +57,17 @@ def survey(
             empty += blank
             for field in held.keys() - used:
                 unused.setdefault(field, Counter())[owner] += held[field]
-    # Plain mappings, as `dataclasses.asdict` would count the items of a Counter anew.
-    plain = [{what: dict(by) for what, by in found.items()} for found in (unused, skipped)]
+    # Plain dicts, as `dataclasses.asdict` breaks Counters: it counts their items.
+    plain = [
+        {key: dict(by_owner) for key, by_owner in counts.items()} for counts in (unused, skipped)
+    ]
     return Survey(empty, *plain)
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
-    """Return how many of a file's records have something in each field, and how many are blank.
+    """Return the number of a file's records with a value in each field, and of blank records.
 
-    Samples without text are errors, so no blank ones are counted.
+    Blank records are counted only for plain text: for samples, a record without text is an error.
     """
     held: Counter[str] = Counter()
     blank = 0

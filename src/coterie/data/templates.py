@@ -1,4 +1,4 @@
-"""Templates of prompts: Jinja text over the fields of a record, some of them shipped by name."""
+"""Prompt templates: Jinja text over the fields of a record, and built-in templates by name."""
 
 import math
 from collections.abc import Mapping
@@ -18,20 +18,19 @@ SHIPPED = {
     file.stem: file
     for file in sorted((Path(__file__).parents[1] / "assets" / "templates").glob("*.jinja"))
 }
-"""Where the templates are that a run file can name."""
-
-# What ends a prompt decides how its answer begins, so the last newline of a text counts. The lines
-# of blocks such as {% if %} leave nothing behind.
+"""The file of each built-in template, by name."""
 
 
 def _printable(value: Any) -> Any:
-    """Refuse what a template would print as a Python expression, such as a mapping."""
+    """Refuse a value that Jinja would print as a Python expression, such as a mapping."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str | Undefined) or (number and math.isfinite(value)):
         return value
     raise TypeError(f"it prints {value!r:.60}, not a text or a number")
 
 
+# The end of a prompt affects how a model begins its answer, so a text's last newline is kept. Lines
+# with only a block, such as {% if %}, are removed.
 _JINJA = ImmutableSandboxedEnvironment(
     undefined=StrictUndefined,
     keep_trailing_newline=True,
@@ -42,18 +41,25 @@ _JINJA = ImmutableSandboxedEnvironment(
 
 
 def inlined(template: str, root: Path) -> str:
-    """A template that needs no file: a shipped one's name, or Jinja text.
+    """Replace the path of a template by the file's text, so that the result needs no file.
 
-    Names and text come back as they are; a path, relative to `root`, as what is in the file but for
-    the newline that ends its last line. Raises CoterieError if there is no such file, or if the
-    text is not Jinja.
+    Args:
+        template: A built-in template's name, Jinja text, or the path of a file.
+        root: The folder to which a relative path refers.
+
+    Returns:
+        A name or Jinja text unchanged; for a path, the text of the file without the newline at its
+        end.
+
+    Raises:
+        CoterieError: The file does not exist, or the text is not valid Jinja.
     """
     if template not in SHIPPED and not is_text(template):
-        instead = (
+        alternatives = (
             f"use a built-in template ({', '.join(SHIPPED)}), or write Jinja text, such as "
             "'{{ question }} Answer:'"
         )
-        file, text = _read(template, root, "data.instructions.template", instead)
+        file, text = _read(template, root, "data.instructions.template", alternatives)
         template = text.removesuffix("\n")
         if not is_text(template):
             raise CoterieError(
@@ -64,12 +70,19 @@ def inlined(template: str, root: Path) -> str:
 
 
 def inlined_chat(template: str, root: Path) -> str:
-    """A chat template's text: the text itself, or what is in the file at a path, relative to
-    `root`. Raises CoterieError if there is no such file."""
+    """Replace the path of a chat template by the file's text.
+
+    Args:
+        template: Jinja text, or the path of a file.
+        root: The folder to which a relative path refers.
+
+    Raises:
+        CoterieError: The file does not exist, or is not a chat template.
+    """
     if is_text(template):
         return template
-    instead = "or leave it out for each base's own"
-    file, text = _read(template, root, "data.chat_template", instead)
+    alternatives = "or remove data.chat_template to use each base's own"
+    file, text = _read(template, root, "data.chat_template", alternatives)
     if not is_text(text):
         raise CoterieError(
             f"data.chat_template: {file} is not a chat template, which is Jinja text over "
@@ -78,27 +91,40 @@ def inlined_chat(template: str, root: Path) -> str:
     return text
 
 
-def _read(path: str, root: Path, key: str, instead: str) -> tuple[Path, str]:
-    """The file that a key of a run file names, and its text; `instead`: what else to do."""
+def _read(path: str, root: Path, key: str, alternatives: str) -> tuple[Path, str]:
+    """Return the file that a run file's key names, and the file's text.
+
+    Args:
+        path: The value of the key.
+        root: The folder to which a relative path refers.
+        key: The key, for errors.
+        alternatives: Remedies besides correcting the path, for errors.
+    """
     file = resolve(root, path)
     if not file.is_file():
-        raise CoterieError(f"{key}: there is no file {file}; correct the path, {instead}.")
+        raise CoterieError(f"{key}: there is no file {file}; correct the path, {alternatives}.")
     return file, read_text(file, key)
 
 
 def render(template: str, fields: Mapping[str, Any], where: str) -> str:
-    """The prompt of one record, by a template as `inlined` gives it.
+    """Render a template for one record.
 
-    Fields that hold None count as missing. Raises CoterieError, beginning with `where`, if the
-    template needs a field that is missing, or if nothing comes of it.
+    Args:
+        template: A built-in template's name, or Jinja text; see `inlined`.
+        fields: The record's values by field; fields whose value is None count as missing.
+        where: The record's place, with which errors begin.
+
+    Raises:
+        CoterieError: The template needs a missing field, cannot be rendered, or renders a blank
+            text.
     """
     compiled, names = _compiled(template)
     record = Record(where, {name: value for name, value in fields.items() if value is not None})
     for name in names & record.fields.keys():
-        record[name]  # raises where it cannot be read
+        record[name]  # raises if the value cannot be decoded
     try:
         prompt = compiled.render(record.fields)
-    except Exception as error:  # whatever an expression of the template can raise
+    except Exception as error:  # an expression of the template can raise any exception
         for name in names - record.fields.keys() if isinstance(error, UndefinedError) else ():
             if str(error).startswith(f"{name!r} is"):
                 if name in fields:
@@ -106,42 +132,45 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
                         f"{where} has null in the field {name}, which the template needs; fill it "
                         "in or remove the record."
                     ) from error
-                record[name]  # raises, and says which fields there are
+                record[name]  # raises an error that lists the record's fields
         raise CoterieError(
-            f"{where} does not fit the template ({error}); fix one of them."
+            f"{where} does not fit the template ({error}); fix the record or the template."
         ) from error
     if not prompt.strip():
-        raise CoterieError(f"{where} gives an empty prompt; fix it or the template.")
+        raise CoterieError(f"{where} gives an empty prompt; fix the record or the template.")
     return Record(where, {"prompt": prompt}).text(["prompt"])
 
 
 def holds(expression: str, record: Record) -> bool:
-    """Whether a Jinja expression over a record's fields is true, such as `text | wordcount > 9`.
+    """Evaluate a Jinja expression over a record's fields, such as `text | wordcount > 9`.
 
-    Raises CoterieError, beginning with the record's place, if a field is missing, or if the
-    expression cannot be evaluated.
+    Returns:
+        Whether the expression is true for the record.
+
+    Raises:
+        CoterieError: A field is missing, or the expression cannot be evaluated.
     """
     compiled, names = _expression(expression)
     for name in sorted(names):
-        record[name]  # raises where it is missing, and says which fields there are
+        record[name]  # raises an error that lists the record's fields if the field is missing
     try:
         return bool(compiled(record.fields))
-    except Exception as error:  # whatever an expression can raise
+    except Exception as error:  # an expression can raise any exception
         raise CoterieError(
-            f"{record.where} does not fit divide.where ({error}); fix one of them."
+            f"{record.where} does not fit divide.where ({error}); fix the record or divide.where."
         ) from error
 
 
 @cache
 def _expression(expression: str) -> tuple[TemplateExpression, frozenset[str]]:
-    """An expression, and the names of the fields that it uses."""
+    """Parse an expression; return it compiled, with the names of the fields that it uses."""
     try:
         names = find_undeclared_variables(_JINJA.parse(f"{{{{ {expression} }}}}"))
         return _JINJA.compile_expression(expression, undefined_to_none=False), frozenset(names)
     except TemplateSyntaxError as error:
         raise CoterieError(
             f"divide.where is not a valid Jinja expression ({(error.message or '').rstrip('.')}); "
-            "write one over a record's fields, such as `text | wordcount > 9`."
+            "write an expression over a record's fields, such as `text | wordcount > 9`."
         ) from error
 
 
@@ -151,23 +180,28 @@ def names_in(expression: str) -> frozenset[str]:
 
 
 def fields(template: str) -> list[str]:
-    """Names of the fields that a template may use, sorted."""
+    """Return the sorted names of the fields that a template uses."""
     return sorted(_compiled(template)[1])
 
 
 def is_text(template: str) -> bool:
-    """Whether it is Jinja text rather than a name."""
+    """Return whether a string is Jinja text rather than a name or a path."""
     return "{{" in template or "{%" in template
 
 
 @cache
 def _compiled(template: str) -> tuple[Template, frozenset[str]]:
-    """A shipped template, by name, or Jinja text; and the names of the fields that it may use."""
+    """Load a built-in template by name, or parse Jinja text.
+
+    Returns:
+        The template, and the names of the fields that it uses.
+    """
     if file := SHIPPED.get(template):
         template = file.read_text(encoding="utf-8").removesuffix("\n")
     elif not is_text(template):
         raise CoterieError(
-            f"There is no template {template!r}; the built-in templates are {', '.join(SHIPPED)}."
+            f"There is no template {template!r}; use a built-in template ({', '.join(SHIPPED)}) or "
+            "Jinja text."
         )
     try:
         names = find_undeclared_variables(_JINJA.parse(template))

@@ -1,7 +1,7 @@
-"""One client's texts or samples: what it reads from its own disk, and its three splits.
+"""Reading of one client's texts or samples, and their division into three splits.
 
-Nothing here looks at another client, so a client that joins late, or runs elsewhere, has the same
-splits.
+A client's splits do not depend on other clients, so a client that joins late, or runs on another
+machine, has the same splits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Texts(Generic[Item]):
-    """A client's documents (str), or its prompts with answers, conversations or preferences, split
-    by split."""
+    """A client's documents (str), or its items (instructions, conversations, ...), by split."""
 
     train: list[Item]
     validation: list[Item]
@@ -33,34 +32,43 @@ class Texts(Generic[Item]):
 
 
 def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
-    """What a client reads from its own files; relative paths are taken from `root`.
+    """Read a client's files and divide them into splits.
 
-    A split that is not given is set aside from `path` or `train` by `data.fractions`: records are
-    dealt whole, .txt files in pieces, and what is adjacent in a file and falls into the same split
-    stays together. With `data.instructions` and its kin, records become samples, and are
-    all alike in length. Raises `CoterieError` if a file is missing or cannot be used.
+    A split that is not given is set aside from `path` or `train` by `data.fractions`. Records are
+    assigned to splits as a whole, and .txt files in pieces; adjacent pieces in the same split stay
+    together. The size of a record is its length in characters for plain text, and 1 for samples.
+
+    Args:
+        spec: The client's entry in the run file.
+        data: The run file's section `data:`.
+        root: The folder to which relative paths refer.
+        seed: The run's seed.
+
+    Raises:
+        CoterieError: A file is missing or invalid.
     """
     owner = f"Client {spec.name}"
-    given = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
+    paths = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
     source = spec.train if spec.path is None else spec.path
-    assert source is not None, "ClientSpec makes sure of one of both"
-    fractions = {split: part for split, part in data.fractions if split not in given}
+    assert source is not None, "ClientSpec has either path or train"
+    fractions = {split: part for split, part in data.fractions if split not in paths}
     chance = generator(seed, "split", spec.name)
     if data.samples:
-        sources = {"train": source, **given}
+        sources = {"train": source, **paths}
         records = {split: field_records(root, path, owner) for split, path in sources.items()}
         items = items_by_split(records, data)
         train = items["train"]
         return Texts(**items | set_aside(train, [1] * len(train), fractions, chance))
     documents = read_documents(root, source, data.fields, owner)
     texts = split_by_fractions(documents, fractions, chance)
-    return Texts(**texts | {s: whole_text(path, data, root, owner) for s, path in given.items()})
+    return Texts(**texts | {s: whole_text(path, data, root, owner) for s, path in paths.items()})
 
 
 def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
-    """Return all documents or samples of a file or folder.
+    """Read all documents or samples of a file or folder.
 
-    Raises `CoterieError`, which begins with `owner`, if it cannot be read.
+    Raises:
+        CoterieError: The path cannot be read. The message begins with `owner`.
     """
     if data.samples:
         return list(data.bound.items(field_records(root, path, owner)))
@@ -68,8 +76,10 @@ def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
 
 
 def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -> list[list[str]]:
-    """The documents of a file or folder, each in parts that may be in different splits: every .txt
-    file in pieces, and every record that is not blank, whole."""
+    """Read the documents of a file or folder, in parts that can be in different splits.
+
+    A .txt file is a document in pieces. A record that is not blank is a document in one part.
+    """
     documents: list[list[str]] = []
     kind = Text(fields=[*fields])
     for file in find_files(resolve(root, source), owner):
@@ -81,21 +91,21 @@ def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -
 
 
 def field_records(root: Path, source: str, owner: str) -> list[Record]:
-    """The records of a file or folder without .txt files, which have no fields for a template."""
+    """Read the records of a file or folder; refuse .txt files, which have no fields."""
     files = find_files(resolve(root, source), owner)
     for file in files:
         if file.suffix.lower() == ".txt":
             raise CoterieError(
-                f"{owner}: {file} is plain text without the fields that data.instructions "
-                "and its kin need; give .jsonl or .parquet records, or remove the key."
+                f"{owner}: {file} is plain text without fields; convert it to .jsonl or .parquet "
+                "records, or remove the key that sets the kind of data, such as data.instructions."
             )
     return [record for file in files for record in read_records(file, owner)]
 
 
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
-    """Return the items of each split's records, which are read together.
+    """Read the records of all splits together as items, and return the items by split.
 
-    Choices of instructions that the run file does not give are found in all of them.
+    If the run file does not give the choices of instructions, they are collected from all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}
@@ -104,10 +114,17 @@ def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> d
 def split_by_fractions(
     documents: Sequence[Iterable[str]], fractions: Mapping[str, float], chance: torch.Generator
 ) -> dict[str, list[str]]:
-    """Set aside random parts of the documents, split name -> share, and leave the rest for "train".
+    """Set aside random parts of documents for some splits; the other parts are the "train" split.
 
-    The shares are by characters and as near as whole pieces allow; the order within a split is that
-    of the documents. A split that gets nothing is an empty list.
+    Args:
+        documents: The parts of each document.
+        fractions: The fraction of all characters to set aside for each split; the result is as
+            close to it as whole parts allow.
+        chance: The generator of the random order.
+
+    Returns:
+        The texts of each split in the order of the documents. Adjacent parts of a document in the
+        same split are joined.
     """
     parts = [(number, part) for number, document in enumerate(documents) for part in document]
     splits = deal([len(part) for _, part in parts], fractions, chance)
@@ -124,7 +141,17 @@ def set_aside(
     fractions: Mapping[str, float],
     chance: torch.Generator,
 ) -> dict[str, list[Item]]:
-    """Items of these lengths by split, in their order: random parts, and "train" with the rest."""
+    """Set aside random items for some splits; the other items are the "train" split.
+
+    Args:
+        items: The items.
+        lengths: The length of each item.
+        fractions: The fraction of the total length to set aside for each split.
+        chance: The generator of the random order.
+
+    Returns:
+        The items of each split, in order.
+    """
     splits: dict[str, list[Item]] = {split: [] for split in ("train", *fractions)}
     for item, split in zip(items, deal(lengths, fractions, chance), strict=True):
         splits[split].append(item)
@@ -134,9 +161,18 @@ def set_aside(
 def deal(
     lengths: Sequence[int], fractions: Mapping[str, float], chance: torch.Generator
 ) -> list[str]:
-    """The split of each piece, by its length and the splits' fractions; the rest are for "train".
+    """Assign pieces to splits at random.
 
-    In random order, a piece is set aside if that brings a split nearer to its share.
+    In random order, a piece is assigned to a split if that brings the split's total length closer
+    to its fraction. The other pieces are assigned to "train".
+
+    Args:
+        lengths: The length of each piece.
+        fractions: The fraction of the total length for each split.
+        chance: The generator of the random order.
+
+    Returns:
+        The split of each piece.
     """
     splits = ["train"] * len(lengths)
     order: list[int] = torch.randperm(len(lengths), generator=chance).tolist()

@@ -1,7 +1,7 @@
-"""From a client's texts to its splits as tokens.
+"""Encoding of a client's texts as splits of tokens.
 
-Plain text becomes one stream (`Tokens`); prompts with answers, and conversations, stay samples of
-their own (`Examples`), and answers that are compared are groups of samples (`Groups`).
+Plain text becomes one stream (`Tokens`). Prompts with answers, and conversations, become separate
+samples (`Examples`). Answers to be compared become groups of samples (`Groups`).
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,17 @@ class ClientData:
 def tokenise(
     texts: Texts[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, name: str
 ) -> ClientData:
-    """The client's texts as tokens, with end-of-text between documents and limits applied.
+    """Encode a client's texts, with an end-of-text token between documents, up to the limits.
 
-    With `data.instructions` and its kin, `texts` become samples, or pairs of them. Raises
-    `CoterieError` if a split of the client `name` holds fewer than window + 1 tokens, or no sample
-    that fits the window, or if the tokenizer cannot be used.
+    Args:
+        texts: The client's texts or items.
+        tokenizer: The base's tokenizer.
+        data: The run file's section `data:`, as it applies to the client.
+        name: The client's name, for errors.
+
+    Raises:
+        CoterieError: A split has fewer than window + 1 tokens, or no sample that fits the window,
+            or the tokenizer is unsuitable.
     """
     splits = {}
     for split in SPLITS:
@@ -48,9 +54,17 @@ def tokenise(
 def encoded(
     items: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, split: str, owner: str
 ) -> Split:
-    """Documents or samples, up to the limit of a split (or public).
+    """Encode documents or items as a split, up to the split's limit.
 
-    Raises `CoterieError` as `tokenise` does; `owner` begins it: "The public text".
+    Args:
+        items: Documents or items.
+        tokenizer: The base's tokenizer.
+        data: The run file's section `data:`.
+        split: The name of the split: train, validation, test or public.
+        owner: The beginning of an error message, such as "The public text".
+
+    Raises:
+        CoterieError: As for `tokenise`.
     """
     encoder, end = bare_encoder(tokenizer)
     kind = data.bound
@@ -63,9 +77,11 @@ def encoded(
 
 
 def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientData:
-    """All clients' tokens as one client's, for centralised training; each split is concatenated.
+    """Concatenate all clients' splits, for centralised training.
 
-    `public` is trained on, too.
+    Args:
+        datas: The splits of each client.
+        public: The public set, which is appended to the training split.
     """
     splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
     splits["train"] += [] if public is None else [public]

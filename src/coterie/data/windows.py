@@ -1,4 +1,4 @@
-"""What a model sees of a split in training: random samples, or all of them in turn."""
+"""Training batches of a split: random samples, or all samples in epochs."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,17 @@ from coterie.data.split import AnyBatch, Split
 
 
 def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Generator) -> AnyBatch:
-    """Samples of a split, uniformly random and drawn with replacement.
+    """Draw samples of a split uniformly at random, with replacement.
 
-    Of a stream, windows at any offset: ids (batch, window + 1), whose first `window` tokens are
-    inputs and whose last `window` are what they predict; it must hold window + 1 tokens, as
-    `tokenise` has made sure. Of prompts with answers, whole samples; of preferences, pairs.
+    The samples of a stream are windows at any offset: ids (batch, window + 1), whose first `window`
+    tokens are inputs and whose last `window` tokens are targets. The samples of other kinds are
+    whole prompts with answers, conversations or pairs.
+
+    Args:
+        tokens: The split; a stream has at least window + 1 tokens, as `tokenise` ensures.
+        batch: The number of samples.
+        window: The number of tokens that a window predicts.
+        generator: The random generator.
     """
     samples = tokens.samples(window, 1)
     return samples.batch(torch.randint(len(samples), (batch,), generator=generator))
@@ -26,11 +32,18 @@ def epoch_batch(
     number: int,
     chance: Callable[[int], torch.Generator],
 ) -> AnyBatch:
-    """The `number`-th batch (0 is the first) of a split that is gone through again and again.
+    """Return one of the batches of successive epochs over a split.
 
-    Every epoch holds each sample once, in an order drawn from `chance(epoch)`; a batch may hold the
-    end of one epoch and the beginning of the next. A stream's samples are its windows one after
-    another, from its first token; fewer than `window` tokens at its end are in none.
+    Every epoch contains each sample once, in random order. A batch can contain the end of one epoch
+    and the beginning of the next. The samples of a stream are consecutive windows from its first
+    token; up to window - 1 tokens at its end are in no window.
+
+    Args:
+        tokens: The split.
+        batch: The number of samples per batch.
+        window: The number of tokens that a window predicts.
+        number: The number of the batch; the first is 0.
+        chance: A function that returns the generator of an epoch's order.
     """
     samples = tokens.samples(window, window)  # overlapping by one token
     return samples.batch(_in_epochs(len(samples), batch, number, chance))
@@ -39,7 +52,7 @@ def epoch_batch(
 def _in_epochs(
     count: int, batch: int, number: int, chance: Callable[[int], torch.Generator]
 ) -> Tensor:
-    """The `number`-th `batch` of the orders of `count` samples, one epoch's after another's."""
+    """Return the sample indices of batch `number` in the concatenated orders of all epochs."""
     first = number * batch
     epochs = range(first // count, (first + batch - 1) // count + 1)
     order = torch.cat([torch.randperm(count, generator=chance(epoch)) for epoch in epochs])

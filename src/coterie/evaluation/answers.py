@@ -1,4 +1,4 @@
-"""How likely answers are."""
+"""The negative log-likelihood of answers, given their prompts."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,19 @@ from coterie.losses.tokens import token_losses
 
 @torch.no_grad()
 def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: int) -> Tensor:
-    """Negative log-likelihood of each one's answers given what comes before them, with what ends
-    them: (n,) float64.
+    """Return the negative log-likelihood of each sample's answers, in nats.
 
-    In nats, summed over the answer's tokens. `batch` samples of similar lengths at once.
+    A sample's value is the sum over the tokens of its answers, including the tokens that end them,
+    each given all tokens before it. Samples of similar lengths share a batch.
+
+    Args:
+        base: The base of the model.
+        model: The model.
+        samples: Prompts with answers, or conversations.
+        batch: The number of samples per forward pass.
+
+    Returns:
+        (samples,) float64; losses that are not finite are replaced by a large value (`finite`).
     """
     nats = torch.zeros(len(samples), dtype=torch.float64)
     with autocast(base.precision, base.device.type):

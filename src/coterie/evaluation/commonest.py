@@ -1,4 +1,4 @@
-"""The score of a constant answer, which needs no model: the floor of accuracy."""
+"""The accuracy of always giving the commonest answer: a lower bound that needs no model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,14 +9,18 @@ Question = Instruction | Conversation
 
 
 def commonest(train: Sequence[Question], test: Sequence[Question]) -> list[float | None]:
-    """Score the answer to each test sample that is the commonest one in the training samples.
+    """Score the training samples' commonest answer on each test sample.
 
-    The answer is looked for among the test sample's own choices. Where several choices are equally
-    common, the score is the expected one of a draw among them, so that choices that were never seen
-    score as guessing does.
+    The prediction for a test sample is the one of its choices that is most frequent among the
+    training answers. If several choices are equally frequent, the score is the expected score of a
+    random tie-break; choices that are absent from the training samples thus score as a guess.
+
+    Args:
+        train: The samples whose answers are counted.
+        test: The samples to score.
 
     Returns:
-        For each test sample, its score from 0 to 1, or None if it has no choices.
+        One score from 0 to 1 per test sample, or None for a sample without choices.
     """
     counts = Counter(item.answer for item in train)
 

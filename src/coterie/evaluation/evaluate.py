@@ -1,4 +1,4 @@
-"""Exact evaluation: every token of a split, or every answer, is predicted once."""
+"""Exact evaluation: a model predicts every token, or every answer, of a split once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,51 +24,53 @@ from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model predicts a text by windows, or answers: of samples, or the chosen of pairs.
+    """A model's scores on a split.
 
-    These are its items. Losses are of answers with the tokens that end them.
+    The n items of the split are the windows of a stream of text, samples (prompts with answers, or
+    conversations), or pairs of answers. The predicted text of a sample is its answers, and that of
+    a pair its chosen answer, including the tokens that end an answer.
     """
 
     item_nats: Tensor
-    """Negative log-likelihood of each: (n,) float64."""
+    """The negative log-likelihood of each item's predicted text, in nats: (n,) float64."""
     item_tokens: Tensor
-    """Tokens that each has: (n,) int64."""
+    """The number of predicted tokens of each item: (n,) int64."""
     bytes: int
-    """UTF-8 bytes of the whole text."""
+    """The number of UTF-8 bytes of all predicted text."""
     shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """The scores of items by metric; None where an item has no score."""
+    """The items' scores by metric; None for an item without a score."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """The other entries of reports: how many items, and means over them."""
+    """The other entries of a report: the number of items, and means over items."""
     learnt: float | None = None
-    """The mean of the loss that is learnt, where it is none of single tokens."""
+    """The mean of the training loss, if that is not the cross-entropy of tokens; else None."""
 
     @property
     def nats(self) -> float:
-        """Negative log-likelihood of the whole text."""
+        """The negative log-likelihood of all predicted text, in nats."""
         return self.item_nats.sum().item()
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole text."""
+        """The number of predicted tokens."""
         return int(self.item_tokens.sum())
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
+        """The mean loss per token, in nats."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per token); comparable between models with the same tokenizer only."""
+        """The exponential of the mean loss; comparable only between equal tokenizers."""
         return math.exp(min(self.loss, WORST))
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per UTF-8 byte of text; comparable between any two models."""
+        """The loss in bits per UTF-8 byte of text; comparable between any two models."""
         return self.nats / math.log(2) / self.bytes
 
     def as_dict(self) -> dict[str, float]:
-        """For reports."""
+        """Return the entries of the score in reports and in result.json."""
         return {
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
@@ -79,34 +81,36 @@ class Score:
         }
 
     def items(self) -> dict[str, list[Any]]:
-        """The same by item: lists as long as there are items."""
+        """Return the score of each item: lists of length n, by name."""
         figures = {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
         return figures | {name: list(values) for name, values in self.shares.items()}
 
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """A model (a base, with whatever is attached) that is scored on a held-out text."""
+    """A model to evaluate, with the sizes of its inputs."""
 
     base: Base
     model: PreTrainedModel
     window: int
+    """The number of tokens that a window predicts."""
     batch: int
+    """The number of windows, samples or pairs per forward pass."""
     generate: int | None = None
-    """Tokens of an answer that is generated at most; None: none is generated."""
+    """The maximum number of tokens of a generated answer; None: no answers are generated."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the loss of each row's answers: (rows,) float64, in nats."""
+        """Return the loss of each row's answers, in nats: (rows,) float64."""
         return answer_losses(self.base, self.model, rows, batch)
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each token: (batch, time) float32, in nats."""
+        """Return the loss of each token, in nats: (batch, time) float32."""
         with autocast(self.base.precision, self.base.device.type):
             return token_losses(self.model, *batch.to(self.base.device)).cpu()
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the answer that the model generates to each row, if any are asked for."""
+        """Return the generated answer to each row's prompt; empty if none are to be generated."""
         if self.generate is None:
             return ()
         return generate_answers(self.base, self.model, rows, self.generate, self.batch)
@@ -121,18 +125,20 @@ def evaluate(
     generate: int | None = None,
     metric: str | None = None,
 ) -> Score:
-    """Score a model (the base, with whatever is attached) on a text, on prompts or on pairs.
-
-    The cross-entropy is in fp32.
+    """Score a model on a split. The cross-entropy is computed in float32.
 
     Args:
         base: The base of the model.
-        model: The model.
-        tokens: A held-out text.
-        window: Tokens that a window or a sample predicts at most.
-        batch: Windows, samples or pairs that are scored at once.
-        generate: Tokens of an answer that is generated to a prompt; None: none is generated.
-        metric: A metric to compute besides the package's own.
+        model: The model: the base with its adapter, if any.
+        tokens: The split, usually validation or test.
+        window: The maximum number of tokens that a window or a sample predicts.
+        batch: The number of windows, samples or pairs per forward pass.
+        generate: The maximum number of tokens of the answer to generate for each prompt. None: no
+            answers are generated.
+        metric: The name of a metric to compute besides the built-in ones.
+
+    Returns:
+        The scores, with those metrics whose inputs the split provides.
     """
     measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
     shares = _shares(measured, metric)
@@ -143,23 +149,24 @@ def evaluate(
     )
 
 
-def _shares(measured: Measured, asked: str | None) -> dict[str, Sequence[float | None]]:
-    """Return the scores of items by metric, of those that what was measured allows."""
-    names: list[str] = [*METRICS.builtin, *([] if asked in (None, *METRICS.builtin) else [asked])]
-    metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]  # always scored
-    found = {m.name: m.score(measured) for m in metrics if measured.offers(m.needs)}
-    return {name: scores for name, scores in found.items() if set(scores) != {None}}
+def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
+    """Return the items' scores by metric, for all metrics whose inputs were measured."""
+    names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
+    # Every `Score` computes perplexity itself.
+    metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]
+    by_metric = {m.name: m.score(measured) for m in metrics if measured.offers(m.needs)}
+    return {name: scores for name, scores in by_metric.items() if set(scores) != {None}}
 
 
 @torch.no_grad()
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
-    """Return the mean of a model's loss over the terms of a batch, such as nats per token.
+    """Return a model's mean loss over the terms of a batch, such as nats per token.
 
     Args:
         base: The base of the model.
         model: The model.
         batch: Samples of any kind.
-        at_once: Samples that are read at once.
+        at_once: The number of samples per forward pass.
     """
     with autocast(base.precision, base.device.type):
         return batch.mean_loss(model, base.device, at_once)
@@ -167,19 +174,28 @@ def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int)
 
 @torch.no_grad()
 def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits after the last token that is read of each sample: values and places,
-    (samples, k), places ascending. So many samples are read at once."""
-    found = []
+    """Return the k largest logits after the last input token of each sample.
+
+    Args:
+        base: The base that predicts.
+        batch: Samples, which may be padded.
+        k: The number of logits per sample.
+        at_once: The number of samples per forward pass.
+
+    Returns:
+        The logits, and their token ids in ascending order; both (samples, k).
+    """
+    logits_and_ids = []
     with autocast(base.precision, base.device.type):
         for part in batch.to(base.device).split(at_once):
             for logits in logits_in_pieces(base.model, part._replace(counted=_last(part))):
-                places = logits.topk(k).indices.sort().values
-                found.append((logits.gather(-1, places).float().cpu(), places.cpu()))
-    values, places = zip(*found, strict=True)
-    return torch.cat(values), torch.cat(places)
+                ids = logits.topk(k).indices.sort().values
+                logits_and_ids.append((logits.gather(-1, ids).float().cpu(), ids.cpu()))
+    values, ids = zip(*logits_and_ids, strict=True)
+    return torch.cat(values), torch.cat(ids)
 
 
 def _last(batch: Batch) -> Tensor:
-    """Which token is the last that is read of each sample: (batch, time) bool."""
-    read = torch.ones_like(batch.ids[:, 1:], dtype=torch.bool) if batch.real is None else batch.real
-    return read & (read.cumsum(1) == read.sum(1, keepdim=True))
+    """Return a mask of the last input token of each sample: (batch, time) bool."""
+    real = torch.ones_like(batch.ids[:, 1:], dtype=torch.bool) if batch.real is None else batch.real
+    return real & (real.cumsum(1) == real.sum(1, keepdim=True))

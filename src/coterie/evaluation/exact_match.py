@@ -1,4 +1,4 @@
-"""Exact match: whether the model writes the right answer."""
+"""Exact match: the share of generated answers that equal the right answer."""
 
 from collections.abc import Sequence
 from unicodedata import normalize
@@ -8,9 +8,9 @@ from coterie.evaluation.metrics import Metric
 
 
 class ExactMatch(Metric):
-    """1 if a generated answer is the right one, else 0.
+    """1 if a generated answer equals the right answer, else 0.
 
-    Spaces around the texts do not count, nor does how Unicode composes an accented letter (NFC).
+    Both texts are stripped of surrounding white space and normalised to Unicode's NFC first.
     """
 
     name = "exact_match"
@@ -18,7 +18,6 @@ class ExactMatch(Metric):
     needs = "answers"
 
     def score(self, measured: Measured) -> Sequence[float | None]:
-        """Return the score of each answer."""
-        both = (measured.answers, measured.texts)
-        plain = ([normalize("NFC", text).strip() for text in texts] for texts in both)
+        columns = (measured.answers, measured.texts)
+        plain = ([normalize("NFC", text).strip() for text in texts] for texts in columns)
         return [float(right == text) for right, text in zip(*plain, strict=True)]

@@ -1,4 +1,4 @@
-"""What a model writes after a prompt: the likeliest token each time, many prompts at once."""
+"""Text generation from prompts: greedy and batched for evaluation, or sampled."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ from coterie.data.items import parted
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a model writes.
+    """The settings of text generation.
 
     Attributes:
-        tokens: the most that are written.
-        temperature: 0 takes the likeliest token each time.
-        top_p: the nucleus sampling threshold.
-        seed: of the tokens that are drawn.
-        thinking: whether an answer in a conversation may begin with thinking.
+        tokens: The maximum number of new tokens.
+        temperature: The sampling temperature; 0 decodes greedily.
+        top_p: The threshold of nucleus sampling.
+        seed: The seed of the sampled tokens.
+        thinking: Whether an answer in a conversation may begin with thinking.
     """
 
     tokens: int
@@ -35,19 +35,27 @@ class Sampling:
     thinking: bool = False
 
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
-        """Return options of `generate`; others are left to the base's own configuration."""
+        """Return keyword arguments of `generate`, for a model with a generation config of its own.
+
+        Args:
+            ends: The token ids that end an answer.
+        """
         sampled = self.temperature > 0
-        drawn = {"temperature": self.temperature, "top_p": self.top_p} if sampled else {}
+        sampling = {"temperature": self.temperature, "top_p": self.top_p} if sampled else {}
         return {
             "max_new_tokens": self.tokens,
             "do_sample": sampled,
             "eos_token_id": list(ends),
             "pad_token_id": ends[0],
-            **drawn,
+            **sampling,
         }
 
     def config(self, ends: Sequence[int]) -> GenerationConfig:
-        """Return a whole configuration, which sets aside a base's own (penalties, beam search)."""
+        """Return a complete generation config, which overrides the base's (penalties, beams).
+
+        Args:
+            ends: The token ids that end an answer.
+        """
         plain = {"num_beams": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0}
         top_k = 0 if self.temperature > 0 else 50
         return GenerationConfig(use_cache=True, top_k=top_k, **plain | self.options(ends))
@@ -56,9 +64,10 @@ class Sampling:
 def generate_answers(
     base: Base, model: PreTrainedModel, examples: Examples, new_tokens: int, batch: int
 ) -> list[str]:
-    """What the model writes after each sample's prompt; see `continuations`.
+    """Generate an answer to each sample's prompt, as `continuations` does.
 
-    After a conversation, that is up to the marker that ends an answer, and without thinking.
+    An answer in a conversation ends before the chat template's end-of-turn marker, and its thinking
+    is removed.
     """
     prompts = examples.prompts(base)
     if examples.template is None:
@@ -76,33 +85,51 @@ def continuations(
     batch: int,
     markers: Sequence[str] = (),
 ) -> list[str]:
-    """Greedy text after each prompt, of at most `new_tokens` tokens, up to the end token or to one
-    of the markers.
+    """Decode greedily after each prompt, up to the end token or one of the markers.
 
-    prompts: each (n,) of any lengths, with a first token to begin from. Less is written where the
-    model's context ends. How many are worked on at once (`batch`) does not change the text, save
-    where rounding decides between two tokens.
+    Args:
+        base: The base of the model, with its tokenizer.
+        model: The model.
+        prompts: Token ids, each (n,) with n > 0.
+        new_tokens: The maximum number of tokens to generate after a prompt; fewer are generated
+            where the model's context ends.
+        batch: The maximum number of prompts per forward pass. It does not change the texts, except
+            where rounding decides between two tokens.
+        markers: Texts that end an answer.
+
+    Returns:
+        The text after each prompt, without the prompt and the marker.
     """
     lengths = [len(prompt) for prompt in prompts]
-    written: dict[int, str] = {}
+    texts: dict[int, str] = {}
     with autocast(base.precision, base.device.type):
         for numbers, limit in _batches(model, lengths, new_tokens, batch):
-            texts = _together(base, model, [prompts[n] for n in numbers], limit, markers)
-            written.update(zip(numbers, texts, strict=True))
-    return [written[number] for number in range(len(prompts))]
+            generated_texts = _decode(base, model, [prompts[n] for n in numbers], limit, markers)
+            texts.update(zip(numbers, generated_texts, strict=True))
+    return [texts[number] for number in range(len(prompts))]
 
 
 def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The model's `generate` on prompts (batch, time), mask 0 where they are padded: (batch, time +
-    new). PEFT's warning is left out that positions are counted, as they are for any prompt."""
+    """Call the model's `generate` on a batch of prompts.
+
+    Args:
+        model: The model.
+        ids: The prompts' token ids, padded: (batch, time).
+        mask: 1 for a token, 0 for padding: (batch, time).
+        options: Further keyword arguments of `generate`.
+
+    Returns:
+        The prompts with the new tokens: (batch, time + new).
+    """
     with warnings.catch_warnings():
+        # PEFT warns that it ignores position ids; it computes them itself for every prompt.
         warnings.filterwarnings("ignore", message="Position ids are not supported")
-        write: Any = model.generate
-        return write(input_ids=ids, attention_mask=mask, **options)
+        generate: Any = model.generate
+        return generate(input_ids=ids, attention_mask=mask, **options)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Tokens that a model reads, besides a soft prompt (PEFT) of its own; None if it has no end."""
+    """Return the longest input of a model in tokens, less a PEFT soft prompt; None: unlimited."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if longest is None else longest - _soft_prompt(model)
 
@@ -114,29 +141,35 @@ def _soft_prompt(model: PreTrainedModel) -> int:
 def _batches(
     model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, batch: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Prompts of similar lengths, by number, and how many tokens are written after each."""
-    room = context_length(model)
-    alike = bool(_soft_prompt(model))
+    """Yield batches of prompts of similar lengths: their indices and the limit of new tokens."""
+    context = context_length(model)
+    equal_lengths = bool(_soft_prompt(model))
 
-    def kind(number: int) -> tuple[int, int]:
+    def batch_key(number: int) -> tuple[int, int]:
         length = lengths[number]
-        # The last token that is written is not read.
-        limit = new_tokens if room is None else min(new_tokens, room - length + 1)
+        # The model does not read the last token that it generates.
+        limit = new_tokens if context is None else min(new_tokens, context - length + 1)
         # PEFT counts padding between a soft prompt and the text, so there must be none.
-        return limit, length if alike else 0
+        return limit, length if equal_lengths else 0
 
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for (limit, _), same in groupby(order, key=kind):
-        numbers = list(same)
+    for (limit, _), group in groupby(order, key=batch_key):
+        numbers = list(group)
         for first in range(0, len(numbers), batch):
             yield numbers[first : first + batch], limit
 
 
 def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Tokens of which each ends an answer: the end token, and those of markers.
+    """Return the tokens and the texts that end an answer.
 
-    Second, the markers that the vocabulary does not have as tokens of their own: they are to be
-    looked for in the text, where they may share a token with what is before them.
+    Args:
+        tokenizer: The base's tokenizer, with an end token.
+        markers: Texts that end an answer, such as a chat template's end-of-turn markers.
+
+    Returns:
+        The ids of the end token and of markers that are single tokens of the vocabulary; and the
+        other markers, which must be searched for in the decoded text, as a token may contain the
+        end of the answer and the beginning of a marker.
     """
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the tokenizer has an end token, as reading the data checks"
@@ -150,14 +183,14 @@ def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], li
     return list(dict.fromkeys(ends)), texts
 
 
-def _together(
+def _decode(
     base: Base,
     model: PreTrainedModel,
     prompts: Sequence[Tensor],
     limit: int,
     markers: Sequence[str],
 ) -> list[str]:
-    """The texts after some prompts, which are padded at their beginnings."""
+    """Decode one batch of prompts greedily, left-padded to the longest prompt."""
     if limit < 1:
         return [""] * len(prompts)
     tokenizer = base.tokenizer
@@ -168,19 +201,20 @@ def _together(
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
-    until = {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
-    found = generated(
+    stopping = {"stop_strings": stops, "tokenizer": tokenizer} if stops else {}
+    sequences = generated(
         model,
         ids.to(base.device),
         mask.to(base.device),
         generation_config=Sampling(limit).config(ends),
-        **until,
+        **stopping,
     )
-    new = [list(takewhile(lambda id: id not in ends, row)) for row in found[:, longest:].tolist()]
+    new_ids = sequences[:, longest:].tolist()
+    new = [list(takewhile(lambda id: id not in ends, row)) for row in new_ids]
     texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in new]
     return [before_any(text, stops) for text in texts]
 
 
 def before_any(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of some markers in it."""
+    """Truncate a text before the first of the given markers in it."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

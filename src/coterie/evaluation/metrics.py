@@ -1,7 +1,8 @@
-"""Metrics: what is measured of a model, which way is better, and how it is written.
+"""Metrics: how a model is scored, whether higher is better, and how values are formatted.
 
-A metric is one file. The package's own are in the files beside this one; others come from plugins.
-They are imported when they are asked for by name, and need no torch to be described.
+A metric is a class in a file of its own: a built-in metric in this package, any other metric in a
+plugin. The built-in metrics are imported when they are first looked up by name; this module does
+not import torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,68 +19,130 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LONGEST = 1e9
-"""From here on, a cell has the power of ten."""
+"""The value from which on a table's cell is in scientific notation."""
 
 
 class Metric:
-    """One of the numbers in a score. A subclass defines the class variables and `score`."""
+    """A score of a model on a split: the mean, or another function of means, over the items.
+
+    A subclass defines `name`, `title` and `score`, overrides the other class variables where their
+    defaults do not fit, and is registered with `coterie.register` or loaded with `--plugin
+    FILE.py`. A metric that is not a mean of scores also overrides `sums` and `value`::
+
+        class AnswerLength(Metric):
+            name = "answer_length"
+            title = "answer length (characters)"
+            needs = "answers"
+            share = False
+
+            def score(self, measured):
+                return [len(text) for text in measured.texts]
+    """
 
     name: ClassVar[str]
-    """In run files and in scores, as result.json holds them."""
+    """The metric's name in run files (`evaluation.metric`) and in result.json."""
     title: ClassVar[str]
-    """The name in tables and plots."""
+    """The metric's name in tables and plots."""
     needs: ClassVar[Needs] = "nothing"
-    """What the metric is computed from."""
+    """The input that the metric needs besides the losses of the items.
+
+    "answers": generated answers; "choices": the losses of all answers to choose from; "pairs":
+    preferences. The metric is computed only on splits that provide this input.
+    """
     higher: ClassVar[bool] = True
     """Whether higher values are better."""
     share: ClassVar[bool] = True
-    """Whether values are from 0 to 1, which tables and plots show in per cent."""
+    """Whether values are shares from 0 to 1; tables and plots show shares in per cent."""
     digits: ClassVar[int] = 2
-    """Decimals in tables."""
+    """The number of decimals in tables."""
     logarithmic: ClassVar[bool] = False
     """Whether plots have a logarithmic axis."""
 
     def score(self, measured: Measured) -> Sequence[float | None]:
-        """Return the score of each item, or None for an item that has none.
+        """Return the score of each item of a split.
 
-        The metric of a text is the mean over the items that have a score.
+        The value of the metric on the split is the mean over the items that have a score.
+
+        Args:
+            measured: The model's losses on n items (windows, samples or pairs), with the input
+                named by `needs`.
+
+        Returns:
+            n scores; None for an item that cannot be scored, such as a sample without choices.
         """
         raise NotImplementedError
 
     def sums(self, items: Mapping[str, Sequence[float | None]]) -> Sequence[Sequence[float]]:
-        """Return what is added up over items, and what the sum is divided by, for a bootstrap.
+        """Return the numerators and denominators of the metric's mean, for a bootstrap.
+
+        A bootstrap resamples the items, and divides the sum of the numerators by the sum of the
+        denominators.
 
         Args:
-            items: The scores of each item, by name, as a run folder keeps them.
+            items: The scores of each item by metric, and its `nats` and `tokens`, as stored in the
+                run folder.
+
+        Returns:
+            Two sequences of equal length: the numerators, and the denominators. By default, the
+            scores that are not None, and ones.
         """
         values = [value for value in items[self.name] if value is not None]
         return [values, [1] * len(values)]
 
     def value(self, means: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        """Return the metric of texts, given their sums divided as `sums` says."""
+        """Return the metric's values, given the quotients of the sums of `sums`.
+
+        Args:
+            means: Sums of numerators divided by sums of denominators, of any shape.
+
+        Returns:
+            The values, of the shape of `means`; by default `means` itself. Perplexity returns the
+            exponential.
+        """
         return means
 
     @property
     def label(self) -> str:
-        """The title with its unit, for an axis."""
+        """The title with the unit, for the axis of a plot."""
         return f"{self.title} (%)" if self.share else self.title
 
     @property
     def better(self) -> str:
-        """A sentence for a caption."""
+        """A sentence for captions: "Higher is better." or "Lower is better."."""
         return "Higher is better." if self.higher else "Lower is better."
 
     def shown(self, value: float) -> float:
-        """Return a value in the unit of tables and plots: shares in per cent."""
+        """Convert a value to the unit of tables and plots.
+
+        Args:
+            value: A value of the metric.
+
+        Returns:
+            The value, for shares in per cent.
+        """
         return 100 * value if self.share else value
 
     def cell(self, value: float) -> str:
-        """Return a cell of a table: 12.34, 83.06 for a share of 0.8306, or 1e+304."""
+        """Format a value for a table.
+
+        Args:
+            value: A value of the metric.
+
+        Returns:
+            A text such as "12.34", "83.06" for a share of 0.8306, or "1e+304".
+        """
         shown = self.shown(value)
         return f"{shown:.{self.digits}f}" if shown < LONGEST else f"{shown:.3g}"
 
     def order(self, value: float) -> float:
-        """Return a key by which the best value is sorted first, and the worst last."""
+        """Return a sort key that places the best value first.
+
+        Args:
+            value: A value of the metric.
+
+        Returns:
+            The value, or its negative if higher values are better.
+        """
         return -value if self.higher else value
 
 
@@ -90,22 +153,28 @@ _CLASSES = {
     "rouge_l": "RougeL",
     "reward_accuracy": "RewardAccuracy",
 }
-"""The class of each of the package's own metrics, in the file of the metric's name."""
+"""The class of each built-in metric; its module has the metric's name."""
 HEADLINES = ("accuracy", "reward_accuracy", "rouge_l", "perplexity")
-"""The metrics that are shown unless another is asked for: the first that all scores have."""
+"""The metrics to show by default, in order of preference; see `metric_of`."""
 OF_SCORES = (
     *("loss", "bits_per_byte", "tokens", "bytes", "nats", "of"),
     *("samples", "pairs", "dpo_loss", "reward_margin"),
 )
-"""The other entries of scores, whose names no metric can have."""
+"""The other entries of scores: reserved names, which a metric cannot have."""
 K = TypeVar("K", bound=type)
 
 
 def register(kind: K) -> K:
-    """Give a metric's class its name in run files, for as long as this process runs.
+    """Register a metric's class under its `name`, until this process ends.
+
+    Args:
+        kind: A subclass of `Metric`.
+
+    Returns:
+        The class, so that the function can be used as a decorator.
 
     Raises:
-        CoterieError: The class is no metric with a name and a title, or the name is taken.
+        CoterieError: The class is not a metric with a name and a title, or the name is taken.
     """
     if not issubclass(kind, Metric):
         raise CoterieError(f"{kind!r} is not a metric; it must be a subclass of coterie.Metric.")
@@ -131,23 +200,29 @@ METRICS: Registry[type[Metric]] = Registry(
 
 @cache
 def instance(kind: type[Metric]) -> Metric:
-    """Return the one object of a metric's class."""
+    """Return the only instance of a metric's class."""
     return kind()
 
 
 def metric_named(name: str) -> Metric:
-    """Return the metric of a name; raise CoterieError if there is none."""
+    """Return the metric with a name; raise CoterieError if there is none."""
     return instance(METRICS.get(name))
 
 
 def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -> Metric:
-    """Return the metric to show: the one asked for, or the one that suits the scores.
+    """Return the metric to show for some scores.
 
-    It is one that all scores have. Without any score it is the one asked for, or perplexity.
+    Args:
+        scores: The scores, each by metric.
+        asked: The name of the preferred metric.
+
+    Returns:
+        The first of `asked` and `HEADLINES` that all scores contain; perplexity can always be
+        shown. Without any score, `asked`, or perplexity by default.
     """
-    found = list(scores)
-    if not found:
+    all_scores = list(scores)
+    if not all_scores:
         return metric_named(asked or "perplexity")
     names = (*([asked] if asked else ()), *HEADLINES)
-    everybody = (n for n in names if n == "perplexity" or all(n in score for score in found))
-    return metric_named(next(everybody))
+    common = (n for n in names if n == "perplexity" or all(n in score for score in all_scores))
+    return metric_named(next(common))

@@ -1,4 +1,4 @@
-"""Reward accuracy: whether the chosen answer of a pair has the higher reward."""
+"""Reward accuracy: the share of pairs whose chosen answer has the higher reward."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from coterie.evaluation.metrics import Metric
 
 
 class RewardAccuracy(Metric):
-    """1 if the chosen answer has the higher reward, 0 if the rejected one has, else half.
+    """1 if a pair's chosen answer has the higher reward, 0 if the rejected one has, 0.5 for a tie.
 
-    Rewards that differ by rounding at most are equal, as all are under the reference.
+    Rewards that differ by no more than rounding are tied. The reference ties all pairs.
     """
 
     name = "reward_accuracy"
@@ -17,5 +17,4 @@ class RewardAccuracy(Metric):
     needs = "pairs"
 
     def score(self, measured: Measured) -> Sequence[float | None]:
-        """Return the score of each pair."""
         return measured.preferred

@@ -1,4 +1,4 @@
-"""ROUGE-L: how many words a generated answer has in common with the right one, in their order."""
+"""ROUGE-L: the longest common subsequence of a generated answer and the right answer."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from coterie.evaluation.metrics import Metric
 
 
 class RougeL(Metric):
-    """The F1 of the longest common subsequence of words.
+    """The F1 score of the longest common subsequence of words.
 
-    Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), without stemming and with
-    words in any script (`UnicodeTokenizer`).
+    C.-Y. Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004). Words are not
+    stemmed, and may be in any script (`UnicodeTokenizer`).
     """
 
     name = "rouge_l"
@@ -19,14 +19,13 @@ class RougeL(Metric):
     needs = "answers"
 
     def score(self, measured: Measured) -> Sequence[float | None]:
-        """Return the score of each answer."""
         try:
             from rouge_score.rouge_scorer import RougeScorer
 
             from coterie.evaluation.words import UnicodeTokenizer
         except ModuleNotFoundError as error:
             raise CoterieError(
-                f"Rouge-L needs {error.name}; install it with pip install rouge-score."
+                f"ROUGE-L needs the package {error.name}; run `pip install rouge-score`."
             ) from None
         scorer = RougeScorer(["rougeL"], tokenizer=UnicodeTokenizer())
         pairs = zip(measured.answers, measured.texts, strict=True)

@@ -1,4 +1,4 @@
-"""The words of a text in any script, as Rouge-L compares them."""
+"""The tokenizer of ROUGE-L, for texts in any script."""
 
 from unicodedata import normalize
 
@@ -6,7 +6,7 @@ import regex
 from rouge_score.tokenizers import Tokenizer
 
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}ー"
-"""Scripts that are written without spaces between words."""
+"""The scripts that are written without spaces between words, and the mark of long vowels."""
 _WORD = regex.compile(
     rf"""(?V1)
     (?=[[\p{{L}}\p{{N}}]&&[{_UNSPACED}]])\X  # a character of a script without spaces
@@ -21,17 +21,17 @@ _VARIATION = regex.compile(r"\p{Variation_Selector}")
 
 
 class UnicodeTokenizer(Tokenizer):
-    """A tokenizer for `rouge_score` that finds the words of any script.
+    """A tokenizer for `rouge_score` that splits a text in any script into words.
 
-    In ASCII text with words, the words are those of `rouge_score`'s default tokenizer without
-    stemming: runs of letters and digits. A character is a word of its own in scripts without
-    spaces, such as Japanese, Chinese and Thai, and so is an emoji. In a text without any word,
-    every character is one, so that an answer given exactly never scores 0.
+    A word is a run of letters and digits; in ASCII text, this agrees with `rouge_score`'s default
+    tokenizer without stemming. In scripts without spaces, such as Chinese, Japanese and Thai, every
+    character is a word, and so is every emoji. In a text without words, every character is a word,
+    so that an exact answer never scores 0.
     """
 
     def tokenize(self, text: str) -> list[str]:
-        """Return the words in their order, with case, widths and ligatures folded."""
-        # Compatibility forms of symbols are letters: NFKC would make the word cokeTM of Coke™.
+        """Return the words of a text in order, with case, widths and ligatures folded."""
+        # Symbols keep their form: NFKC would turn the ™ of Coke™ into letters (the word coketm).
         text = _NO_SYMBOLS.sub(lambda run: normalize("NFKC", run[0]), _VARIATION.sub("", text))
         text = normalize("NFC", text.casefold())
         return _WORD.findall(text) or _CHARACTER.findall(text)

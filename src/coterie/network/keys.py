@@ -91,21 +91,24 @@ class Kit:
             expires = certificate.not_valid_after_utc
             return cls(path, _checked(found["name"]), expires, found["ca"].encode(), key)
         except OSError as error:
-            raise CoterieError(f"Could not read the kit {path}: {error.strerror}.") from None
+            raise CoterieError(f"Could not read the key file {path}: {error.strerror}.") from None
         except (*UNREADABLE, CoterieError):
             raise CoterieError(
-                f"{path} is not a client's kit; use the file written by `coterie keys add`."
+                f"{path} is not a client's key file; use the file written by `coterie keys add`."
             ) from None
 
     def again(self) -> "Kit":
         """The kit as it is now; raises CoterieError if it has expired or is another client's."""
         kit = Kit.load(self.path)
         if kit.name != self.name:
-            raise CoterieError(f"The kit {self.path} belongs to {kit.name!r}, not {self.name!r}.")
+            raise CoterieError(
+                f"The key file {self.path} belongs to {kit.name!r}, not {self.name!r}."
+            )
         if kit.expires < datetime.now(UTC):
             raise CoterieError(
-                f"The kit {self.path} expired on {kit.expires:%Y-%m-%d}, by this machine's clock; "
-                f"ask for a new one, which `coterie keys renew {self.name}` makes on the server."
+                f"The key file {self.path} expired on {kit.expires:%Y-%m-%d}, by this machine's "
+                f"clock; ask for a new one, which `coterie keys renew {self.name}` writes on the "
+                "server."
             )
         return kit
 
@@ -233,7 +236,7 @@ class Keys:
             )
         ends = {"the server's certificate": (end, f"certify {self.folder}")}
         for name, client in self.clients().items():
-            ends[f"the kit of {name}"] = client.expires, f"renew {name} --keys {self.folder}"
+            ends[f"the key of {name}"] = client.expires, f"renew {name} --keys {self.folder}"
         return [
             f"{what} {'ends' if end > now else 'ended'} on {end:%Y-%m-%d}; renew it, at any time, "
             f"with `coterie keys {how}`"
@@ -249,8 +252,8 @@ class Keys:
         """
         if self._file(name).exists():
             raise CoterieError(
-                f"There is already a client {name!r}; choose another name, or make a new kit for "
-                f"that client with `coterie keys renew {name}`."
+                f"There is already a client {name!r}; choose another name, or write a new key "
+                f"file for that client with `coterie keys renew {name}`."
             )
         return self._make(name, out)
 

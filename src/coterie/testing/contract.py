@@ -103,14 +103,14 @@ class MethodContract:
             for tensor, parameter in private.items():
                 for group in declared:
                     with pytest.raises(MessageError, match=REFUSED):
-                        part._sent("up", Message(0, {group: {tensor: parameter}}))
+                        part._serialise("up", Message(0, {group: {tensor: parameter}}))
             for path, state in client.state().walk():
                 for group, tensors in state.groups.items():
                     if tensors and (path or group not in declared):
                         peers = {path[0]: {group: tensors}} if path else {}
                         leak = Message(0, {} if path else {group: tensors}, peers=peers)
                         with pytest.raises(MessageError, match=REFUSED):
-                            part._sent("up", leak)
+                            part._serialise("up", leak)
 
     def test_state_and_restore_are_inverse(self, run: RunConfig) -> None:
         """Check that a round repeated from its state gives an equal upload.

@@ -60,7 +60,7 @@ def up(local: LocalRun, name: str, round: int) -> Message:
         round: The exchange, from 0.
     """
     return local.schema.receive(
-        "up", local.clients.part(name)._sent("up", local.clients[name].upload(round))
+        "up", local.clients.part(name)._serialise("up", local.clients[name].upload(round))
     )
 
 

@@ -1,1 +1,1 @@
-"""The kinds of data: how records of each become items, and items tokens."""
+"""The built-in kinds of data: each reads records as items, and encodes items as tokens."""

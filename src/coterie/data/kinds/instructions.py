@@ -1,4 +1,4 @@
-"""Instructions: prompts with their answers, and the answers to choose from."""
+"""Instructions: prompts with answers, and optionally answers to choose from."""
 
 import math
 from collections import defaultdict
@@ -15,54 +15,59 @@ from coterie.data.templates import fields, is_text, render
 from coterie.errors import CoterieError
 
 EARLIER = ("system", "history")
-"""The fields of a record that come before its prompt in a conversation."""
+"""The fields of a record that are rendered before its prompt in a conversation."""
 MOST_CHOICES = 20
-"""Of more different answers than this, a task is not taken to be a choice."""
+"""The maximum number of distinct answers to a task that are taken as choices."""
 
 
 class Instructions(InstructionSpec):
     """Prompts with answers; with the template `chat`, conversations."""
 
     def used(self) -> set[str]:
-        """Return the fields of templates, answer and choices."""
         used = set(fields(self.template)) | (set(EARLIER) if self.chats else set())
-        for given in (self.answer, self.choices):
-            if isinstance(given, str):
-                used |= set(fields(given)) if is_text(given) else {given}
+        for setting in (self.answer, self.choices):
+            if isinstance(setting, str):
+                used |= set(fields(setting)) if is_text(setting) else {setting}
         return used
 
     def items(self, records: Sequence[Record]) -> list[Instruction] | list[Conversation]:
-        """Return the prompt, answer and choices of every record."""
         return instructions(records, self)
 
     def encode(self, items: Sequence[Any], how: Encoding) -> Examples:
-        """Return the samples as tokens."""
         return examples(items, how) if how.template is None else chats(items, how)
 
 
 def instructions(
     records: Sequence[Record], spec: InstructionSpec
 ) -> list[Instruction] | list[Conversation]:
-    """Prompt, answer and choices of every record of one source, in their order; with the template
-    `chat`, as conversations.
+    """Read the prompt, the answer and the choices of every record of one source.
 
-    Choices that the run file does not give are the answers of the records that have the same
-    `instruction`, or of all where there is no such field. Raises CoterieError, naming the record,
-    if it lacks a field or its answer is no text.
+    If the run file does not give the choices, they are the distinct answers of the records with the
+    same `instruction`, or of all records if there is no such field.
+
+    Returns:
+        One instruction per record, in order; with the template `chat`, one conversation.
+
+    Raises:
+        CoterieError: A record lacks a field, or its answer is not a text or a number.
     """
     answers = [_answer(record, spec.answer) for record in records]
     tasks = [str(record.fields.get("instruction")) for record in records]
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    answers_by_task: defaultdict[str, set[str]] = defaultdict(set)
     for task, answer in zip(tasks, answers, strict=True):
-        found[task].add(answer)
-    few = {task: a if 2 <= len(a) <= MOST_CHOICES else () for task, a in found.items()}
-    among = {task: tuple(sorted(choices)) for task, choices in few.items()}
+        answers_by_task[task].add(answer)
+    choices_by_task = {
+        task: tuple(sorted(choices)) if 2 <= len(choices) <= MOST_CHOICES else ()
+        for task, choices in answers_by_task.items()
+    }
     names = fields(spec.template) + (fields(spec.answer) if is_text(spec.answer) else [spec.answer])
     items = [
         Instruction(
             render(spec.template, record.fields, record.where),
             answer,
-            among[task] if spec.choices is None else _choices(record, answer, spec.choices),
+            choices_by_task[task]
+            if spec.choices is None
+            else _choices(record, answer, spec.choices),
             tuple("" if (v := record.fields.get(name)) is None else str(v) for name in names),
             record.where,
         )
@@ -74,17 +79,18 @@ def instructions(
 
 
 def _conversation(record: Record, item: Instruction) -> Conversation:
-    """Return the conversation of a record: after its system prompt and its earlier exchanges, if it
-    has any, the prompt and the answer. Only an answer without earlier ones is chosen from a list.
+    """Return a record's system prompt, earlier exchanges, prompt and answer as a conversation.
+
+    A conversation with earlier exchanges has no choices.
     """
     system, history = (record.fields.get(field) for field in EARLIER)
     pairs: list[Any] = history if isinstance(history, list) else [history] * bool(history)
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        wanted = "a list of pairs (what the user said, and the answer)"
-        raise record.unfit("history", history, f"{wanted}; fix the record or remove the field")
-    said = [("system", system)] * bool(system)
-    said += [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
-    messages = [{"role": role, "content": content} for role, content in said]
+        expected = "a list of pairs (the user's text, and the answer)"
+        raise record.unfit("history", history, f"{expected}; fix the record or remove the field")
+    turns = [("system", system)] * bool(system)
+    turns += [turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True)]
+    messages = [{"role": role, "content": content} for role, content in turns]
     earlier = turns_of(Record(record.where, {"history": messages}), "history") if messages else []
     return Conversation(
         (*earlier, Turn("user", item.prompt.strip()), Turn("assistant", item.answer)),
@@ -95,13 +101,13 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
 
 
 def _answer(record: Record, answer: str) -> str:
-    """A record's field, or what a template makes of its fields."""
+    """Return a record's answer: the value of a field, or a rendered template."""
     value = render(answer, record.fields, record.where) if is_text(answer) else record[answer]
     return _text(record, answer, value)
 
 
 def _text(record: Record, field: str, value: Any) -> str:
-    """An answer, or one to choose from, without space around it; numbers become text."""
+    """Return an answer or a choice as text, without surrounding white space."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value):
         value = str(value)
@@ -111,16 +117,16 @@ def _text(record: Record, field: str, value: Any) -> str:
     return Record(record.where, {field: value.strip()}).text([field])
 
 
-def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[str, ...]:
-    """The choices given for all records, or by a field of this one, or by a template's lines."""
-    if isinstance(given, str) and is_text(given):
-        values = render(given, record.fields, record.where).split("\n")
+def _choices(record: Record, answer: str, setting: Sequence[str] | str) -> tuple[str, ...]:
+    """Return a record's choices: a list for all records, a field, or the lines of a template."""
+    if isinstance(setting, str) and is_text(setting):
+        values = render(setting, record.fields, record.where).split("\n")
     else:
-        values = record[given] if isinstance(given, str) else given
+        values = record[setting] if isinstance(setting, str) else setting
     if not isinstance(values, list):
-        wanted = "a list of answers; fix the record or set data.instructions.choices"
-        raise record.unfit(str(given), values, wanted)
-    choices = tuple(dict.fromkeys(_text(record, str(given), value) for value in values))
+        expected = "a list of answers; fix the record or set data.instructions.choices"
+        raise record.unfit(str(setting), values, expected)
+    choices = tuple(dict.fromkeys(_text(record, str(setting), value) for value in values))
     if answer not in choices:
         raise CoterieError(
             f"{record.where}: the answer {answer!r:.60} is not one of the choices "
@@ -130,9 +136,10 @@ def _choices(record: Record, answer: str, given: Sequence[str] | str) -> tuple[s
 
 
 def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
-    """The samples as tokens; those that do not fit are dropped and counted.
+    """Encode instructions as samples; those that do not fit the window are left out and counted.
 
-    Raises CoterieError if none is left.
+    Raises:
+        CoterieError: No sample is left.
     """
     encoded = PartEncoder(how.encoder).batch([item.parts for item in items])
     first, end = how.ends
@@ -142,7 +149,7 @@ def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
         samples.append(Sample(parts, item, len(item.answer.encode())))
     fitting = [sample for sample in samples if sample.tokens <= how.window + 1]
     if not fitting:
-        wanted = f"sample of at most {how.window} tokens ({len(items)} are longer)"
+        missing = f"sample of at most {how.window} tokens ({len(items)} are longer)"
         remedy = "raise data.window or shorten the template"
-        raise how.nothing(items, f"{wanted}; {remedy}", "samples; add text")
+        raise how.nothing(items, f"{missing}; {remedy}", "samples; add text")
     return samples_of(fitting[: how.limit], len(items) - len(fitting))

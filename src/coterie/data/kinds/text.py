@@ -1,7 +1,7 @@
-"""Plain text: documents become one stream of tokens.
+"""Plain text: documents are encoded as one stream of tokens.
 
-Documents are encoded one at a time, long ones in chunks, and no further than a limit, so a large
-text costs no more than what is kept of it.
+Documents are encoded in chunks up to the limit of the split, so the cost depends on the limit
+rather than on the size of the texts.
 """
 
 import builtins
@@ -24,87 +24,85 @@ from coterie.errors import CoterieError
 from coterie.losses.tokens import Batch
 
 CHUNK = 100_000
-"""Characters of a document that are encoded at once."""
+"""The minimum number of characters of a document that are encoded at once."""
 BATCH = 64
-"""Chunks that are encoded side by side at most, where the machine has several cores."""
+"""The maximum number of chunks per call of the tokenizer, which encodes them in parallel."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A stream of tokens.
-
-    ids: (N,) int32. bytes: how many UTF-8 bytes of text they stand for; the end-of-text tokens
-    between documents stand for none.
-    """
+    """A split of plain text: a stream of N tokens."""
 
     ids: Tensor
+    """The tokens: (N,) int32."""
     bytes: int
+    """The number of UTF-8 bytes of the text, without end-of-text tokens between documents."""
 
     @property
     def questions(self) -> tuple[Instruction, ...]:
-        """No part of a stream is a question."""
+        """Empty: plain text has no right answers."""
         return ()
 
     @property
     def beginnings(self) -> None:
-        """A stream is read as a whole."""
+        """None: a stream is read as a whole."""
 
     @property
     def needs_reference(self) -> bool:
-        """A stream is compared with nothing."""
+        """False: the loss of plain text does not use a reference model."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> "Tokens":
-        """Return the stream, which needs no reference."""
+        """Return the stream itself, which needs no reference."""
         return self
 
     def samples(self, window: int, step: int) -> "Windows":
-        """Return windows of window + 1 tokens, one every `step` tokens."""
+        """Return all windows of window + 1 tokens that start at a multiple of `step`."""
         if len(self.ids) <= window:
             return Windows(self.ids.new_zeros(0, window + 1))
         return Windows(self.ids.unfold(0, window + 1, step))
 
     def without(self, taken: Tensor, window: int) -> "Tokens":
-        """Return the stream without some of its pieces of window + 1 tokens."""
+        """Return the stream without some of its disjoint windows of window + 1 tokens."""
         inside = torch.zeros(len(self.ids), dtype=torch.bool)
         inside.unfold(0, window + 1, window + 1)[taken] = True
         rest = self.ids[~inside]
-        return Tokens(rest, self.bytes * len(rest) // len(self.ids))  # bytes are about right
+        return Tokens(rest, self.bytes * len(rest) // len(self.ids))  # approximate bytes
 
     def few(self, most: int, window: int, context: int) -> "FewWindows":
-        """Return at most so many windows, evenly spaced."""
+        """Return at most `most` windows, evenly spaced."""
         return FewWindows(even_windows(self, most, window, context))
 
     def sample_tokens(self, window: int) -> float:
-        """Return the tokens of a window."""
+        """Return the number of tokens that a window predicts."""
         return window
 
     def counts(self) -> dict[str, int]:
-        """Return nothing: a stream has no samples."""
+        """Return no counts: a stream has no samples."""
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return what is compared with other splits: pieces of the documents that were read."""
-        found: list[str] = []
+        """Return the pieces of the documents that the stream contains, without blank pieces."""
+        texts: list[str] = []
         left = self.bytes
         for document in items:
             raw = document.encode()
             parts = list(pieces(raw[:left].decode(errors="ignore"), PIECE))
-            found += parts if len(raw) <= left else parts[:-1]
+            texts += parts if len(raw) <= left else parts[:-1]
             left -= len(raw)
             if left <= 0:
                 break
-        return [text for text in found if text.strip()]
+        return [text for text in texts if text.strip()]
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the tokens."""
+        """Yield the tokens as bytes."""
         yield self.ids.numpy().tobytes()
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return what a model does with the windows of the stream.
+        """Return a model's losses on the disjoint windows of the stream.
 
-        Windows do not overlap; the first token of the text is predicted from the base's context
-        token, the first of every other window from the token before it.
+        The first token of the text is predicted from the base's context token, and the first token
+        of every later window from the token before it.
         """
         nats, counts = [], []
         context = scorer.base.context_token
@@ -118,14 +116,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class FewWindows:
-    """Windows by which models are compared: one item."""
+    """A few windows of a stream, on which models are compared."""
 
     batch: Batch
     bytes: int = 0
-    """Not counted."""
+    """The number of UTF-8 bytes, which is not counted: always 0."""
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return what a model does with all counted tokens together."""
+        """Return a model's loss on all windows as that of a single item."""
         losses = [scorer.token_losses(part) for part in self.batch.split(scorer.batch)]
         nats = torch.cat(losses).sum(dtype=torch.float64)
         return Measured(nats[None], torch.tensor([self.batch.terms])), {}
@@ -143,27 +141,22 @@ class Windows:
         return len(self.ids)
 
     def batch(self, chosen: Tensor) -> Batch:
-        """Return the windows with these numbers."""
+        """Return the windows with the indices `chosen`."""
         return Batch(self.ids[chosen].long())
 
 
 class Text(TextSpec):
-    """Documents, of which a split is one stream of tokens."""
+    """Documents, which are encoded as one stream of tokens per split."""
 
     def used(self) -> set[str]:
-        """Return the fields that hold a record's text."""
         return set(self.fields)
 
     def items(self, records: Iterable[Record]) -> Iterator[str]:
-        """Yield the text of every record that is not blank."""
+        # Unlike those of other kinds, blank records are skipped.
         texts = (record.text(self.fields) for record in records)
         return (text for text in texts if text.strip())
 
     def encode(self, items: Sequence[str], how: Encoding) -> Tokens:
-        """Return documents as tokens, the end of text between them, up to the limit.
-
-        Raises CoterieError if the stream has fewer than window + 1 tokens.
-        """
         tokens, window = _encode(items, how.encoder, how.ends[1], how.limit), how.window
         if len(tokens.ids) <= window:
             remedy = "lower data.fractions" if how.split == "train" else "raise data.fractions"
@@ -177,9 +170,9 @@ class Text(TextSpec):
 
 
 def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int | None) -> Tokens:
-    """The documents' tokens until the limit, `end` between them; empty ones are passed over."""
+    """Encode the documents that are not empty, with `end` between them, up to the limit."""
     parts = [_tokens([], 0)]
-    room = sys.maxsize if limit is None else limit
+    left = sys.maxsize if limit is None else limit
     chunks = (
         (number and not place, chunk)
         for number, document in enumerate(filter(None, documents))
@@ -194,26 +187,26 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
         for (after_another, chunk), encoding in zip(batch, encodings, strict=True):
             if after_another:
                 parts.append(_tokens([end], 0))
-                room -= 1
-            if len(encoding.ids) >= room:
-                return joined([*parts, _encode_chunk(chunk, encoder, room)])
+                left -= 1
+            if len(encoding.ids) >= left:
+                return joined([*parts, _encode_chunk(chunk, encoder, left)])
             parts.append(_tokens(encoding.ids, len(chunk.encode())))
-            room -= len(encoding.ids)
+            left -= len(encoding.ids)
     return joined(parts)
 
 
-def _encode_chunk(chunk: str, encoder: Tokenizer, room: int) -> Tokens:
-    """The chunk's first tokens, at most `room` of them.
+def _encode_chunk(chunk: str, encoder: Tokenizer, limit: int) -> Tokens:
+    """Return the first tokens of a chunk, at most `limit`.
 
-    A byte-level tokenizer may spell a character with several tokens, which all have that
-    character's offsets; the cut goes before such a character, so that the bytes are those of whole
+    A byte-level tokenizer may encode one character as several tokens, all with the character's
+    offsets. The chunk is never cut inside such a character, so that its bytes are those of complete
     characters.
     """
     encoding = encoder.encode(chunk, add_special_tokens=False)
-    if len(encoding.ids) <= room:
+    if len(encoding.ids) <= limit:
         return _tokens(encoding.ids, len(chunk.encode()))
     offsets = encoding.offsets
-    kept = room
+    kept = limit
     while kept and offsets[kept][0] < offsets[kept - 1][1]:
         kept -= 1
     text = chunk[: offsets[kept - 1][1]] if kept else ""
@@ -225,10 +218,10 @@ def _tokens(ids: list[int], size: int) -> Tokens:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """Cut a text into pieces of `size` to twice `size` characters, the last as long as is left.
+    """Cut a text into pieces of `size` to twice `size` characters; the last piece may be shorter.
 
-    A piece ends with a line, or, where there is no end of line, after a space, or else anywhere.
-    Joined, the pieces are the text.
+    A piece ends after a newline if possible, or else after a space, or else anywhere. The
+    concatenated pieces are the text.
     """
     start = 0
     while start < len(text):
@@ -238,7 +231,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def _cut(text: str, low: int, high: int) -> int:
-    """Where to end a piece, between `low` and `high`."""
+    """Return the position between `low` and `high` at which to end a piece."""
     if low >= len(text):
         return len(text)
     line = text.find("\n", low - 1, high) + 1
@@ -250,12 +243,20 @@ def _cut(text: str, low: int, high: int) -> int:
 def evaluation_windows(
     tokens: Tokens, window: int, context: int, batch: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of windows that predict every token of a split exactly once, in order.
+    """Yield batches of windows that predict every token of a stream exactly once, in order.
 
-    Yields ids (b, window + 1) int64 with b <= batch, and mask (b, window) bool, which is True where
-    ids[:, 1:] is a token of the split rather than padding. The token id `context` (beginning or end
-    of text) comes before the first token, and is the padding after the last; every later window's
-    first input is the last token of the window before. The split must not be empty.
+    The first input of every window but the first is the last token of the window before.
+
+    Args:
+        tokens: The stream, which must not be empty.
+        window: The number of tokens that a window predicts.
+        context: The token id (beginning or end of text) before the first token, which also pads the
+            last window.
+        batch: The maximum number of windows per batch.
+
+    Yields:
+        The token ids, (b, window + 1) int64 with b <= batch; and a mask, (b, window) bool, which is
+        True where ids[:, 1:] is a token of the stream rather than padding.
     """
     count = len(tokens.ids)
     rows = -(-count // window)
@@ -267,8 +268,7 @@ def evaluation_windows(
 
 
 def even_windows(tokens: Tokens, most: int, window: int, context: int) -> Batch:
-    """At most so many windows of a stream, as of `evaluation_windows`, evenly spaced from its first
-    to its last."""
+    """Return at most `most` of the windows of `evaluation_windows`, evenly spaced."""
     [(ids, mask)] = evaluation_windows(tokens, window, context, len(tokens.ids))
     chosen = even(len(ids), most)
     return Batch(ids[chosen], mask[chosen])

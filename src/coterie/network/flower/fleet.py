@@ -299,8 +299,8 @@ def _why(server: str, error: Exception) -> str:
         return f"{server} {_certificate(text)}; not connected"
     if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return (
-            f"{server} hung up on this client; if it goes on, this kit has been removed or renewed "
-            "there, and a new one is needed"
+            f"{server} closed the connection; if this repeats, the server has removed or renewed "
+            "this key, and a new key file is needed"
         )
     return f"{server} is unreachable"
 
@@ -317,7 +317,7 @@ def _certificate(text: str) -> str:
             "is not among the names in its server's certificate, which `coterie keys certify "
             "--host` adds there"
         )
-    return "has a certificate from an authority that this kit does not trust"
+    return "has a certificate from an authority that this key file does not trust"
 
 
 def _status(server: str, response: httpx.Response) -> str:
@@ -332,4 +332,4 @@ def _status(server: str, response: httpx.Response) -> str:
     if ahead > CLOCKS or ahead < -60 * CLOCKS:
         which = "ahead of" if ahead > 0 else "behind"
         return f"this machine's clock is {abs(ahead):.0f} seconds {which} that of {server}; set it"
-    return f"{server} still has an open connection with this kit"
+    return f"{server} still has an open connection with this key"
