@@ -196,7 +196,7 @@ def prepared(values, bases, other, tmp_path_factory) -> Path:
     coterie.compare({**us, "rounds": 1}, ["local", "fedavg"], out=runs / "compare-mine")
     record = json.dumps({"instruction": "Good or bad?", "input": "a triumph", "output": "good"})
     (folder / "anna.jsonl").write_text(f"{record}\n" * 20, encoding="utf-8")
-    clients = [{"name": "anna", "path": str(folder / "anna.jsonl")}]
+    clients = [{"name": name, "path": str(folder / "anna.jsonl")} for name in CLIENTS]
     data = {"window": 48, "instructions": {"template": "plain"}}
     reviews = values(name="reviews", data=data, clients=clients, rounds=1)
     (folder / "reviews.yaml").write_text(yaml.safe_dump(reviews), "utf-8")
