@@ -24,6 +24,7 @@ import yaml
 from typer.testing import CliRunner
 
 import coterie
+import reproduce.__main__
 from coterie.cli import app
 from coterie.config.deployed import load_with_any_text
 from coterie.config.plugins import KINDS, load_plugin
@@ -34,10 +35,11 @@ ROOT = Path(__file__).parents[1]
 LISTED = yaml.safe_load((ROOT / "tests/shown_examples.yaml").read_text(encoding="utf-8"))
 """The examples that are not executed here: by reason and page, patterns of their first lines."""
 COMMANDS: Any = typer.main.get_command(app)
+REPRODUCE: Any = typer.main.get_command(reproduce.__main__.app)
 CLIENTS = ("ada", "alice", "anna", "ben")
-SHORT = ["--set=rounds=1", "--set=training.steps=1"]
+SHORT = " --set rounds=1 --set training.steps=1"
 DEMOS = ("who-wrote-this", "teach-one-another", "four-assistants")
-FEW = [f"--set=data.limits.{split}=4" for split in ("train", "validation", "test")]
+FEW = "".join(f" --set data.limits.{split}=4" for split in ("train", "validation", "test"))
 LANGUAGES = {"bash", "console", "json", "nginx", "python", "sh", "text", "toml", "yaml"}
 SHELLS = {"bash", "console", "sh"}
 
@@ -140,6 +142,10 @@ def test_a_shell_can_read_the_commands_and_coterie_can_parse_its_own(example) ->
         if "runs/demo" in words:
             clients = yaml.safe_load(DEMO.read_text(encoding="utf-8"))["divide"]["mixtures"]
             assert words[words.index("--client") + 1] in clients
+    for line in example.lines():
+        words = shlex.split(line, comments=True)
+        if words[:3] == ["python", "-m", "reproduce"]:
+            REPRODUCE.make_context("", words[3:])
 
 
 @examples("python", listed=True)
@@ -177,7 +183,7 @@ def test_a_run_file_can_be_resolved(example) -> None:
 
 
 @pytest.fixture(scope="module")
-def prepared(values, bases, other, texts, questions, tmp_path_factory) -> Path:
+def prepared(values, bases, other, tmp_path_factory) -> Path:
     """Return a folder with the run files, texts, bases and finished runs that examples name."""
     folder = tmp_path_factory.mktemp("examples")
     us = values(name="us", clients=[{"name": name, "path": "poet.txt"} for name in CLIENTS])
@@ -188,10 +194,13 @@ def prepared(values, bases, other, texts, questions, tmp_path_factory) -> Path:
     for name in ("demo", "mine", "us-alice-1"):
         shutil.copytree(runs / "us", runs / name)
     coterie.compare({**us, "rounds": 1}, ["local", "fedavg"], out=runs / "compare-mine")
-    fields = "{{ instruction }}{{ input }}"
-    data = {"window": 32, "instructions": {"template": fields}, "limits": {"train": 8, "test": 4}}
-    clients = [{"name": "anna", "path": str(questions / "poet.jsonl")}]
-    coterie.run(values(data=data, clients=clients, rounds=1), out=runs / "reviews")
+    record = json.dumps({"instruction": "Good or bad?", "input": "a triumph", "output": "good"})
+    (folder / "anna.jsonl").write_text(f"{record}\n" * 20, encoding="utf-8")
+    clients = [{"name": name, "path": str(folder / "anna.jsonl")} for name in CLIENTS]
+    data = {"window": 48, "instructions": {"template": "plain"}}
+    reviews = values(name="reviews", data=data, clients=clients, rounds=1)
+    (folder / "reviews.yaml").write_text(yaml.safe_dump(reviews), "utf-8")
+    coterie.run(reviews, out=runs / "reviews")
     for link, target in {
         "BETTER": bases / "llama",
         "models/llama-2": other,
@@ -214,15 +223,21 @@ def place(prepared, tmp_path, monkeypatch) -> Path:
 
 def shortened(words: list[str]) -> list[str]:
     """Return the arguments of a command with small settings, its files being the prepared ones."""
-    if "--field" in words:
-        words = [word.replace("runs/mine", "runs/reviews") for word in words]
+    text = shlex.join(words)
+    if "--field" in words or "evaluation.generate" in text:
+        text = re.sub(r"\bmine\b", "reviews", text)
+    text = text.replace("generate=40", "generate=4").replace("--seeds 3", "--seeds 1")
     if words[0] in ("run", "compare") and "--resume" not in words:
-        words = words + SHORT + (FEW if words[1] in DEMOS else [])
+        text += SHORT
+    if words[1] in DEMOS:
+        text += FEW
     if words[:2] == ["run", "teach-one-another"]:
-        words = [*words, "--set=data.limits.public=4"]
+        text += " --set data.limits.public=4"
     if words[0] == "run" and "--resume" not in words:
-        words = [*words, "--force"]
-    return [name for word in words for name in (sorted(glob.glob(word)) or [word])]
+        text += " --force"
+    if words[0] in ("generate", "chat"):
+        text += " --tokens 4"
+    return [name for word in shlex.split(text) for name in (sorted(glob.glob(word)) or [word])]
 
 
 @pytest.mark.slow
@@ -231,6 +246,10 @@ def test_commands_can_be_executed(example, place) -> None:
     unlisted = example._replace(language="sh", text="\n".join(example.unlisted()))
     commands = list(unlisted.commands())
     assert len(commands) == len(unlisted.lines()), "list what is no command of coterie"
+    if commands[0][0] == "keys" and commands[0][1] != "init":
+        commands.insert(0, ["keys", "init"])
+    if commands[1:] == [["keys", "renew", "anna"]]:
+        commands.insert(1, ["keys", "add", "anna", "--out", "old.key"])
     for words in commands:
         done = CliRunner().invoke(app, shortened(words), input="Name a sea.\n")
         if done.exception is not None:
@@ -240,18 +259,19 @@ def test_commands_can_be_executed(example, place) -> None:
 
 
 @pytest.mark.slow
-@examples("python")
-def test_python_can_be_executed(example, place, config, monkeypatch) -> None:
-    """Blocks of a page share their names; a block also has those that its page describes."""
-    shutil.rmtree(place / "runs")
+@pytest.mark.parametrize(
+    "page", dict.fromkeys(e.page for e in EXAMPLES if e.language == "python" and e.unlisted())
+)
+def test_python_can_be_executed(page, place) -> None:
+    """The blocks of a page share their names, and have those that the page describes."""
     names: dict[str, Any] = {
-        "small": coterie.load_config(place / "us.yaml").as_dict(),
+        "small": coterie.load_config(place / "reviews.yaml").as_dict(),
         "config": coterie.load_config(place / "us.yaml"),
         "tokens": torch.arange(6).view(2, 3),
         "logprobs": torch.full((2, 3), 1 / 4).log(),
         "lognorm": torch.zeros(2),
     }
-    for earlier in EXAMPLES:
-        same = (earlier.page, earlier.language) == (example.page, example.language)
-        if same and earlier.line <= example.line and earlier.unlisted():
-            exec(earlier.text.replace('"clients": [...]', "**small"), names)
+    for example in EXAMPLES:
+        if (example.page, example.language) == (page, "python") and example.unlisted():
+            shutil.rmtree(place / "runs", ignore_errors=True)
+            exec(example.text.replace('"clients": [...]', "**small"), names)
