@@ -5,6 +5,8 @@ from importlib import metadata
 
 from pydantic import BaseModel
 
+import coterie.api  # noqa: F401  (autodoc sets TYPE_CHECKING, with which pydantic builds no models)
+
 project = "Coterie"
 author = "The Coterie authors"
 version = release = metadata.version("coterie")

@@ -193,8 +193,8 @@ class Method(BaseModel):
             message: An upload or a download.
 
         Returns:
-            The number of units in the message, by the unit's name, such as `{"public sample":
-            1000}`.
+            The number of units in the message by the unit's name, such as 1,000 by
+            "public sample".
         """
         return {}
 
