@@ -118,11 +118,11 @@ FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}
         ({"chosen": [YES | {"reasoning_content": "Hm."}]}, "move the thinking to the beginning"),
         ({"prompt": [ASKED, SYSTEM]}, "only the first turn"),
         ({"prompt": [SYSTEM]}, "does not end with a turn of the user"),
-        ({"chosen": [ASKED]}, "not a single turn of the assistant"),
+        ({"chosen": [ASKED]}, "must be exactly one assistant turn"),
         ({"prompt": [ASKED, YES]}, "does not end with a turn of the user"),
         ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
         ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
-        ({"chosen": [ASKED, YES]}, "not a single turn of the assistant"),
+        ({"chosen": [ASKED, YES]}, "must be exactly one assistant turn"),
     ],
 )
 def test_a_wrong_record_is_named(changes, message) -> None:

@@ -309,7 +309,7 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
             "adapter, gradients, optimiser": need.adapter,
             f"training step ({training.at_once} samples at once)": need.step,
             f"or scoring ({config.evaluation.batch} windows at once)": need.scoring,
-            "peak of one client's process": libraries + need.memory,
+            "peak memory of one client's process": libraries + need.memory,
         }
         note = (
             f"Estimated for a CPU and windows of {config.data.window} tokens. In the local engine, "

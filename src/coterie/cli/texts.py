@@ -115,7 +115,7 @@ def _labels(reading: Reading) -> Table:
         [client, *(f"{counts.get(label, 0):,}" for label in labels)]
         for client, counts in reading.labels.items()
     ]
-    return Table("Training records by label, before limits", ["", *labels], rows)
+    return Table("Training records by label, before data.limits are applied", ["", *labels], rows)
 
 
 def _examples(quality: Quality) -> None:

@@ -191,9 +191,9 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
         described = f"{noun or METHODS.noun} {name!r}"
         if loaded is None:
             raise CoterieError(
-                f"{where} uses the {described} from a plugin, which was {file} according to its "
-                "run.json. A plugin is executed with your permissions; if you trust the file, "
-                "pass it with --plugin."
+                f"{where} needs the {described} of a plugin; run.json names the plugin's file {file}. "
+                "A plugin is executed with your permissions; if you trust this file, pass it with "
+                "--plugin."
             )
         if loaded.sha256 != plugin["sha256"]:
             raise CoterieError(

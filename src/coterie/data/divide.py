@@ -278,10 +278,10 @@ def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
     if spec.by == "label":
         return list(pools.values())
     if spec.by == "mixture":
-        assert spec.share is not None, "DivideSpec makes sure of it"
+        assert spec.share is not None, "DivideSpec has checked that it is set"
         return _by_mixture(pools, spec.share)
-    assert spec.clients is not None, "DivideSpec makes sure of it"
-    assert spec.alpha is not None, "DivideSpec makes sure of it"
+    assert spec.clients is not None, "DivideSpec has checked that it is set"
+    assert spec.alpha is not None, "DivideSpec has checked that it is set"
     return _by_dirichlet(pools, spec.clients, spec.alpha, spec.balanced, seed)
 
 

@@ -36,10 +36,12 @@ class Local(AdapterMethod):
 
 
 class LocalFull(AdapterMethod):
-    """Full local fine-tuning: every client trains all weights of the base alone."""
+    """Full local fine-tuning: every client trains all weights of the base on its own."""
 
     name: ClassVar[str] = "local-full"
-    summary: ClassVar[str] = "each client trains all weights of the base alone; nothing is sent"
+    summary: ClassVar[str] = (
+        "each client trains all weights of the base on its own; nothing is sent"
+    )
     shared_roles: ClassVar[tuple[Role, ...]] = ()
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> FullAdapter:

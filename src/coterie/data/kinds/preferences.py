@@ -109,7 +109,7 @@ def _only(record: Record, turns: Sequence[Turn]) -> str:
     """Return the content of the only turn, which must be the assistant's."""
     if len(turns) != 1 or turns[0].role != "assistant":
         raise CoterieError(
-            f"{record.where}: an answer is not a single turn of the assistant at the end of the "
+            f"{record.where}: each answer must be exactly one assistant turn at the end of the "
             "conversation; correct or remove the record."
         )
     return turns[0].content

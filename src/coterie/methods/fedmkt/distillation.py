@@ -81,7 +81,7 @@ class Distiller:
         if not finite.all():
             log.warning(
                 "%s has no finite predictions for %d public samples, which are excluded; "
-                "their numbers among the samples that fit its window: %s",
+                "the excluded samples (numbered from 1 among the samples that fit its window): %s",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
