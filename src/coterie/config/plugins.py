@@ -191,7 +191,7 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
         described = f"{noun or METHODS.noun} {name!r}"
         if loaded is None:
             raise CoterieError(
-                f"{where} needs the {described} of a plugin; run.json names the plugin's file {file}. "
+                f"{where} needs the {described} of a plugin; run.json names its file {file}. "
                 "A plugin is executed with your permissions; if you trust this file, pass it with "
                 "--plugin."
             )
