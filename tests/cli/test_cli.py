@@ -218,7 +218,7 @@ def test_fields_that_do_not_fit(instructed, finished, coterie_command) -> None:
         ([*write, "--field", "who"], "--field takes NAME=TEXT, with each name once, not 'who'"),
         ([*write, "--field", "=x"], "--field takes NAME=TEXT"),
         ([*write, *both, "--field", "who=ben"], "each name once, not 'who=ben'"),
-        ([*write, *both, "--tokens", 60], "lower --tokens"),
+        ([*write, *both, "--tokens", 60], "smaller --tokens"),
         (["generate", finished, "--client", "poet", *both], "is not on instructions"),
     ]:
         said = coterie_command(*arguments)

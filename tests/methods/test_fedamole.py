@@ -328,7 +328,7 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
     ("settings", "clients", "sentence"),
     [
         ({"experts": 30}, 3, "30 experts"),
-        ({"clients_per_expert": 5}, 3, "choose 5 clients, but there are only 3"),
+        ({"clients_per_expert": 5}, 3, "Each expert needs 5 clients, but the run has only 3"),
         ({"experts": 2}, 10, "2 experts"),
     ],
 )

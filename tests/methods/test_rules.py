@@ -140,7 +140,7 @@ def test_nobody_claims_more_tokens_than_when_joining(config: Callable[..., RunCo
     local.server.start_round(0, ["poet"])
     upload = step(local, "poet", 0)
     for tokens in (2001, 10**15):
-        with pytest.raises(MessageError, match=r"poet claims .* 2,000 when it joined"):
+        with pytest.raises(MessageError, match=r"'poet' claims .* 2,000 when it joined"):
             close(local, 0, {"poet": replace(upload, values={"tokens": tokens})})
     for tokens in (None, 0, -3, 2.5, True, "2000"):
         with pytest.raises(MessageError, match="training tokens"):

@@ -202,8 +202,7 @@ def client(
         )
     with _stoppable("Progress is saved. To resume, run the same command."):
         terminal.say(f"{credentials.name}: connecting to {server}")
-        estimate = partial(_memory, client=credentials.name)
-        with ClientBoard(terminal.console, estimate) as board:
+        with ClientBoard(terminal.console, partial(_memory, client=credentials.name)) as board:
             if not yes:
                 site = replace(site, agrees=board.agrees, asks=sys.stdin.isatty())
             worker = deploy.take_part(server, credentials, site, board, threading.Event())
