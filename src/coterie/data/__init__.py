@@ -1,1 +1,1 @@
-"""Data: text files or datasets become documents, tokens, batches and windows."""
+"""Data: reading text files and data sets, and encoding them as tokens, samples and batches."""

@@ -25,17 +25,20 @@ from coterie.data.items import Conversation, Instruction, Turn, parted
 from coterie.errors import CoterieError
 
 TODAY = datetime(2024, 7, 26)
-"""The date that templates print as today's, constant so that a resumed run reads equal texts."""
+"""The date that templates print as today's date.
+
+It is constant, so that a resumed run reads the same texts.
+"""
 
 
 _SPACE = re.compile(r"\s*")
 _TURN_MARKER = re.compile(r"<[^<>\s]{1,40}>|<<[^<>\s]{1,40}>>|\[/?[A-Z_]{2,40}\]")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
-"""A placeholder for the thinking (t) or the answer (a) of the assistant's turn with a number."""
+"""The placeholder for the thinking (t) or the answer (a) of one turn, with the turn's number."""
 
 
 OURS = Path(__file__).parents[1] / "assets" / "chat.jinja"
-"""The template for bases that have none."""
+"""The chat template for bases without a chat template of their own."""
 TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
 """A conversation with two answers, from which a template's markers are read."""
 
@@ -44,7 +47,10 @@ class Rendered(NamedTuple):
     """A conversation rendered through a chat template, in parts."""
 
     parts: list[tuple[str, bool]]
-    """The consecutive parts of the text; True for an answer, with the marker that ends it."""
+    """The consecutive parts of the text, with True for an answer, else False.
+
+    An answer includes the marker that ends it.
+    """
     bytes: int
     """The number of UTF-8 bytes of all answers, without markers."""
 
@@ -104,7 +110,7 @@ class ChatTemplate:
 
     @property
     def around(self) -> tuple[str, str]:
-        """The texts before and after the last answer within its part of `rendered`."""
+        """The space before the last answer (or "") and the marker after it, as in `rendered`."""
         return self.lead, self.last_end or str(self.tokenizer.eos_token)
 
     @property
@@ -122,18 +128,18 @@ class ChatTemplate:
         return markers.union(map(str.strip, self.markers)) - {"<think>", "</think>"}
 
     def opening_and_answer(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
-        """Render a prompt for generation: some turns and a placeholder for the answer to them.
+        """Render turns as a prompt for generation, followed by a placeholder for the answer.
 
-        The prompt is the text before the answer in `rendered`, as in training. In some templates,
-        this differs from the text that they write with `add_generation_prompt`.
+        The prompt is the text that precedes an answer in training, as in `rendered`. With
+        `add_generation_prompt`, some templates would write a different prompt.
 
         Args:
             turns: The conversation up to the user's last turn.
-            thinking: Whether the prompt ends before the answer's thinking.
+            thinking: Whether the prompt ends before the thinking, so that the model can think.
 
         Returns:
-            The parts of the prompt; last, a placeholder answer, as the tokens at the end of the
-            prompt depend on the text after it.
+            The parts of the prompt, and the placeholder as the last part. The placeholder is
+            needed because the tokens at the end of the prompt depend on the text after it.
         """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
         conversation = Conversation((*turns, answer))
@@ -151,8 +157,9 @@ class ChatTemplate:
         """Return the texts that the template writes around answers.
 
         Returns:
-            A space if there is one before an answer, else ""; the marker after an answer inside a
-            conversation; and the marker after the last answer ("": the end-of-text token).
+            Three texts: a space if the template writes one before an answer, else ""; the marker
+            after an answer inside a conversation; and the marker after the last answer, or "" if
+            the end-of-text token is used.
         """
         where = "A trial conversation"
         marked = self._render(_marked(TRIAL), where)
@@ -196,7 +203,7 @@ class ChatTemplate:
             ) from error
 
     def _gaps(self, marked: str, answers: int, where: str) -> list[tuple[tuple[str, int], str]]:
-        """Return each mark's kind and number with the text that follows it.
+        """Split a text at its marks; return each mark's kind and number, and the text after it.
 
         The first entry is the text before all marks, with the kind "" and the number -1.
         """
@@ -220,7 +227,7 @@ class ChatTemplate:
             text: The rendered conversation.
             marked: The conversation rendered with marks in place of the answers.
             turns: The conversation's turns.
-            where: The conversation's place, for errors.
+            where: The conversation's location, for error messages.
         """
         contents = [turn.content for turn in turns if turn.role == "assistant"]
         (_, first), *rest = self._gaps(marked, len(contents), where)
@@ -251,11 +258,11 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> ChatTemplate:
-    """Return the chat template of a run: the run file's, else the base's, else Coterie's.
+    """Return the run file's chat template, or else the base's, or else Coterie's.
 
     Args:
         tokenizer: The base's tokenizer.
-        source: The Jinja text of `data.chat_template`, if the run file has that key.
+        source: The Jinja text of `data.chat_template`, if the run file has that key; else None.
     """
     if source is not None:
         return ChatTemplate(tokenizer, source, "data.chat_template")
@@ -272,7 +279,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> Cha
 
 
 def _marked(turns: Sequence[Turn]) -> list[Turn]:
-    """Return the turns with marks in place of all answers and of all thinking not empty."""
+    """Return the turns with marks in place of all answers and all non-empty thinking."""
     marked: list[Turn] = []
     number = 0
     for turn in turns:
@@ -292,7 +299,7 @@ def _after_space(text: str, start: int) -> int:
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
-    """Return a sample's prompts and answers alternately, as they are encoded.
+    """Return the texts of a sample as they are encoded: prompts and answers in alternation.
 
     Args:
         item: The sample.
@@ -305,7 +312,7 @@ def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) ->
 
 
 def _leading(marker: re.Pattern[str], text: str) -> list[str]:
-    """Return the markers at the beginning of a text."""
+    """Return the consecutive matches of a pattern at the beginning of a text."""
     markers: list[str] = []
     while match := marker.match(text, sum(map(len, markers))):
         markers.append(match[0])
@@ -313,6 +320,6 @@ def _leading(marker: re.Pattern[str], text: str) -> list[str]:
 
 
 def _tag_start(text: str, start: int) -> int:
-    """Return the start of the <think> tag before the thinking at `start`; `start` without one."""
+    """Return the start of the <think> tag that precedes `start`; without a tag, `start` itself."""
     before = text[:start].rstrip()
     return len(before) - len("<think>") if before.endswith("<think>") else start

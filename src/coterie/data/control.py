@@ -18,18 +18,21 @@ AROUND = 20
 NEVER = "(?!)"
 """A pattern that matches nothing."""
 _BARS = re.compile(r"<[|｜].*[|｜]>")
-"""The form of control tokens, some of which a tokenizer (DeepSeek's) does not declare special."""
+"""The form of control tokens such as <|im_start|>.
+
+DeepSeek's tokenizer does not declare all of its control tokens as special tokens.
+"""
 
 
 def own_texts(item: Any) -> tuple[str, ...]:
-    """Return the texts of a document's or a sample's record, without the text of a template."""
+    """Return a document, or the texts of a sample's record without the text of a template."""
     return (item,) if isinstance(item, str) else item.content
 
 
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> re.Pattern[str]:
-    """Return a pattern that matches any control token, the longest first.
+    """Return a pattern that matches any control token, preferring longer tokens.
 
     Control tokens are the tokenizer's special tokens and, with a chat template, its turn markers.
     """

@@ -1,7 +1,7 @@
 """Division of one data set among clients: by label, Dirichlet shares, mixtures, or evenly.
 
-The random draws are one shuffle of the records of each split, the Dirichlet shares, and each
-client's split by fractions. A random part is a prefix of the shuffled records.
+Three steps are random: shuffling the records of each split, drawing Dirichlet shares, and splitting
+each client's text by fractions. All other parts are taken from the shuffled records in order.
 """
 
 import re
@@ -25,7 +25,7 @@ from coterie.seeding import generator
 MINIMUM = 10
 """The minimum number of records per client in a Dirichlet division."""
 DRAWS = 1000
-"""The maximum number of Dirichlet draws."""
+"""The maximum number of Dirichlet draws before the division fails."""
 
 
 class Division(dict[str, Texts[Any]]):
@@ -44,7 +44,7 @@ class Division(dict[str, Texts[Any]]):
         Empty for an even division, and where clients have files of their own.
         """
         self.public = public
-        """The public set, if one is set aside.
+        """The public set; None if none is set aside.
 
         Its records are in `train`; only an even division gives it a validation and a test split.
         """
@@ -55,18 +55,18 @@ Pools = dict[str, list[int]]
 
 
 Records = list[tuple[str, Any]]
-"""Labels, each with a text or an item."""
+"""The label of each record, with the record's text or item."""
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
     """Divide a data set among clients.
 
-    By label or by mixture, there is one client per label, named after the label. By Dirichlet
-    shares or evenly, the clients are client-1, client-2, .... By given mixtures, the run file names
-    the clients. No record is used twice, except that all clients of an even division have the same
-    validation and test splits. Shares are shares of the characters of texts, or of the number of
-    samples. A validation or test split of the data set is divided in the proportions of the
-    training text.
+    A division by label or by mixture has one client per label, named after the label. A division by
+    Dirichlet shares, or an even one, has clients named client-1, client-2, .... For given mixtures,
+    the run file names the clients. No record is used twice, except that all clients of an even
+    division have the same validation and test splits. Shares are fractions of the characters of
+    texts, or of the number of samples. A validation or test split that the data set already has is
+    divided in the proportions of the training text.
 
     Args:
         spec: The run file's section `divide:`.
@@ -125,7 +125,7 @@ def _shuffled(records: Records, seed: int, purpose: str) -> Records:
 
 
 def _pools(records: Records) -> Pools:
-    """Return the pools of all records, sorted by label."""
+    """Return the indices of the records with each label, sorted by label."""
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
         pools[label].append(number)
@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Remove the public set's records from the pools, in the label shares of all clients."""
+    """Take the public set's records from the pools, in the mean label shares of the clients."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -155,8 +155,9 @@ def _divide_split(
 ) -> list[list[Any]]:
     """Divide a validation or test split of the data set among the clients.
 
-    A client receives the share of each label that it has of the label's training records, or with
-    `held_out: uniform` an equal share. Labels that no client trains on are left out.
+    With `held_out: own`, a client receives the same share of a label's records as of that label's
+    training records, and labels without training records are left out. With `held_out: uniform`,
+    all clients receive equal shares.
 
     Args:
         spec: The run file's section `divide:`.
@@ -187,9 +188,9 @@ def _divide_evenly(
     """Divide shuffled items into equal parts: one per client, and one for the public set, if any.
 
     All clients have the same validation and test splits, as FedMKT scores all models on one test
-    set: the data set's (`predefined`), or else fractions of all items, set aside first. If
-    `divide.parts` is larger than the number of parts taken, the other parts are unused, as are
-    items that remain when the number of items is not a multiple of the number of parts.
+    set. They are splits of the data set (`predefined`) or, where it has none, fractions of all
+    items, set aside first. Parts beyond the number taken are unused, as are the items that remain
+    if the number of items is not a multiple of the number of parts.
     """
     items = [item for _, item in records]
     held = {split: [item for _, item in given] for split, given in predefined.items()}
@@ -212,7 +213,7 @@ def _divide_evenly(
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
     """Order a client's records so that labels alternate in proportion to their shares.
 
-    The start of the client's text, which a limit keeps, then has the label shares of all of it.
+    If a limit truncates the client's text, the start then has about the same label shares.
     """
     totals = Counter(records[number][0] for number in part)
     counts: Counter[str] = Counter()
@@ -225,7 +226,7 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """Return the clients' names: as given, client-1, ..., or from labels (Sci/Tech -> sci-tech)."""
+    """Return the clients' names: given, numbered, or made from labels (Sci/Tech -> sci-tech)."""
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
     if spec.clients is not None:
@@ -249,10 +250,10 @@ def _hold_out_uniform(
 ) -> dict[str, list[list[int]]]:
     """Remove each client's validation and test records from the pools, equally many per label.
 
-    The fractions are fractions of all records.
+    The fractions are fractions of all records in the pools.
 
     Returns:
-        The record indices of each client, by split.
+        For each split, the record indices of each client.
     """
     records = sum(len(pool) for pool in pools.values())
     held: dict[str, list[list[int]]] = {}
@@ -296,8 +297,8 @@ def _by_dirichlet(
         pools: The record indices of each label.
         clients: The number of clients.
         alpha: The concentration of the Dirichlet distribution.
-        balanced: Whether a client that has at least its even share of all records receives none of
-            the labels that follow, as in FedAMoLE.
+        balanced: Whether a client receives no further labels once it has its even share of all
+            records (1 / clients), as in FedAMoLE.
         seed: The run's seed.
 
     Raises:
@@ -330,8 +331,8 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     """Divide the records so that each client's text is mostly of one label.
 
     A fraction `own_share` of a client's records has the client's label; the others are spread
-    evenly over the other labels. All clients have equally many records. As all clients together
-    need that many records of each label, the rarest label determines the number.
+    evenly over the other labels. All clients have equally many records. The rarest label
+    limits this number, because all clients together use about that many records of each label.
     """
     if len(pools) == 1:
         raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
@@ -349,7 +350,7 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
 def _client_mixtures(
     mixtures: Mapping[str, Mapping[str, float]], pools: Pools
 ) -> list[Mapping[str, float]]:
-    """Return the label shares of each client, sorted by name; refuse labels without records."""
+    """Return the label shares of each client, sorted by client; refuse labels without records."""
     for client, shares in sorted(mixtures.items()):
         for label in shares:
             if label not in pools:
@@ -361,11 +362,11 @@ def _client_mixtures(
 
 
 Mixtures = Sequence[Mapping[str, float]]
-"""The label shares of each client. Shares are of characters, so that tokens follow them."""
+"""The label shares of each client, as fractions of characters (with samples: of samples)."""
 
 
 def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """Return the size, in characters, that every client can have; the scarcest label limits it."""
+    """Return the largest size in characters that all clients can have, given the scarcest label."""
     sizes: list[float] = []
     for label, pool in pools.items():
         if requested := sum(shares.get(label, 0) for shares in mixtures):
@@ -374,11 +375,11 @@ def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float
 
 
 def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
-    """Remove `size` characters of records for each client from the pools.
+    """Take records with `size` characters in total for each client from the pools.
 
-    A client's share of each label is exact to within one record: its part of the pool begins and
-    ends at the nearest end of a record. Labels alternate, so that the shares also hold, to within
-    one record per label, for the start of the text, which a limit keeps.
+    A client's share of each label is exact to within one record, as its part of the pool consists
+    of whole records. Labels alternate, so that the start of the text has the same label shares, to
+    within one record per label, if a limit truncates the text.
 
     Returns:
         The record indices of each client.

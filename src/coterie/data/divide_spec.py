@@ -21,7 +21,7 @@ USED_BY = {
     "parts": ("even",),
     "held_out": ("label", "dirichlet", "mixture", "mixtures"),
 }
-"""The values of `by` that use an option."""
+"""For each option, the values of `by` that use the option."""
 
 
 class SourceSpec(Spec):

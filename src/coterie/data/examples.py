@@ -43,11 +43,11 @@ class Examples:
     items: tuple[Instruction | Conversation, ...]
     """The samples as text."""
     too_long: int = 0
-    """The number of samples, or exchanges of conversations, left out as too long."""
+    """The number of samples, or of exchanges in conversations, that were left out as too long."""
     cut: int = 0
     """The number of conversations that were cut into several samples."""
     template: ChatTemplate | None = None
-    """The chat template of conversations."""
+    """The chat template of conversations; None for instructions."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -55,7 +55,7 @@ class Examples:
 
     @cached_property
     def starts(self) -> Tensor:
-        """The index of each sample's first token, and N: (n + 1,) int64."""
+        """The index of each sample's first token, followed by N: (n + 1,) int64."""
         return torch.nn.functional.pad(self.tokens.cumsum(0), (1, 0))
 
     @cached_property
@@ -92,7 +92,7 @@ class Examples:
 
     @property
     def beginnings(self) -> "Examples":
-        """The samples themselves, each of which is read on its own."""
+        """The samples themselves, each of which the model reads separately."""
         return self
 
     @property
@@ -121,7 +121,7 @@ class Examples:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of samples, and of those left out or cut, for the run folder."""
+        """Return the numbers of samples, of those left out, and of cut conversations."""
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
@@ -130,7 +130,7 @@ class Examples:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split: tokens, and the borders of samples."""
+        """Yield the contents that identify the split: tokens, borders of samples, and choices."""
         yield self.ids.numpy().tobytes()
         yield self.starts.numpy().tobytes()
         yield self.answers.numpy().tobytes()
@@ -139,10 +139,10 @@ class Examples:
         yield repr([item.choices for item in self.items]).encode()
 
     def prompts(self, base: Base) -> list[Tensor]:
-        """Return the token ids before each sample's last answer, for generation.
+        """Return the prompt of each sample: the token ids before its last answer.
 
-        These are the sample's own tokens, except where one token contains the end of the prompt and
-        the start of the answer: then the prompt is encoded on its own.
+        A prompt consists of the sample's own tokens, unless one token spans the border between the
+        prompt and the answer. In that case, the prompt is encoded on its own.
         """
         encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
         prompts: list[Tensor] = []
@@ -191,7 +191,8 @@ class Examples:
 def joined(parts: Sequence[S]) -> S:
     """Concatenate several streams, or several splits of samples or pairs.
 
-    Tensors and tuples are concatenated, and integers are added; other fields are the first part's.
+    Tensors and tuples are concatenated, integers are added, and dataclasses are joined field by
+    field. All other fields are copied from the first part.
     """
     first: Any = parts[0]
     joined_fields: dict[str, Any] = {}
@@ -216,15 +217,18 @@ class Encoding:
     encoder: Tokenizer
     """The base's encoder, which adds no special tokens (`bare_encoder`)."""
     ends: tuple[int, int]
-    """The token ids before a prompt, and after its answer."""
+    """The id of the token before a prompt, and the id of the token after its answer."""
     window: int
     """The maximum number of predicted tokens: samples of more than window + 1 tokens do not fit."""
     limit: int | None
-    """The maximum number of samples (of a stream: tokens) to keep from the start; None: all."""
+    """The maximum number of samples (for plain text: of tokens) to encode; None: all.
+
+    The first items are encoded, and the others are left out.
+    """
     owner: str
     """The beginning of an error message, such as "Client anna: its train text"."""
     template: ChatTemplate | None = None
-    """The chat template, for conversations."""
+    """The chat template; None if the split contains no conversations."""
     split: str = "train"
     """The name of the split: train, validation, test or public."""
 
@@ -233,10 +237,10 @@ class Encoding:
 
         Args:
             items: The items of the split.
-            fitting: A description of an item that fits, with a remedy, for a split whose items are
-                all too long: "pair of at most 8 tokens; raise data.window".
-            kind: The plural noun for an item, with a remedy, for a split without items: "pairs; add
-                some".
+            fitting: The end of the message if all items are too long: a description of an item that
+                fits, and a remedy, such as "pair of at most 8 tokens; raise data.window".
+            kind: The end of the message if there are no items: the plural noun for an item, and a
+                remedy, such as "pairs; add some".
         """
         missing = f"{fitting}." if items else f"{kind} or raise its data.fractions."
         return CoterieError(f"{self.owner} has no {missing}")
@@ -246,7 +250,10 @@ class Sample(NamedTuple):
     """A sample as tokens."""
 
     parts: Sequence[tuple[list[int], bool]]
-    """The token ids of each part, and whether they count; the last part is the last answer."""
+    """The token ids of each part, and whether they count towards the loss.
+
+    The last part is the last answer.
+    """
     item: Instruction | Conversation
     """The sample as text."""
     bytes: int = 0
@@ -264,7 +271,7 @@ def samples_of(
     cut: int = 0,
     template: ChatTemplate | None = None,
 ) -> Examples:
-    """Collect samples in a split; the arguments are fields of `Examples`."""
+    """Create a split from samples; `too_long`, `cut` and `template` are fields of `Examples`."""
     parts = [part for sample in samples for part in sample.parts]
     return Examples(
         torch.tensor([id for ids, _ in parts for id in ids], dtype=torch.int32),
@@ -280,17 +287,17 @@ def samples_of(
 
 
 def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
-    """Append a row for each sample and each of its other choices, with the choice as the answer.
+    """Append a row for each wrong choice of each sample, with that choice as the answer.
 
     Args:
         base: The base whose tokenizer encodes the choices.
         samples: The samples.
-        window: The maximum number of predicted tokens; longer rows are truncated to window + 1
-            tokens, which keeps at least one token of any choice.
+        window: The maximum number of predicted tokens. Longer rows are truncated to window + 1
+            tokens, which include at least one token of the choice.
 
     Returns:
-        The samples followed by the added rows; and the index of each added row's sample, (added,)
-        int64.
+        The samples followed by the added rows; and, for each added row, the index of the sample to
+        which the choice belongs: (added,) int64.
     """
     owners: list[int] = []
     texts: list[Sequence[str]] = []
@@ -339,7 +346,7 @@ class Scorer(Protocol):
         ...
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the loss of each row's answers, in nats: (rows,) float64.
+        """Return the total loss of each row's answers, in nats: (rows,) float64.
 
         Args:
             rows: Samples.
@@ -352,7 +359,7 @@ class Scorer(Protocol):
         ...
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the generated answer to each row's prompt; empty if none are to be generated."""
+        """Return the generated answer to each row's prompt; empty if generation is switched off."""
         ...
 
 

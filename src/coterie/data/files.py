@@ -32,10 +32,10 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Record:
-    """A record of a file: values by field name, with a place for error messages."""
+    """A record of a file: its values by field name, and its location for error messages."""
 
     where: str
-    """The record's place for errors, such as "Client anna: line 3 of notes.jsonl"."""
+    """The record's location for errors, such as "Client anna: line 3 of notes.jsonl"."""
     fields: dict[str, Any]
     """The values by field name; NaN and infinity are replaced by None."""
     remedy: str = "Correct the field name in the run file."
@@ -106,9 +106,9 @@ def resolve(root: Path, source: str) -> Path:
 
 
 def find_files(path: Path, owner: str) -> list[Path]:
-    """Return a file itself, or the sorted data files of a folder and its subfolders.
+    """Return the data files at a path, sorted: a file itself, or all files of a folder.
 
-    Hidden files and folders are skipped.
+    The files of a folder include those of its subfolders. Hidden files and folders are skipped.
 
     Raises:
         CoterieError: The path does not exist, or is not a data file or a folder with data files.
@@ -138,7 +138,8 @@ def skipped_files(path: Path, owner: str) -> Counter[str]:
     """Count the files of a folder that `find_files` skips.
 
     Returns:
-        The number of files by suffix; of hidden files; of links to folders; and of broken links.
+        The number of skipped files by suffix, and the numbers of hidden files, special files, links
+        to folders and broken links. Empty if the path is a file.
     """
     return _listed(path, owner)[1] if path.is_dir() else Counter()
 
@@ -187,7 +188,7 @@ _SUFFIX_LIST = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 
 
 def read_text(file: Path, owner: str) -> str:
-    """Read a UTF-8 file exactly, except for a byte order mark.
+    """Read a UTF-8 file without changes, except that a byte order mark is removed.
 
     Raises:
         CoterieError: The file cannot be read, is blank, or is not UTF-8 text.

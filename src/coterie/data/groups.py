@@ -19,10 +19,16 @@ from coterie.losses.tokens import Batch
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """A batch of n items for a loss that compares answers. A subclass defines `loss`."""
+    """A batch of n items, each a prompt with several answers, for a loss that compares answers.
+
+    A subclass defines `loss`.
+    """
 
     rows: Batch
-    """The samples of all items: item by item, the best answer of each item first."""
+    """The samples (a prompt with one answer) of all items, in the order of the items.
+
+    The sample with an item's best answer is the item's first sample.
+    """
     sizes: Tensor
     """The number of samples of each item: (n,) int64."""
 
@@ -38,7 +44,7 @@ class GroupBatch:
 
     @property
     def terms(self) -> int:
-        """The number of items, over which the loss is the mean."""
+        """The number of items. The loss is the mean over them."""
         return len(self.sizes)
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Any]:
@@ -53,7 +59,7 @@ class GroupBatch:
         raise NotImplementedError
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Return the loss without a gradient, from `at_once` items per forward pass."""
+        """Compute the loss without a gradient, with `at_once` items per forward pass."""
         parts = [(p.terms, p.to(device).loss(model)[0]) for p in self.split(at_once)]
         return sum(terms * loss.item() for terms, loss in parts) / self.terms
 
@@ -83,9 +89,10 @@ class Groups:
     """A split of n items with several answers each. A subclass defines `batch` and `measured`."""
 
     rows: Examples
-    """The samples of all items: item by item, the best answer of each item first.
+    """The samples (a prompt with one answer) of all items, in the order of the items.
 
-    In a conversation, only the last answer counts towards the loss.
+    The sample with an item's best answer is the item's first sample. In a conversation, only the
+    last answer counts towards the loss.
     """
     sizes: Tensor
     """The number of samples of each item: (n,) int64."""
@@ -120,16 +127,19 @@ class Groups:
 
     @property
     def beginnings(self) -> Examples:
-        """The samples with the best answers, each of which is read on its own."""
+        """The samples with the best answers, each of which the model reads separately."""
         return self.best
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference's log-likelihoods must still be computed; by default False."""
+        """Whether a reference model's log-likelihoods must still be computed; by default False."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> Self:
-        """Return the items with the reference that `make` computes; by default without one."""
+        """Return the split with the log-likelihoods of a reference model, which `make` computes.
+
+        By default, return the split itself, which needs no reference model.
+        """
         return self
 
     def samples(self, window: int, step: int) -> Self:
@@ -149,7 +159,7 @@ class Groups:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of items, and of those left out, for the run folder."""
+        """Return the number of items and the number left out as too long, for the run folder."""
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
@@ -157,7 +167,7 @@ class Groups:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split: tokens, and the borders of items."""
+        """Yield the contents that identify the split: its tokens, and the sizes of its items."""
         yield from self.rows.digested()
         yield self.sizes.numpy().tobytes()
 
@@ -176,7 +186,7 @@ class Groups:
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return the fields `rows` and `sizes` of the batch of the items `chosen`."""
+        """Return `rows` and `sizes` for a batch of the items with the indices `chosen`."""
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
@@ -185,26 +195,35 @@ class Groups:
 
 
 def by_item(rows: Tensor, sizes: Tensor) -> Sequence[Tensor]:
-    """Split values of samples by item.
+    """Split the values of all samples into one tensor per item.
 
     Args:
         rows: A value for each sample of all items: (rows, ...).
         sizes: The number of samples of each item: (n,).
 
     Returns:
-        n tensors, each (size, ...).
+        For each of the n items, the values of its samples: (size, ...).
     """
     counts: list[int] = sizes.tolist()
     return rows.split(counts)
 
 
 def firsts(sizes: Tensor) -> Tensor:
-    """Return the row of each item's best answer, given the items' sizes: (n,)."""
+    """Return the index of each item's first sample, which has the best answer: (n,) int64.
+
+    Args:
+        sizes: The number of samples of each item: (n,).
+    """
     return sizes.cumsum(0) - sizes
 
 
 def rows_of(sizes: Tensor, chosen: Tensor) -> Tensor:
-    """Return the rows of the samples of the items `chosen`, given all items' sizes: (rows,)."""
+    """Return the indices of all samples of some items: (rows,) int64.
+
+    Args:
+        sizes: The number of samples of each item, for all items: (n,).
+        chosen: The indices of the items whose samples are returned.
+    """
     counts = sizes[chosen]
     inside = torch.arange(int(counts.sum())) - firsts(counts).repeat_interleave(counts)
     return firsts(sizes)[chosen].repeat_interleave(counts) + inside
@@ -213,7 +232,7 @@ def rows_of(sizes: Tensor, chosen: Tensor) -> Tensor:
 def grouped(
     items: Sequence[Ranking], how: Encoding, noun: str
 ) -> tuple[Examples, Tensor, tuple[Ranking, ...], int]:
-    """Encode items with several answers; leave out items with a sample that does not fit.
+    """Encode items with several answers, without items that have a sample that does not fit.
 
     Args:
         items: Prompts with their answers.
@@ -221,7 +240,7 @@ def grouped(
         noun: The word for an item in errors, such as "pair".
 
     Returns:
-        The fields of `Groups`.
+        The fields `rows`, `sizes`, `items` and `too_long` of `Groups`.
 
     Raises:
         CoterieError: No item is left.

@@ -8,7 +8,7 @@ _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
 class Item(Protocol):
-    """A record of any kind of data except plain text, as an immutable value."""
+    """An immutable value that represents a record of any kind of data except plain text."""
 
     @property
     def text(self) -> str:
@@ -22,7 +22,7 @@ class Item(Protocol):
 
     @property
     def where(self) -> str:
-        """The record's place for errors."""
+        """The record's location for errors."""
         ...
 
 
@@ -37,9 +37,9 @@ class Instruction:
     choices: tuple[str, ...] = ()
     """The answers to choose from, if any."""
     fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The record's fields that a template rendered as the prompt and the answer."""
+    """The values of the fields from which a template rendered the prompt and the answer."""
     where: str = field(default="The sample", compare=False, repr=False)
-    """The record's place for errors, such as "Client anna: line 3 of notes.jsonl"."""
+    """The record's location for errors, such as "Client anna: line 3 of notes.jsonl"."""
 
     @property
     def text(self) -> str:
@@ -81,11 +81,11 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     where: str = "The conversation"
-    """The record's place for errors, such as "Client anna: line 3 of chats.jsonl"."""
+    """The record's location for errors, such as "Client anna: line 3 of chats.jsonl"."""
     choices: tuple[str, ...] = ()
     """The choices for the last answer, if any."""
     fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The record's fields that a template rendered as the turns."""
+    """The values of the fields from which a template rendered the turns."""
 
     @property
     def answer(self) -> str:
@@ -99,7 +99,7 @@ class Conversation:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The texts of the record's fields; without a template, the contents of turns by role."""
+        """The texts of the record's fields; without a template, the joined contents per role."""
         return self.fields or tuple(
             "\n".join(turn.content for turn in self.turns if turn.role == role)
             for role in ("system", "user", "assistant")
@@ -109,7 +109,7 @@ class Conversation:
         """Divide the conversation into exchanges.
 
         Returns:
-            The system prompt, if any; and the other turns, divided after each answer.
+            The system prompt, if any; and the exchanges, each of which ends with an answer.
         """
         first = 1 if self.turns[0].role == "system" else 0
         parts: list[tuple[Turn, ...]] = []
@@ -127,11 +127,14 @@ class Ranking:
     """A prompt with several answers, ranked from best to worst."""
 
     answers: tuple[Instruction | Conversation, ...]
-    """The prompt with each answer, the best first; all instructions, or all conversations."""
+    """The prompt with each of the answers, the best answer first.
+
+    The elements are either all instructions or all conversations.
+    """
 
     @property
     def where(self) -> str:
-        """The record's place for errors."""
+        """The record's location for errors."""
         return self.answers[0].where
 
     @property
@@ -146,6 +149,6 @@ class Ranking:
 
 
 def parted(content: str) -> tuple[str | None, str]:
-    """Split an answer into the thinking that it begins with (None without any) and the rest."""
+    """Split an answer into the thinking at its beginning (None if there is none) and the rest."""
     match = _THINKING.fullmatch(content)
     return (match[1].strip(), match[2]) if match else (None, content)

@@ -27,7 +27,7 @@ class DataKind(BaseModel):
 
     A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
     `coterie.register` or loaded with `--plugin FILE.py`. Its pydantic fields are its settings in
-    the run file (`data.kind`). A kind whose items are instructions, read from other fields::
+    the run file (`data.kind`). For example, a kind that reads instructions from its own fields::
 
         class Questions(DataKind):
             name = "questions"
@@ -78,7 +78,7 @@ class DataKind(BaseModel):
             items: Items that this kind has read.
 
         Returns:
-            By default, `chats`.
+            True if at least one item is; by default, the value of `chats`.
         """
         return self.chats
 
@@ -110,7 +110,7 @@ class DataKind(BaseModel):
 
         Args:
             items: Items that this kind has read.
-            how: The tokenizer, the window, the limit, and the chat template.
+            how: The tokenizer and the settings of the encoding, such as the window and the limit.
 
         Returns:
             The split. Items that do not fit the window are left out and counted.
@@ -130,7 +130,7 @@ class DataKind(BaseModel):
 
 
 def register(kind: Any) -> Any:
-    """Register a class of data under its `name`, until this process ends.
+    """Register a kind of data under its `name`, until this process ends.
 
     Args:
         kind: A subclass of `DataKind`.
@@ -161,7 +161,7 @@ OWN = {
     "messages": ("conversations", "Messages"),
     "preferences": ("preferences", "Preferences"),
 }
-"""The built-in kinds: the file and the class of each, by name."""
+"""The file and the class of each built-in kind, by the name of the kind."""
 DATA_KINDS: Registry[type[DataKind]] = Registry(
     noun="data kind",
     builtin={name: partial(_builtin, *location) for name, location in OWN.items()},

@@ -22,8 +22,9 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         root: The folder to which relative paths refer.
 
     Returns:
-        The label of each record with its text or item, by split: "train", which is to be divided,
-        and the validation and test splits that the data set has of its own, if any.
+        For each split, the label of every record with the record's text or item. The split "train"
+        is to be divided among the clients. The splits "validation" and "test" are present only if
+        the data set has such splits of its own.
 
     Raises:
         CoterieError: A source cannot be read or has no text, or a record is invalid.
@@ -45,7 +46,7 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
 
 
 def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]]:
-    """Return the labels and texts of all records that are not blank, source by source."""
+    """Return the label and the text of each non-blank record, in the order of the sources."""
     texts: list[tuple[str, str]] = []
     for label, source in _sources(spec).items():
         records, text_pieces = _read(label, source, spec, root)
@@ -68,9 +69,10 @@ def _samples(
 ) -> dict[str, list[tuple[str, Any]]]:
     """Return the labels and items of all records, by split.
 
-    A piece of a .txt file becomes a record with its text and its label, so that a template over
-    `text` can ask for the label. The pieces of all sources are read together, as an answer's
-    choices are collected from all of them.
+    Each piece of a .txt file becomes a record with the piece's text and its source's label. A
+    prompt template can thus show the text and use the label as the answer. The pieces of all
+    sources are converted to items together, because an answer's choices are collected over all
+    pieces.
     """
     samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}
@@ -91,7 +93,8 @@ def _samples(
 def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
     """Return the source of each label, sorted by label.
 
-    The label of a single source is "" if labels are not needed, else None: its records have labels.
+    If the run file gives a single source for all labels, its key is "" if labels are not needed,
+    or None if each record contains its own label.
     """
     if isinstance(spec.source, str):
         label = "" if spec.by == "even" else None
@@ -103,7 +106,7 @@ def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
 
 
 def _label(record: Record, spec: DivideSpec, label: str | None) -> str:
-    """Return the label of a record's source; if that is None, the label in the record's field."""
+    """Return the label of a record's source or, if that is None, the value of its label field."""
     if label is not None:
         return label
     value = record[spec.label]
@@ -116,11 +119,11 @@ def _label(record: Record, spec: DivideSpec, label: str | None) -> str:
 def _read(
     label: str | None, source: SourceSpec, spec: DivideSpec, root: Path
 ) -> tuple[list[Record], list[Record]]:
-    """Read a source.
+    """Read the records and text files of one source.
 
     Returns:
-        The records for which `divide.where` is true; and the pieces of .txt files as records, each
-        of at least `spec.piece` characters.
+        Two lists of records: the records of .jsonl and .parquet files, or of a hub data set, for
+        which `divide.where` is true; and the pieces of .txt files, as records.
     """
     path = resolve(root, source.source)
     text_pieces: list[Record] = []

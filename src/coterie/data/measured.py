@@ -8,12 +8,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORST = 700.0
-"""The loss per token, in nats, that replaces a loss that is not finite; its exponential is."""
+"""The loss per token, in nats, that replaces a loss that is not finite.
+
+Its exponential, the perplexity, is finite.
+"""
 Needs = Literal["nothing", "answers", "choices", "pairs"]
 """The input of a metric besides the items' losses.
 
-"nothing"; the answers that the model generates ("answers"); the losses of all answers to choose
-from ("choices"); or preferences between pairs of answers ("pairs").
+No further input ("nothing"); the answers that the model generates ("answers"); the losses of all
+answers to choose from ("choices"); or preferences between pairs of answers ("pairs").
 """
 
 
@@ -21,8 +24,8 @@ from ("choices"); or preferences between pairs of answers ("pairs").
 class Choices:
     """The losses of all choices of n samples.
 
-    The first n rows are the samples with their right answers; the other rows are samples with other
-    choices.
+    The first n rows are the samples with their right answers. Each of the other rows is one of the
+    samples with a wrong choice as its answer.
     """
 
     nats: "Tensor"
@@ -44,18 +47,18 @@ class Measured:
     tokens: "Tensor"
     """The number of predicted tokens of each item: (n,) int64."""
     answers: Sequence[str] = ()
-    """The right answer of each item, if the items are samples."""
+    """The right answer of each item, if the items are samples; else empty."""
     texts: Sequence[str] = ()
-    """The answer that the model generated for each item, if answers were generated."""
+    """The answer that the model generated for each item; empty if none were generated."""
     choices: Choices | None = None
-    """The losses of all choices, if any sample has choices."""
+    """The losses of all choices; None if no sample has choices."""
     preferred: Sequence[float] = ()
     """For each pair, 1 if the chosen answer has the higher reward, 0.5 for a tie, else 0.
 
-    For an item with more than two answers, the mean over its pairs.
+    For an item with more than two answers, the value is the mean over all pairs of its answers.
     """
     loss: float | None = None
-    """The mean of the training loss, if that is not the cross-entropy of tokens; else None."""
+    """The mean of the training loss; None if that loss is the cross-entropy of tokens."""
 
     def offers(self, needs: Needs) -> bool:
         """Return whether the input of a metric was measured.
@@ -73,9 +76,10 @@ class Measured:
 
 
 def finite(nats: "Tensor", tokens: "Tensor") -> "Tensor":
-    """Replace losses that are not finite, after divergence, by `WORST` per token.
+    """Replace losses that are not finite by `WORST` per token.
 
-    Results are stored as JSON, which has neither NaN nor infinity.
+    A model that diverged has such losses. Results are stored as JSON, which has neither NaN nor
+    infinity.
 
     Args:
         nats: The loss of each text or answer, in nats: (n,).

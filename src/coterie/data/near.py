@@ -12,32 +12,44 @@ import numpy
 from numpy.typing import NDArray
 
 NEAR = 0.8
-"""The minimum Jaccard similarity of the shingles of two near duplicates."""
+"""The minimum Jaccard similarity between the sets of shingles of two near duplicates."""
 SHINGLE = 8
-"""The length of a shingle in bytes. Shingles are taken from lower-case text with single spaces."""
-COMMON = 50
-"""The maximum number of records with a shingle that proposes pairs; bounds the comparisons."""
-FEW = 3
-"""The number of records up to which a common shingle is never boilerplate."""
-AGREEING = 0.25
-"""The minimum share of other records that must agree with one record of a pair.
+"""The length of a shingle in bytes.
 
-Agreement is measured on the shingles in which the pair differs. If fewer records agree, the text
-that the pair has in common with them is boilerplate.
+A shingle is a substring of a text in lower case with single spaces between words.
+"""
+COMMON = 50
+"""The maximum number of records that contain a shingle from which pairs are proposed.
+
+More common shingles propose no pairs, which bounds the number of comparisons.
+"""
+FEW = 3
+"""A shingle that is contained in at most this many records is never boilerplate."""
+AGREEING = 0.25
+"""The share of agreeing records below which the common text of a pair is boilerplate.
+
+The share is taken of the other records that contain the pair's common text. A record
+agrees if, where the two records of the pair differ, it contains the shingles of one of them.
 """
 BANDS, ROWS = 20, 5
-"""MinHash bands and rows: texts with similarity 0.8 are missed with a probability of 1 / 2,800."""
+"""The number of MinHash bands and the number of rows per band.
+
+With these values, a pair with similarity 0.8 is missed with a probability of 1 / 2,800.
+"""
 
 Hashes = NDArray[numpy.uint32]
 _NUMBER = re.compile(r"\d+")
 _DIGITS = 16
-"""The length to which a number is repeated, as a different number is different content."""
+"""The minimum length to which the digits of a number are repeated.
+
+The repetition gives numbers weight, as texts with different numbers have different contents.
+"""
 
 
 def near_pairs(
     records: Sequence[Sequence[str]], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[tuple[int, int]]:
-    """Return the pairs (a, b), a < b, of records that are near duplicates, sorted.
+    """Return the indices (a, b), a < b, of all pairs of near duplicates, sorted.
 
     Two records are near duplicates if all their corresponding parts are. MinHash (A. Broder, 1997)
     proposes pairs, whose similarity is then computed exactly.
@@ -83,9 +95,10 @@ def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]
     """Return whether two parts are near duplicates, ignoring boilerplate.
 
     Boilerplate is text that many records share although their contents differ, such as a header.
-    It is recognised by the other records that contain the common text: on the shingles in which the
-    two parts differ, records that share only a header agree with neither part, whereas most of
-    several edited copies of one text agree with one of the two.
+    To recognise it, the function looks at the other records that contain the common text, and at
+    the shingles in which the two parts differ. Records that share only a header contain hardly any
+    of these shingles. Records that are edited copies of one text mostly contain the shingles of one
+    of the two parts.
 
     Args:
         a: The shingles of a part.
@@ -99,7 +112,8 @@ def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]
         return False
     if not needed:
         return True
-    # The rarest common shingles that suffice for the similarity are in at most `records` records.
+    # The `needed` rarest common shingles suffice for the similarity. Each of them is contained in
+    # at most `records` records.
     records = int(numpy.partition(held(both), needed - 1)[needed - 1])
     agreeing = float((held(different) - 1).mean())
     return records <= FEW or agreeing >= AGREEING * (records - 2)
@@ -108,7 +122,8 @@ def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]
 def _shingles(text: str) -> Hashes:
     """Return the sorted distinct hashes of all shingles of a text.
 
-    The text is padded at both ends, so that a change there affects as many shingles as elsewhere.
+    The text is padded at both ends, so that a change near an end affects as many shingles as
+    a change elsewhere.
     """
     plain = " ".join(text.lower().split()).rstrip(" .!?…。！？")
     plain = _NUMBER.sub(lambda number: number[0] * -(-_DIGITS // len(number[0])), plain)

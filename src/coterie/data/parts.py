@@ -1,4 +1,4 @@
-"""Encoding of texts in parts (prompts and answers), and division of the tokens among the parts."""
+"""Encoding of texts that consist of prompts and answers, and assignment of tokens to each part."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -17,15 +17,19 @@ class Part(NamedTuple):
     ids: list[int]
     """The token ids."""
     offsets: list[tuple[int, int]]
-    """The start and end of each token's characters, counted from the start of the part."""
+    """The start and end of each token's characters, counted from the start of the part.
+
+    The first start is negative if the token begins in the previous part.
+    """
 
 
 class PartEncoder:
     """An encoder of texts whose parts are alternately prompts and answers.
 
     A text is encoded as a whole, so that its tokens do not depend on the borders of its parts. A
-    token with characters of a prompt and of an answer belongs to the answer. A special token
-    belongs to the part that contains its text, not to that of the spaces that the token strips.
+    token that spans the border between a prompt and an answer belongs to the answer. Some special
+    tokens also strip neighbouring spaces. Such a token belongs to the part that contains its own
+    text, even if the spaces are in another part.
 
     Args:
         encoder: A tokenizer that adds no special tokens (`bare_encoder`).
@@ -54,10 +58,11 @@ class PartEncoder:
         ]
 
     def opening(self, parts: Sequence[str]) -> list[int]:
-        """Return the token ids before the last part, from which a model generates that part.
+        """Return the token ids of the prompt, from which a model generates the last part.
 
-        If one token contains the end of the prompt and the start of the last part, the prompt is
-        encoded on its own, as the model should generate nothing of the prompt.
+        The prompt is all text before the last part. If one token spans the border between the
+        prompt and the last part, the prompt is encoded on its own, so that the model does not have
+        to generate the end of the prompt.
         """
         [[*before, last]] = self.batch([parts])
         if last.offsets and last.offsets[0][0] < 0:
@@ -110,8 +115,8 @@ def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
     """Return a tokenizer's encoder without post-processing, and the id of its end-of-text token.
 
     The encoder is a copy that adds no special tokens, neither truncates nor pads, and does not warn
-    of long texts. Its offsets include the spaces at the ends of tokens, which the post-processors
-    of GPT-2 and similar tokenizers exclude.
+    of long texts. The character offsets that it returns include the spaces around a token, which
+    the post-processors of GPT-2 and similar tokenizers exclude.
 
     Raises:
         CoterieError: The tokenizer has no tokenizer.json or no end-of-text token.

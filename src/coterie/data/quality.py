@@ -1,7 +1,8 @@
 """Data quality: very short texts, and exact and near duplicates within and between clients.
 
 The texts compared are records, prompts with answers, and pieces of text files. The results contain
-texts, so they are shown only on the machine that holds the texts, and are never sent.
+texts, so they are shown only on the machine that holds the texts, and are never sent to another
+machine.
 """
 
 from collections import Counter, defaultdict
@@ -27,26 +28,29 @@ from coterie.errors import CoterieError
 SHORT = 20
 """The number of characters below which a text is very short."""
 AT_START = 2_000_000
-"""The number of characters in which a starting run searches for near duplicates (about 1 s)."""
+"""The maximum number of characters in which a run searches for near duplicates when it starts.
+
+The search takes about 1 s.
+"""
 Progress = Callable[[int, int], None]
 """A progress callback, which receives the number done and the total."""
 Item = str | Sample
 """A text to compare: a document or a piece of one, or an item of another kind of data."""
 SEE = "; run `coterie data FILE` for details"
-"""The end of each line of `sentences`."""
+"""The text at the end of each line that `sentences` returns."""
 
 Kind = Literal["repeats", "in_training", "in_others"]
-"""The place of a duplicate's original.
+"""The kind of a duplicate, by the place of its original.
 
-"repeats": earlier in the same split; "in_training": in the training text of the same client;
-"in_others": in the training text of another client.
+"repeats": the original is earlier in the same split; "in_training": it is in the training text of
+the same client; "in_others": it is in the training text of another client.
 """
 KINDS: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a text: its client, its split, and its number in the split, from 1."""
+    """The place of a text: its client, its split, and its number in the split, counted from 1."""
 
     client: str
     split: str
@@ -62,14 +66,14 @@ class Copy:
     place: Place
     """The place of the duplicate."""
     original: Place
-    """The place of the text that it duplicates."""
+    """The place of the original text."""
     text: str
     """The text of the duplicate."""
 
 
 @dataclass(frozen=True)
 class SplitQuality:
-    """The quality of one client's split, as far as the run reads the split."""
+    """The quality of the part of one client's split that the run reads."""
 
     client: str
     split: str
@@ -80,9 +84,9 @@ class SplitQuality:
     short: int
     """The number of texts shorter than `SHORT`."""
     exact: Mapping[Kind, int]
-    """The number of exact duplicates, by the place of the original."""
+    """The number of exact duplicates of each kind."""
     near: Mapping[Kind, int]
-    """The number of near duplicates, by the place of the original."""
+    """The number of near duplicates of each kind."""
     removed: int
     """The number of texts that `data.deduplicate` removed."""
 
@@ -94,7 +98,7 @@ class SpecialTokens:
     client: str
     split: str
     tokens: int
-    """The number of all tokens."""
+    """The total number of tokens."""
     unknown: int
     """The number of unknown tokens, which replace characters outside the vocabulary."""
     control: int
@@ -111,7 +115,7 @@ class Quality:
     special: list[SpecialTokens]
     survey: Survey
     compared: int | None
-    """The number of characters of each split in which near duplicates were searched; None: all."""
+    """The number of characters per split in which near duplicates were searched for; None: all."""
     deduplicated: bool
     """Whether `data.deduplicate` is on."""
 
@@ -119,7 +123,8 @@ class Quality:
 def unknown_tokens(read: Split, tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the unknown tokens in the part of a split that a run reads."""
     unknown = tokenizer.unk_token_id
-    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2's unknown token is its end
+    # GPT-2 declares its end-of-text token as its unknown token, too.
+    ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
     if not isinstance(unknown, int) or unknown in ends:
         return 0
     return int(read.ids.eq(unknown).sum())
@@ -139,9 +144,9 @@ def quality(
     Args:
         texts: The texts of each client.
         data: The tokens of each client.
-        most: The maximum number of characters in which near duplicates are searched. If the texts
-            are longer, the search is limited to the start of each split, equally long for all.
-            Exact duplicates are always searched in all texts.
+        most: The maximum total number of characters in which near duplicates are searched for. If
+            the texts are longer, the search is limited to the start of each split, with an equal
+            number of characters for every split. Exact duplicates are searched for in all texts.
         survey: The counts of unused fields, skipped files and empty records.
         special: The counts of special tokens.
         removed: The number of texts that `data.deduplicate` removed, by client; None if it is off.
@@ -235,14 +240,14 @@ def find_copies(
     compared: int | None = None,
     progress: Progress = lambda done, of: None,
 ) -> list[Copy]:
-    """Return all duplicates: for each text and kind, an exact duplicate, or else a near one.
+    """Find all duplicates: for each text and kind, an exact one or, failing that, a near one.
 
     Exact duplicates are equal except for surrounding white space.
 
     Args:
         splits: The texts by client and split.
         compared: The number of characters at the start of each split in which near duplicates are
-            searched; None: all.
+            searched for; None: all.
         progress: A callback that receives the number of texts compared and the total.
     """
     numbers: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
@@ -274,7 +279,7 @@ def find_copies(
 def _near(
     items: Mapping[str, Item], progress: Progress = lambda done, of: None
 ) -> defaultdict[str, list[str]]:
-    """Return the near duplicates of each text among items with distinct texts (the keys)."""
+    """Return the near duplicates of each text in `items`, a mapping of texts to their items."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
     for a, b in near_pairs(list(map(own_texts, items.values())), progress):
@@ -288,7 +293,8 @@ def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kin
 
     Args:
         place: The place of the text.
-        numbers: The number of the first equal, or nearly equal, text by client and split.
+        numbers: For each client and split, the number of the first text that equals, or nearly
+            equals, the given text.
     """
     originals: dict[Kind, Place] = {}
     for (client, split), number in numbers.items():

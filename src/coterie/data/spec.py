@@ -22,7 +22,7 @@ from coterie.files import ClientName
 CHAT = "chat"
 """The name of the prompt template that renders a prompt as a user's turn of a conversation."""
 PIECE = 2000
-"""The minimum length, in characters, of the pieces into which a text file is cut before a split."""
+"""The minimum length, in characters, of the pieces of a text file that are assigned to splits."""
 
 
 class Spec(BaseModel):
@@ -32,9 +32,10 @@ class Spec(BaseModel):
 
 
 class ClientLimits(Spec):
-    """The maximum size of each of a client's splits, of which a limit keeps the start.
+    """The maximum size of each of a client's splits.
 
-    A limit is a number of tokens of plain text, or a number of samples of other kinds of data.
+    A limit is a number of tokens for plain text, or a number of samples for other kinds of data. A
+    split that exceeds its limit is truncated at the end.
     """
 
     train: int | None = Field(default=None, ge=1)
@@ -241,20 +242,20 @@ class DataSpec(Spec):
 
     @property
     def _own(self) -> DataKind:
-        """The settings of the built-in kind."""
+        """The settings of the built-in kind that the section selects; by default, plain text."""
         settings = self.instructions or self.messages or self.preferences
         return settings or TextSpec(fields=self.fields)
 
     @property
     def declared(self) -> type[DataKind]:
-        """The class with the kind's class variables, which may not be able to read records."""
+        """The kind's class, for its class variables; it may be a class that only holds settings."""
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)
         return type(self.kind or self._own)
 
     @property
     def bound(self) -> DataKind:
-        """The kind of data with its settings, able to read records. Imports torch."""
+        """The kind of data with its settings, which can read and encode records. Imports torch."""
         if isinstance(self.kind, DataKind):
             return self.kind
         name, settings = self.declared.name, self.kind.settings if self.kind else dict(self._own)
@@ -271,7 +272,7 @@ class DataSpec(Spec):
         return (self._own if self.kind is None else self.bound).chats
 
     def of(self, name: str) -> "DataSpec":
-        """Return the section as it applies to a client: with the client's own limits."""
+        """Return the section for one client, in which `limits` are the limits of that client."""
         client_limits = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
         limits = self.limits.model_copy(update=client_limits)
         return self.model_copy(update={"limits": limits, "limits_of": {}})

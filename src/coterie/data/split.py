@@ -45,7 +45,7 @@ class AnyBatch(Protocol):
 
     @property
     def read(self) -> Batch:
-        """The samples whose tokens the model learns to predict, such as the chosen of pairs."""
+        """The samples whose tokens the model learns to predict, such as chosen answers."""
         ...
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Measures | None]:
@@ -120,7 +120,7 @@ class Scored(Protocol):
 
 
 class Split(Scored, Protocol):
-    """A client's training, validation or test text as tokens, of any kind of data.
+    """A client's training, validation or test data as tokens, for any kind of data.
 
     A split is immutable: methods that select samples return a new split.
     """
@@ -137,22 +137,22 @@ class Split(Scored, Protocol):
 
     @property
     def beginnings(self) -> Examples | None:
-        """The samples, if each is read on its own; None for a stream."""
+        """The samples, if the model reads each one separately; None for a stream."""
         ...
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference's log-likelihoods must be computed before training."""
+        """Whether a reference model's log-likelihoods must be computed before training."""
         ...
 
     def referenced(self, make: Callable[[Any], Any]) -> "Split":
-        """Return the split with its reference.
+        """Return the split with the log-likelihoods of a reference model.
 
         Args:
-            make: A function that computes the reference's log-likelihoods of the split.
+            make: A function that computes the reference model's log-likelihoods of the split.
 
         Returns:
-            A split with the result of `make`, or the split itself if it needs no reference.
+            A split with the result of `make`, or the split itself if it needs no reference model.
         """
         ...
 
@@ -161,8 +161,8 @@ class Split(Scored, Protocol):
 
         Args:
             window: The number of tokens that a window of a stream predicts.
-            step: The distance in tokens between the starts of a stream's windows. Other kinds
-                ignore both arguments.
+            step: The distance in tokens between the starts of a stream's windows. All splits other
+                than streams ignore both arguments.
         """
         ...
 
@@ -170,7 +170,7 @@ class Split(Scored, Protocol):
         """Return the split without some of its samples.
 
         Args:
-            taken: The indices of the samples to leave out, in `samples(window, window + 1)`.
+            taken: The indices, in `samples(window, window + 1)`, of the samples to leave out.
             window: The number of tokens that a window of a stream predicts.
         """
         ...
@@ -197,7 +197,7 @@ class Split(Scored, Protocol):
         """Return the counts that the run folder records besides the number of tokens.
 
         Returns:
-            The counts by name, such as the number of samples, and of those left out as too long.
+            The counts by name, such as the number of samples and the number left out as too long.
         """
         ...
 
@@ -213,5 +213,5 @@ class Split(Scored, Protocol):
         ...
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split, for a digest; the tokens first."""
+        """Yield the contents that identify the split, for a digest, beginning with the tokens."""
         ...

@@ -12,7 +12,7 @@ from coterie.data.spec import DataSpec
 from coterie.data.templates import names_in
 
 Counts = Mapping[str, Mapping[str, int]]
-"""Numbers of records or files, by field or suffix, and then by owner, such as "Client anna"."""
+"""The number of records or files for each field or suffix and each owner ("Client anna")."""
 
 
 @dataclass(frozen=True)

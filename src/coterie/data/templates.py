@@ -48,8 +48,7 @@ def inlined(template: str, root: Path) -> str:
         root: The folder to which a relative path refers.
 
     Returns:
-        A name or Jinja text unchanged; for a path, the text of the file without the newline at its
-        end.
+        A name or Jinja text unchanged; for a path, the text of the file without a final newline.
 
     Raises:
         CoterieError: The file does not exist, or the text is not valid Jinja.
@@ -112,7 +111,7 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     Args:
         template: A built-in template's name, or Jinja text; see `inlined`.
         fields: The record's values by field; fields whose value is None count as missing.
-        where: The record's place, with which errors begin.
+        where: The record's location, with which error messages begin.
 
     Raises:
         CoterieError: The template needs a missing field, cannot be rendered, or renders a blank

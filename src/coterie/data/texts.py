@@ -1,4 +1,4 @@
-"""Reading of one client's texts or samples, and their division into three splits.
+"""Reading of a client's texts or samples, and their division into training and held-out splits.
 
 A client's splits do not depend on other clients, so a client that joins late, or runs on another
 machine, has the same splits.
@@ -34,9 +34,10 @@ class Texts(Generic[Item]):
 def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
     """Read a client's files and divide them into splits.
 
-    A split that is not given is set aside from `path` or `train` by `data.fractions`. Records are
-    assigned to splits as a whole, and .txt files in pieces; adjacent pieces in the same split stay
-    together. The size of a record is its length in characters for plain text, and 1 for samples.
+    A validation or test split without files of its own is set aside from `path` or `train`,
+    according to `data.fractions`. A record is never divided between splits. A .txt file is divided
+    into pieces; adjacent pieces in the same split are joined again. The fractions are fractions of
+    all characters for plain text, and of the number of records for samples.
 
     Args:
         spec: The client's entry in the run file.
@@ -76,9 +77,10 @@ def whole_text(path: str, data: DataSpec, root: Path, owner: str) -> list[Any]:
 
 
 def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -> list[list[str]]:
-    """Read the documents of a file or folder, in parts that can be in different splits.
+    """Read the documents of a file or folder, each as a list of parts.
 
-    A .txt file is a document in pieces. A record that is not blank is a document in one part.
+    The parts of a document can be assigned to different splits. A .txt file is a document with
+    several parts; a non-blank record is a document with one part.
     """
     documents: list[list[str]] = []
     kind = Text(fields=[*fields])
@@ -103,9 +105,10 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 
 
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
-    """Read the records of all splits together as items, and return the items by split.
+    """Convert the records of all splits to items together, and return the items by split.
 
-    If the run file does not give the choices of instructions, they are collected from all splits.
+    If the run file does not give the choices of instructions, the choices are collected from the
+    answers in all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}
@@ -118,8 +121,8 @@ def split_by_fractions(
 
     Args:
         documents: The parts of each document.
-        fractions: The fraction of all characters to set aside for each split; the result is as
-            close to it as whole parts allow.
+        fractions: The fraction of all characters to set aside for each split, which is met as
+            closely as whole parts allow.
         chance: The generator of the random order.
 
     Returns:
@@ -163,8 +166,9 @@ def deal(
 ) -> list[str]:
     """Assign pieces to splits at random.
 
-    In random order, a piece is assigned to a split if that brings the split's total length closer
-    to its fraction. The other pieces are assigned to "train".
+    For each split in turn, the unassigned pieces are considered in random order. A piece is
+    assigned to the split if that brings the split's total length closer to its fraction. The
+    remaining pieces are assigned to "train".
 
     Args:
         lengths: The length of each piece.

@@ -1,7 +1,7 @@
 """Encoding of a client's texts as splits of tokens.
 
 Plain text becomes one stream (`Tokens`). Prompts with answers, and conversations, become separate
-samples (`Examples`). Answers to be compared become groups of samples (`Groups`).
+samples (`Examples`). Prompts with several answers to compare become groups of samples (`Groups`).
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,14 @@ class ClientData:
 def tokenise(
     texts: Texts[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, name: str
 ) -> ClientData:
-    """Encode a client's texts, with an end-of-text token between documents, up to the limits.
+    """Encode a client's texts as splits, each up to its limit.
+
+    In plain text, an end-of-text token separates the documents.
 
     Args:
         texts: The client's texts or items.
         tokenizer: The base's tokenizer.
-        data: The run file's section `data:`, as it applies to the client.
+        data: The run file's section `data:`, with the client's own limits.
         name: The client's name, for errors.
 
     Raises:
@@ -64,7 +66,9 @@ def encoded(
         owner: The beginning of an error message, such as "The public text".
 
     Raises:
-        CoterieError: As for `tokenise`.
+        CoterieError: The split has fewer than window + 1 tokens, or no sample that fits the window;
+            a text contains control tokens, which `data.special_tokens` refuses; or the tokenizer is
+            unsuitable.
     """
     encoder, end = bare_encoder(tokenizer)
     kind = data.bound
@@ -81,7 +85,7 @@ def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientDa
 
     Args:
         datas: The splits of each client.
-        public: The public set, which is appended to the training split.
+        public: The public set, which is appended to the training split; None if there is none.
     """
     splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
     splits["train"] += [] if public is None else [public]

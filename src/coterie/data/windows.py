@@ -9,7 +9,7 @@ from coterie.data.split import AnyBatch, Split
 
 
 def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Generator) -> AnyBatch:
-    """Draw samples of a split uniformly at random, with replacement.
+    """Draw a batch of samples from a split uniformly at random, with replacement.
 
     The samples of a stream are windows at any offset: ids (batch, window + 1), whose first `window`
     tokens are inputs and whose last `window` tokens are targets. The samples of other kinds are
@@ -32,7 +32,7 @@ def epoch_batch(
     number: int,
     chance: Callable[[int], torch.Generator],
 ) -> AnyBatch:
-    """Return one of the batches of successive epochs over a split.
+    """Return the batch with a given number, counted over successive epochs of a split.
 
     Every epoch contains each sample once, in random order. A batch can contain the end of one epoch
     and the beginning of the next. The samples of a stream are consecutive windows from its first
@@ -42,8 +42,8 @@ def epoch_batch(
         tokens: The split.
         batch: The number of samples per batch.
         window: The number of tokens that a window predicts.
-        number: The number of the batch; the first is 0.
-        chance: A function that returns the generator of an epoch's order.
+        number: The number of the batch, counted from 0 at the start of the first epoch.
+        chance: A function that maps the number of an epoch to the random generator of its order.
     """
     samples = tokens.samples(window, window)  # overlapping by one token
     return samples.batch(_in_epochs(len(samples), batch, number, chance))
@@ -52,7 +52,7 @@ def epoch_batch(
 def _in_epochs(
     count: int, batch: int, number: int, chance: Callable[[int], torch.Generator]
 ) -> Tensor:
-    """Return the sample indices of batch `number` in the concatenated orders of all epochs."""
+    """Concatenate the random orders of all epochs, and return the indices in batch `number`."""
     first = number * batch
     epochs = range(first // count, (first + batch - 1) // count + 1)
     order = torch.cat([torch.randperm(count, generator=chance(epoch)) for epoch in epochs])

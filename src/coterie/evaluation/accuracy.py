@@ -6,7 +6,7 @@ from coterie.data.measured import WORST, Measured
 from coterie.evaluation.metrics import Metric, instance
 
 EQUAL = 1e-6
-"""Relative tolerance within which two losses per token are equal.
+"""The relative tolerance within which two losses per token count as equal.
 
 About 8 times the machine epsilon of float32, the type in which losses are computed.
 """

@@ -1,4 +1,4 @@
-"""The accuracy of always giving the commonest answer: a lower bound that needs no model."""
+"""The accuracy of always giving the commonest answer: a baseline that needs no model."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,11 +9,12 @@ Question = Instruction | Conversation
 
 
 def commonest(train: Sequence[Question], test: Sequence[Question]) -> list[float | None]:
-    """Score the training samples' commonest answer on each test sample.
+    """Score a baseline that predicts the most frequent training answer for each test sample.
 
     The prediction for a test sample is the one of its choices that is most frequent among the
     training answers. If several choices are equally frequent, the score is the expected score of a
-    random tie-break; choices that are absent from the training samples thus score as a guess.
+    random tie-break. If none of the choices is a training answer, this is the score of a random
+    guess.
 
     Args:
         train: The samples whose answers are counted.

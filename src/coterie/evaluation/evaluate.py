@@ -27,8 +27,8 @@ class Score:
     """A model's scores on a split.
 
     The n items of the split are the windows of a stream of text, samples (prompts with answers, or
-    conversations), or pairs of answers. The predicted text of a sample is its answers, and that of
-    a pair its chosen answer, including the tokens that end an answer.
+    conversations), or pairs of answers. The predicted text is the whole stream, the answers of
+    the samples, or the chosen answers of the pairs. It includes the tokens that end answers.
     """
 
     item_nats: Tensor
@@ -38,11 +38,11 @@ class Score:
     bytes: int
     """The number of UTF-8 bytes of all predicted text."""
     shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """The items' scores by metric; None for an item without a score."""
+    """For each metric, the score of each item; None for an item without a score."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """The other entries of a report: the number of items, and means over items."""
+    """The other entries of a report: the number of items, and means over the items."""
     learnt: float | None = None
-    """The mean of the training loss, if that is not the cross-entropy of tokens; else None."""
+    """The mean of the training loss; None if that loss is the cross-entropy of tokens."""
 
     @property
     def nats(self) -> float:
@@ -61,7 +61,10 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean loss; comparable only between equal tokenizers."""
+        """The exponential of the mean loss per token.
+
+        It is comparable only between models with the same tokenizer.
+        """
         return math.exp(min(self.loss, WORST))
 
     @property
@@ -70,7 +73,7 @@ class Score:
         return self.nats / math.log(2) / self.bytes
 
     def as_dict(self) -> dict[str, float]:
-        """Return the entries of the score in reports and in result.json."""
+        """Return the entries that reports and result.json contain for this score."""
         return {
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
@@ -81,7 +84,7 @@ class Score:
         }
 
     def items(self) -> dict[str, list[Any]]:
-        """Return the score of each item: lists of length n, by name."""
+        """Return the nats, the tokens and the scores of all items: lists of length n, by name."""
         figures = {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
         return figures | {name: list(values) for name, values in self.shares.items()}
 
@@ -100,7 +103,7 @@ class ModelScorer:
     """The maximum number of tokens of a generated answer; None: no answers are generated."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the loss of each row's answers, in nats: (rows,) float64."""
+        """Return the total loss of each row's answers, in nats: (rows,) float64."""
         return answer_losses(self.base, self.model, rows, batch)
 
     @torch.no_grad()
@@ -110,7 +113,7 @@ class ModelScorer:
             return token_losses(self.model, *batch.to(self.base.device)).cpu()
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the generated answer to each row's prompt; empty if none are to be generated."""
+        """Return the generated answer to each row's prompt; empty if generation is switched off."""
         if self.generate is None:
             return ()
         return generate_answers(self.base, self.model, rows, self.generate, self.batch)
@@ -138,7 +141,7 @@ def evaluate(
         metric: The name of a metric to compute besides the built-in ones.
 
     Returns:
-        The scores, with those metrics whose inputs the split provides.
+        The scores, including all metrics whose inputs the split provides.
     """
     measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
     shares = _shares(measured, metric)
@@ -150,7 +153,7 @@ def evaluate(
 
 
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
-    """Return the items' scores by metric, for all metrics whose inputs were measured."""
+    """Return each item's score by every metric whose input was measured, except perplexity."""
     names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
     # Every `Score` computes perplexity itself.
     metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]

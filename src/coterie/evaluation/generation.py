@@ -35,7 +35,7 @@ class Sampling:
     thinking: bool = False
 
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
-        """Return keyword arguments of `generate`, for a model with a generation config of its own.
+        """Return arguments of `generate` that override only these settings of the model's config.
 
         Args:
             ends: The token ids that end an answer.
@@ -51,7 +51,7 @@ class Sampling:
         }
 
     def config(self, ends: Sequence[int]) -> GenerationConfig:
-        """Return a complete generation config, which overrides the base's (penalties, beams).
+        """Return a complete generation config, which also replaces the base's penalties and beams.
 
         Args:
             ends: The token ids that end an answer.
@@ -64,7 +64,7 @@ class Sampling:
 def generate_answers(
     base: Base, model: PreTrainedModel, examples: Examples, new_tokens: int, batch: int
 ) -> list[str]:
-    """Generate an answer to each sample's prompt, as `continuations` does.
+    """Generate an answer to each sample's prompt by greedy decoding (`continuations`).
 
     An answer in a conversation ends before the chat template's end-of-turn marker, and its thinking
     is removed.
@@ -129,7 +129,10 @@ def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Return the longest input of a model in tokens, less a PEFT soft prompt; None: unlimited."""
+    """Return the maximum length of a model's input in tokens, excluding a PEFT soft prompt.
+
+    None means that the model's config sets no maximum.
+    """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if longest is None else longest - _soft_prompt(model)
 
@@ -141,7 +144,10 @@ def _soft_prompt(model: PreTrainedModel) -> int:
 def _batches(
     model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, batch: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield batches of prompts of similar lengths: their indices and the limit of new tokens."""
+    """Yield the prompt indices and the maximum number of new tokens of each batch.
+
+    The prompts of a batch have similar lengths.
+    """
     context = context_length(model)
     equal_lengths = bool(_soft_prompt(model))
 
@@ -167,9 +173,9 @@ def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], li
         markers: Texts that end an answer, such as a chat template's end-of-turn markers.
 
     Returns:
-        The ids of the end token and of markers that are single tokens of the vocabulary; and the
-        other markers, which must be searched for in the decoded text, as a token may contain the
-        end of the answer and the beginning of a marker.
+        Two lists: the ids of the end token and of all markers that are single tokens of the
+        vocabulary; and the texts of the other markers, which must be searched for in the decoded
+        text, as one token may contain the end of the answer and the beginning of a marker.
     """
     end = tokenizer.eos_token_id
     assert isinstance(end, int), "the tokenizer has an end token, as reading the data checks"

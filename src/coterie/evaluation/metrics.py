@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LONGEST = 1e9
-"""The value from which on a table's cell is in scientific notation."""
+"""The smallest value that tables show in scientific notation."""
 
 
 class Metric:
-    """A score of a model on a split: the mean, or another function of means, over the items.
+    """A score of a model on a split: a mean over its items, or a function of such a mean.
 
     A subclass defines `name`, `title` and `score`, overrides the other class variables where their
     defaults do not fit, and is registered with `coterie.register` or loaded with `--plugin
@@ -90,7 +90,7 @@ class Metric:
         return [values, [1] * len(values)]
 
     def value(self, means: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        """Return the metric's values, given the quotients of the sums of `sums`.
+        """Convert means, computed from the sequences of `sums`, to values of the metric.
 
         Args:
             means: Sums of numerators divided by sums of denominators, of any shape.
@@ -118,7 +118,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            The value, for shares in per cent.
+            The value; if it is a share, in per cent.
         """
         return 100 * value if self.share else value
 
@@ -160,7 +160,7 @@ OF_SCORES = (
     *("loss", "bits_per_byte", "tokens", "bytes", "nats", "of"),
     *("samples", "pairs", "dpo_loss", "reward_margin"),
 )
-"""The other entries of scores: reserved names, which a metric cannot have."""
+"""The names of the other entries of scores, which a metric's name must not equal."""
 K = TypeVar("K", bound=type)
 
 
@@ -213,12 +213,12 @@ def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -
     """Return the metric to show for some scores.
 
     Args:
-        scores: The scores, each by metric.
-        asked: The name of the preferred metric.
+        scores: The scores, each a mapping of metric names to values.
+        asked: The name of the preferred metric, if any.
 
     Returns:
-        The first of `asked` and `HEADLINES` that all scores contain; perplexity can always be
-        shown. Without any score, `asked`, or perplexity by default.
+        The first metric of `asked` and `HEADLINES` that all scores contain; perplexity can always
+        be shown. If there are no scores: the metric `asked`, or perplexity if that is None.
     """
     all_scores = list(scores)
     if not all_scores:

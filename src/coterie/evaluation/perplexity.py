@@ -11,10 +11,11 @@ from coterie.evaluation.metrics import Metric, instance
 
 
 class Perplexity(Metric):
-    """The exponential of the mean loss per token; comparable only between equal tokenizers.
+    """The exponential of the mean loss per token.
 
-    Its value on a split is computed from the sums of losses and tokens over all items. It is not
-    the mean of the items' perplexities.
+    It is comparable only between models with the same tokenizer. The perplexity of a split is
+    computed from the sums of losses and tokens over all items. It is not the mean of the items'
+    perplexities.
     """
 
     name = title = "perplexity"

@@ -9,7 +9,8 @@ from coterie.evaluation.metrics import Metric
 class RewardAccuracy(Metric):
     """1 if a pair's chosen answer has the higher reward, 0 if the rejected one has, 0.5 for a tie.
 
-    Rewards that differ by no more than rounding are tied. The reference ties all pairs.
+    Rewards that differ by no more than rounding are tied. All pairs are tied for the reference
+    model itself, so its reward accuracy is 0.5.
     """
 
     name = "reward_accuracy"

@@ -1,1 +1,1 @@
-"""The built-in kinds of data: each reads records as items, and encodes items as tokens."""
+"""The built-in kinds of data. Each kind reads records as items and encodes items as tokens."""

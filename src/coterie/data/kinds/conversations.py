@@ -1,4 +1,4 @@
-"""Conversations: lists of messages, in OpenAI's form or in ShareGPT's."""
+"""Conversations: lists of messages in the format of OpenAI or of ShareGPT."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +12,12 @@ from coterie.data.spec import MessagesSpec
 from coterie.errors import CoterieError
 
 FIELDS = ("messages", "conversations")
-"""The fields in which the list of turns is looked up, in this order."""
+"""The record fields that may contain the list of turns; the first with a value is used."""
 FORMS = {"role": "content", "from": "value"}
-"""The key of a turn's content for each key of its role: OpenAI's form, and ShareGPT's."""
+"""For each key that can contain a turn's role, the key that contains the turn's content.
+
+The keys `role` and `content` are OpenAI's; `from` and `value` are ShareGPT's.
+"""
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
     "user": "user",
@@ -42,11 +45,11 @@ class Messages(MessagesSpec):
 
 
 def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Conversation]:
-    """Read the conversation of every record. Turns after the last answer are left out.
+    """Read the conversation of every record, without the turns after its last answer.
 
     Raises:
-        CoterieError: A record contains anything but a system prompt in its first turn, and text
-            turns of a user and an assistant; or no answer of the assistant.
+        CoterieError: A record has no answer of the assistant, or contains anything other than text
+            turns of a user and an assistant and, in the first turn, a system prompt.
     """
     return [_conversation(record, spec.field) for record in records]
 
@@ -66,10 +69,11 @@ def _conversation(record: Record, field: str | None) -> Conversation:
 
 
 def turns_of(record: Record, field: str) -> list[Turn]:
-    """Return the turns that a record's field lists.
+    """Read the list of turns in a field of a record.
 
     Raises:
-        CoterieError: As for `conversations`.
+        CoterieError: The field does not contain a list of valid turns, or the record has tool calls
+            or a system prompt outside the list.
     """
     messages = record[field]
     if not isinstance(messages, list):
@@ -127,7 +131,7 @@ def _turn(where: str, turn: Any) -> Turn:
 
 
 def _text(where: str, key: str, content: Any) -> str:
-    """Return the text of a turn's content, which is a text or a list of parts."""
+    """Return the text of a turn's content, which is a string or a list of text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[str] = []
     for part in parts:
@@ -153,11 +157,12 @@ def _refuse(turn: str, why: str) -> NoReturn:
 
 
 def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
-    """Encode conversations as their chat template renders them.
+    """Encode conversations as the chat template renders them.
 
-    A conversation of more than window + 1 tokens is cut before turns of the user into several
-    samples, each of which begins with the system prompt. Exchanges that are too long are left out
-    and counted.
+    A conversation of more than window + 1 tokens is cut into several samples. Each sample consists
+    of the system prompt, if there is one, and consecutive exchanges: turns of the user with the
+    assistant's answers. An exchange that does not fit into a sample on its own is left out and
+    counted.
 
     Raises:
         CoterieError: No sample is left.
@@ -168,7 +173,7 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     cut = too_long = 0
 
     def encode(item: Conversation) -> Sample | None:
-        """Return a conversation with its tokens, or None if it is too long."""
+        """Return a conversation as a sample, or None if it has more than window + 1 tokens."""
         rendered = template.rendered(item)
         texts, are_answers = zip(*rendered.parts, strict=True)
         ids = ids_of(texts)
@@ -191,10 +196,12 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
 def _cut(
     item: Conversation, encode: Callable[[Conversation], Sample | None]
 ) -> tuple[list[Sample], int]:
-    """Cut a conversation into samples that fit, each with as many exchanges as possible.
+    """Cut a conversation into samples that fit the window, each as long as possible.
+
+    A conversation is cut only between exchanges.
 
     Returns:
-        The samples, and the number of exchanges that do not fit on their own.
+        The samples, and the number of exchanges left out because they do not fit on their own.
     """
     if sample := encode(item):
         return [sample], 0

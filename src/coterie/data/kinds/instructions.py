@@ -15,13 +15,13 @@ from coterie.data.templates import fields, is_text, render
 from coterie.errors import CoterieError
 
 EARLIER = ("system", "history")
-"""The fields of a record that are rendered before its prompt in a conversation."""
+"""The record fields whose turns precede the prompt in a conversation (template `chat`)."""
 MOST_CHOICES = 20
-"""The maximum number of distinct answers to a task that are taken as choices."""
+"""The number of distinct answers above which a task's answers are not used as choices."""
 
 
 class Instructions(InstructionSpec):
-    """Prompts with answers; with the template `chat`, conversations."""
+    """Prompts with answers, which the template `chat` turns into conversations."""
 
     def used(self) -> set[str]:
         used = set(fields(self.template)) | (set(EARLIER) if self.chats else set())
@@ -42,11 +42,13 @@ def instructions(
 ) -> list[Instruction] | list[Conversation]:
     """Read the prompt, the answer and the choices of every record of one source.
 
-    If the run file does not give the choices, they are the distinct answers of the records with the
-    same `instruction`, or of all records if there is no such field.
+    If the run file does not give the choices, a record's choices are the distinct answers of all
+    records with the same value of the field `instruction`, or of all records if that field is
+    missing. If there is only one such answer, or more than `MOST_CHOICES`, there are no choices.
 
     Returns:
-        One instruction per record, in order; with the template `chat`, one conversation.
+        One instruction per record, in order; or one conversation per record if the template is
+        `chat`.
 
     Raises:
         CoterieError: A record lacks a field, or its answer is not a text or a number.
@@ -107,7 +109,7 @@ def _answer(record: Record, answer: str) -> str:
 
 
 def _text(record: Record, field: str, value: Any) -> str:
-    """Return an answer or a choice as text, without surrounding white space."""
+    """Convert an answer or a choice, which may be a number, to text without surrounding space."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value):
         value = str(value)
@@ -118,7 +120,14 @@ def _text(record: Record, field: str, value: Any) -> str:
 
 
 def _choices(record: Record, answer: str, setting: Sequence[str] | str) -> tuple[str, ...]:
-    """Return a record's choices: a list for all records, a field, or the lines of a template."""
+    """Return a record's choices, which must include the answer.
+
+    Args:
+        record: The record.
+        answer: The record's answer.
+        setting: A list of choices for all records; a field that contains a list; or Jinja text that
+            renders one choice per line.
+    """
     if isinstance(setting, str) and is_text(setting):
         values = render(setting, record.fields, record.where).split("\n")
     else:
@@ -136,7 +145,9 @@ def _choices(record: Record, answer: str, setting: Sequence[str] | str) -> tuple
 
 
 def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
-    """Encode instructions as samples; those that do not fit the window are left out and counted.
+    """Encode instructions as samples.
+
+    Samples that do not fit the window are left out and counted.
 
     Raises:
         CoterieError: No sample is left.

@@ -1,8 +1,8 @@
 """Preferences: a prompt with a chosen and a rejected answer.
 
 Models learn preferences by direct preference optimisation (DPO, arXiv 2305.18290), which needs no
-reward model: the reward of an answer is beta times the difference of its log-likelihoods under the
-policy and under a reference.
+reward model: the reward of an answer is beta times the logarithm of its likelihood ratio between
+the policy (the model in training) and a reference model.
 """
 
 import math
@@ -30,7 +30,7 @@ REMEDY = "Name the record's fields prompt, chosen and rejected: the run file can
 
 
 def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Ranking]:
-    """Read the preference of every record.
+    """Read the prompt, the chosen answer and the rejected answer of every record.
 
     Raises:
         CoterieError: A record lacks a field; a text or a list of messages is empty or invalid; the
@@ -41,7 +41,7 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Ranking
 
 def _preference(record: Record, spec: PreferenceSpec) -> Ranking:
     values = [record[field] for field in ANSWERS]
-    # A list of several turns is a conversation with its prompt rather than an answer.
+    # A list of several turns contains the prompt as well as the answer.
     with_prompt = [isinstance(value, list) and len(value) > 1 for value in values]
     prompt = record.fields.get("prompt")
     if any(with_prompt) or isinstance(prompt, list) or isinstance(values[0], list):
@@ -62,11 +62,11 @@ def _preference(record: Record, spec: PreferenceSpec) -> Ranking:
 
 
 def _conversations(record: Record, prompt: Any, with_prompt: bool) -> list[Conversation]:
-    """Return the two conversations of a record with messages.
+    """Return the chosen and the rejected conversation of a record that contains messages.
 
     Args:
         record: The record.
-        prompt: The value of its field `prompt`.
+        prompt: The value of the record's field `prompt`; None if the field is missing.
         with_prompt: Whether `chosen` and `rejected` are conversations that begin with the prompt.
     """
     if not with_prompt:
@@ -99,7 +99,7 @@ def _conversation(record: Record, turns: Sequence[Turn], answer: str) -> Convers
 
 
 def _answer(record: Record, field: str) -> str:
-    """Return the answer in a field, which is a text or a list with one turn of the assistant."""
+    """Return the answer in a field that contains a text or a single turn of the assistant."""
     if isinstance(record[field], list):
         return _only(record, turns_of(record, field))
     return _text(record, field)
@@ -126,10 +126,10 @@ def _text(record: Record, field: str) -> str:
 
 @dataclass(frozen=True)
 class PairBatch(GroupBatch):
-    """A batch of pairs for a preference loss: the chosen answer, then the rejected answer."""
+    """A batch of pairs for a preference loss. Each chosen answer precedes its rejected answer."""
 
     reference: Reference
-    """The reference's log-likelihoods, and the settings of the loss."""
+    """The reference model's log-likelihoods of the answers, and the settings of the loss."""
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Rewards]:
         return dpo_loss(model, self)
@@ -139,7 +139,7 @@ class PairBatch(GroupBatch):
 
 
 def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
-    """Compute the mean of DPO's loss (eq. 7) over pairs.
+    """Compute the mean of DPO's loss (eq. 7) over the pairs of a batch.
 
     The log-likelihood of an answer is the sum over its tokens, including the token that ends it.
 
@@ -153,10 +153,10 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]
 
 @dataclass(frozen=True)
 class Pairs(Groups):
-    """A split of pairs: the chosen answer of each pair, then the rejected answer."""
+    """A split of pairs of answers. Each chosen answer precedes its rejected answer."""
 
     reference: Reference | None = None
-    """The reference's log-likelihoods; None until an engine has computed them."""
+    """The reference model's log-likelihoods; None until an engine has computed them."""
 
     @property
     def needs_reference(self) -> bool:

@@ -1,7 +1,7 @@
 """Plain text: documents are encoded as one stream of tokens.
 
-Documents are encoded in chunks up to the limit of the split, so the cost depends on the limit
-rather than on the size of the texts.
+Documents are encoded chunk by chunk until the limit of the split is reached, so the cost depends on
+the limit rather than on the size of the texts.
 """
 
 import builtins
@@ -24,7 +24,7 @@ from coterie.errors import CoterieError
 from coterie.losses.tokens import Batch
 
 CHUNK = 100_000
-"""The minimum number of characters of a document that are encoded at once."""
+"""The minimum number of characters in a chunk of a document, except for the last chunk."""
 BATCH = 64
 """The maximum number of chunks per call of the tokenizer, which encodes them in parallel."""
 
@@ -45,7 +45,7 @@ class Tokens:
 
     @property
     def beginnings(self) -> None:
-        """None: a stream is read as a whole."""
+        """None: a stream does not consist of separate samples."""
 
     @property
     def needs_reference(self) -> bool:
@@ -53,7 +53,7 @@ class Tokens:
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> "Tokens":
-        """Return the stream itself, which needs no reference."""
+        """Return the stream itself, which needs no reference model."""
         return self
 
     def samples(self, window: int, step: int) -> "Windows":
@@ -63,14 +63,19 @@ class Tokens:
         return Windows(self.ids.unfold(0, window + 1, step))
 
     def without(self, taken: Tensor, window: int) -> "Tokens":
-        """Return the stream without some of its disjoint windows of window + 1 tokens."""
+        """Return the stream without some of its disjoint windows of window + 1 tokens.
+
+        Args:
+            taken: The indices of the windows to leave out.
+            window: The number of tokens that a window predicts.
+        """
         inside = torch.zeros(len(self.ids), dtype=torch.bool)
         inside.unfold(0, window + 1, window + 1)[taken] = True
         rest = self.ids[~inside]
         return Tokens(rest, self.bytes * len(rest) // len(self.ids))  # approximate bytes
 
     def few(self, most: int, window: int, context: int) -> "FewWindows":
-        """Return at most `most` windows, evenly spaced."""
+        """Return at most `most` windows, evenly spaced over the stream."""
         return FewWindows(even_windows(self, most, window, context))
 
     def sample_tokens(self, window: int) -> float:
@@ -82,7 +87,7 @@ class Tokens:
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return the pieces of the documents that the stream contains, without blank pieces."""
+        """Return all non-blank pieces of documents that the stream contains completely."""
         texts: list[str] = []
         left = self.bytes
         for document in items:
@@ -120,10 +125,10 @@ class FewWindows:
 
     batch: Batch
     bytes: int = 0
-    """The number of UTF-8 bytes, which is not counted: always 0."""
+    """Always 0: the UTF-8 bytes of the windows are not counted."""
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return a model's loss on all windows as that of a single item."""
+        """Return a model's total loss on all windows, as the loss of a single item."""
         losses = [scorer.token_losses(part) for part in self.batch.split(scorer.batch)]
         nats = torch.cat(losses).sum(dtype=torch.float64)
         return Measured(nats[None], torch.tensor([self.batch.terms])), {}
@@ -134,7 +139,7 @@ class Windows:
     """Windows of a stream, which may overlap."""
 
     ids: Tensor
-    """(windows, window + 1) int32, a view."""
+    """The token ids of each window, as a view of the stream: (windows, window + 1) int32."""
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -152,7 +157,7 @@ class Text(TextSpec):
         return set(self.fields)
 
     def items(self, records: Iterable[Record]) -> Iterator[str]:
-        # Unlike those of other kinds, blank records are skipped.
+        # Plain text skips blank records, which other kinds of data refuse.
         texts = (record.text(self.fields) for record in records)
         return (text for text in texts if text.strip())
 
@@ -170,7 +175,14 @@ class Text(TextSpec):
 
 
 def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int | None) -> Tokens:
-    """Encode the documents that are not empty, with `end` between them, up to the limit."""
+    """Encode non-empty documents as one stream.
+
+    Args:
+        documents: The documents.
+        encoder: A tokenizer that adds no special tokens.
+        end: The token id between two documents.
+        limit: The maximum number of tokens; None: all.
+    """
     parts = [_tokens([], 0)]
     left = sys.maxsize if limit is None else limit
     chunks = (
@@ -199,8 +211,8 @@ def _encode_chunk(chunk: str, encoder: Tokenizer, limit: int) -> Tokens:
     """Return the first tokens of a chunk, at most `limit`.
 
     A byte-level tokenizer may encode one character as several tokens, all with the character's
-    offsets. The chunk is never cut inside such a character, so that its bytes are those of complete
-    characters.
+    offsets. The tokens never end inside such a character, so they represent complete characters,
+    whose bytes can be counted.
     """
     encoding = encoder.encode(chunk, add_special_tokens=False)
     if len(encoding.ids) <= limit:
@@ -221,7 +233,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
     """Cut a text into pieces of `size` to twice `size` characters; the last piece may be shorter.
 
     A piece ends after a newline if possible, or else after a space, or else anywhere. The
-    concatenated pieces are the text.
+    concatenation of all pieces equals the text.
     """
     start = 0
     while start < len(text):
@@ -245,13 +257,14 @@ def evaluation_windows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of windows that predict every token of a stream exactly once, in order.
 
-    The first input of every window but the first is the last token of the window before.
+    The first input of a window is the last token of the previous window; in the first window, it is
+    `context`.
 
     Args:
         tokens: The stream, which must not be empty.
         window: The number of tokens that a window predicts.
-        context: The token id (beginning or end of text) before the first token, which also pads the
-            last window.
+        context: The id of the token (beginning or end of text) that is inserted before the first
+            token of the stream, and that pads the last window.
         batch: The maximum number of windows per batch.
 
     Yields:
