@@ -1,4 +1,4 @@
-"""The command `coterie`, as `python -m coterie`."""
+"""Entry point of `python -m coterie`, which runs the command `coterie`."""
 
 from coterie.cli import main
 

@@ -36,14 +36,14 @@ class Run:
     config: RunConfig
     """The configuration of the run."""
     results: dict[str, dict[str, Any]]
-    """The content of result.json by method: baselines first, the run's own method last."""
+    """The content of each result.json by method name: baselines first, the run's method last."""
 
     def __repr__(self) -> str:
-        """Return the folder and the methods."""
+        """Return a text with the run's folder and its methods."""
         return f"Run({str(self.path)!r}, methods={list(self.results)})"
 
     def _repr_html_(self) -> str:
-        """Return the table of scores for a notebook."""
+        """Return the table of scores as HTML, which notebooks display."""
         return self.table()._repr_html_()
 
     def table(self) -> Table:
@@ -58,10 +58,11 @@ class Run:
         return run_table(self.results, scored.split, scored.metric, floor)
 
     def gains(self) -> str | None:
-        """Describe which clients gain and which lose by the run's method, compared with `local`.
+        """Describe for which clients the run's method is better or worse than `local`.
 
         Returns:
-            A sentence; None if the run has no baseline `local` or no scores by window.
+            A sentence; None if `local` is not among the run's baselines, or if the results contain
+            no scores of single test windows.
         """
         folders = {name: self.path / "baselines" / name for name in self.results}
         folders[self.config.label] = self.path
@@ -72,7 +73,7 @@ class Run:
     def model(self, client: str) -> PreTrainedModel:
         """Load the model of a client or of the server.
 
-        LoRA pairs are merged into the weights where `load` merges them by default.
+        LoRA pairs are merged into the weights in the cases in which `load` merges them by default.
 
         Args:
             client: The client's name, or "server" for the server's own model.
@@ -153,8 +154,9 @@ def resume(
         callbacks: Objects whose hooks are called during the baselines and the run.
         engine: "local" or "flower-simulation", as in `run`; by default, the engine that the run
             began with. The result does not depend on it.
-        from_round: The number of complete rounds in the checkpoint to continue from, such as the
-            last but one if the newest is damaged. Later checkpoints are deleted.
+        from_round: The checkpoint to continue from, given as the number of rounds that it
+            contains; by default, the newest. An earlier one helps if the newest is damaged. Later
+            checkpoints are deleted.
 
     Returns:
         The finished run and its baselines.
@@ -178,7 +180,7 @@ def resume(
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
-    """Delete checkpoints after a round from a run and its baselines, except finished ones."""
+    """Delete the checkpoints of later rounds from a run and its baselines, unless finished."""
     runs = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
     later = [run for run in runs if run.result is None and run.rounds() > rounds]
     if not later:
@@ -206,19 +208,21 @@ def compare(
 
     Args:
         config: The configuration, as in `run`; its method and baselines are not used.
-        methods: Names of methods, or objects. A mapping gives the name of each row in the tables,
-            such as `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
+        methods: Names of methods, or `Method` objects. The keys of a mapping become the names of
+            rows in the tables, as in `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
         seeds: The number of consecutive seeds; the first is the configuration's.
-        tune: Values to try by dotted key, such as `{"training.learning_rate": [1e-4, 1e-3]}`. Each
-            method uses the combination with the best validation score for the first seed.
-        against: The row that the others are compared with; by default, the row with the best score.
+        tune: Values to try for keys of the run file, such as
+            `{"training.learning_rate": [1e-4, 1e-3]}`. Each method uses the combination with the
+            best validation score for the first seed.
+        against: The name of the row with which the other rows are compared; by default, the row
+            with the best score.
         out: The folder for runs, compare.md and compare.json; by default, `runs/compare-NAME`.
             Finished runs in it are reused, and an interrupted run is continued.
         callbacks: Objects whose hooks are called during all runs.
         report: Called with a line of text for each run and each warning.
 
     Returns:
-        The results of all runs, with methods to tabulate them.
+        The results of all runs, from which tables can be created.
 
     Raises:
         CoterieError: An argument is invalid, `out` is the folder of a run, or training diverged.
@@ -285,7 +289,7 @@ def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]
 
 
 def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, str | Method]:
-    """Return methods by the name of their row in the table."""
+    """Return a mapping from the names of rows in the table to methods."""
     if not methods:
         raise CoterieError("Name at least one method to compare; `coterie methods` lists them.")
     if isinstance(methods, Mapping):

@@ -21,7 +21,7 @@ def no_client_left(round: int, reason: object) -> Diverged:
 
     Args:
         round: The round's number, from 0.
-        reason: A sentence, or an error with such a message, that describes the divergence.
+        reason: A sentence that describes the divergence, or an error whose message does.
     """
     sentence = str(reason)
     return Diverged(f"No client is left in round {round + 1}: {sentence[0].lower()}{sentence[1:]}")
@@ -48,9 +48,9 @@ def enough_memory(task: str, remedies: Callable[[], Sequence[str]]) -> Iterator[
     """Raise CoterieError if the block runs out of memory.
 
     Args:
-        task: What the memory is needed for, in the error message.
-        remedies: Returns settings that reduce memory, the most effective first; the message names
-            the first two.
+        task: The task that needs the memory, named in the error message.
+        remedies: Function that returns settings that reduce the memory, the most effective first.
+            The error message suggests the first two.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Atomic file writes: after a kill or on a full disk, a file has its old content or its new one."""
+"""Atomic file writes: a killed process or a full disk never leaves a partly written file."""
 
 import errno
 import json
@@ -22,7 +22,11 @@ LOG_BYTES = 10 * 2**20
 
 
 def path_part(name: str) -> str:
-    """Convert a name to a path component: "AG News, low" -> AG-News-low; "" if nothing remains."""
+    """Convert a name to a path component, such as "AG News, low" to "AG-News-low".
+
+    Returns:
+        The component; "" if no character of the name is permitted in it.
+    """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")
 
 
@@ -43,10 +47,12 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
     Args:
         text: A JSON document.
-        missing: Whether to return NaN and infinity, which are not JSON, as None.
+        missing: Whether to return NaN and infinity, which are not valid JSON, as None instead of
+            as floats.
 
     Raises:
-        ValueError: The text is not JSON, too deeply nested, or has an integer of too many digits.
+        ValueError: The text is not JSON, is too deeply nested, or contains an integer with too many
+            digits.
     """
     try:
         return json.loads(text, parse_constant=(lambda _: None) if missing else None)
@@ -56,7 +62,7 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError of a write (disk full, read-only, ...) to an `Unwritable` error."""
+    """Convert an OSError in the block (disk full, read-only, ...) to an `Unwritable` error."""
     try:
         yield
     except OSError as error:
@@ -73,7 +79,7 @@ def read_inside(folder: Path, name: str | PurePath) -> bytes:
         CoterieError: A component of the path is a symbolic link.
         OSError: The file cannot be read, or is a folder, a device or a pipe.
     """
-    refuse_links(folder, name)  # with a clearer error than O_NOFOLLOW
+    refuse_links(folder, name)  # gives a clearer error than O_NOFOLLOW
     *between, last = PurePath(name).parts
     opened = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
     try:
@@ -120,7 +126,7 @@ def append_to(path: Path) -> IO[str]:
 class LogFile(RotatingFileHandler):
     """A rotating log that is never written through a symbolic link.
 
-    One earlier file is kept, as NAME.log.1.
+    A full log file is renamed to NAME.log.1, and replaces the previous file of this name.
 
     Raises:
         CoterieError: The file cannot be opened.
@@ -139,7 +145,7 @@ class LogFile(RotatingFileHandler):
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open a lock file; a new file is readable by its owner only. Links are refused."""
+    """Open a lock file; only the owner can read a new file. Symbolic links are refused."""
     with writing(path):
         return append_to(path)
 
@@ -152,7 +158,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     Args:
         path: The file to replace or create.
         data: The new content.
-        mode: Permissions, less the umask; they hold from the file's creation.
+        mode: The file's permissions, from which the umask is removed. The file has them as soon as
+            it is created.
 
     Raises:
         CoterieError: The file cannot be written.
@@ -212,7 +219,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
     Args:
         path: The folder to create.
-        fill: Writes the files into the temporary folder that it is given.
+        fill: Function that writes the files into a temporary folder, whose path is its argument.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -233,7 +240,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _hand_over(descriptor: int, folder: Path) -> None:
-    """Transfer a file written by root to its folder's owner: a service of that user reads it."""
+    """Transfer a file that root wrote to the owner of its folder, whose services must read it."""
     if os.geteuid() == 0:
         owner = folder.stat()
         os.fchown(descriptor, owner.st_uid, owner.st_gid)

@@ -20,11 +20,11 @@ class Registry(Generic[T]):
     noun: str
     """The kind of object, such as `method`, for error messages."""
     builtin: Mapping[str, Callable[[], T]]
-    """Functions that return the built-in objects, by name, in the order of tables."""
+    """Functions that return the built-in objects, by name. Tables list names in this order."""
     group: str
-    """The entry point group with which installed packages add objects."""
+    """The entry point group in which installed packages declare additional objects."""
     accept: Callable[[Any], T]
-    """Checks and registers the object of an entry point; raises CoterieError to refuse it."""
+    """Function that registers an entry point's object, or raises CoterieError if it is invalid."""
     reserved: tuple[str, ...] = ()
     """Names that have another meaning in run files, so that no object may have them."""
     advice: str = ""
@@ -37,11 +37,11 @@ class Registry(Generic[T]):
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def names(self) -> list[str]:
-        """Return all names, in the order of tables."""
+        """Return all names, in the order in which tables list them."""
         return list(dict.fromkeys([*self.builtin, *self.entries, *self.registered]))
 
     def is_installed(self, value: Any) -> bool:
-        """Return whether every process finds the class by its name, without registration."""
+        """Return whether a class is built-in or installed, so that every process can import it."""
         name = value.name
         return (name in self.builtin or name in self.entries) and self.get(name) is value
 
@@ -61,7 +61,7 @@ class Registry(Generic[T]):
     def add(self, name: str, value: T) -> None:
         """Register an object.
 
-        A class may replace its own earlier version, from an edited file or notebook cell.
+        An edited class may replace its earlier version from the same file or notebook cell.
 
         Raises:
             CoterieError: Another object has this name, or the name is reserved.
@@ -83,13 +83,14 @@ class Registry(Generic[T]):
 
 
 def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:
-    """Check that a class can be registered: that it has a valid name, and a class variable.
+    """Check, before a class is registered, that it has a valid name and a required class variable.
 
     Args:
-        kind: The class, which is about to be registered.
+        kind: The class.
         noun: The word for such classes in error messages, such as "metric".
-        key: The class variable that it needs beside `name`.
-        purpose: The end of the error message for a missing class variable.
+        key: The required class variable.
+        purpose: The end of the error message for a missing class variable, which says what the
+            variable is for.
 
     Raises:
         CoterieError: The name or the class variable is missing or invalid.
@@ -111,7 +112,7 @@ def _origin(value: Any) -> tuple[str, str]:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return a "Did you mean ...?" sentence for a misspelt name, or "" without similar names.
+    """Return a "Did you mean ...?" sentence for a misspelt name, or "" if no name is similar.
 
     Args:
         name: The unknown name.

@@ -1,7 +1,7 @@
 """Random generators derived from the run's seed and the purpose of each draw.
 
-A purpose names the client, round, step, tensor, ... that a draw is for. So no generator state has
-to be saved, and a crash, another engine or another order of clients cannot change any draw.
+A purpose names the client, round, step, tensor, ... that a draw is for. Therefore, no generator
+state has to be saved, and draws do not depend on crashes, the engine or the order of clients.
 """
 
 from hashlib import blake2b

@@ -35,11 +35,11 @@ JOIN_TIMEOUT = 30.0
 
 
 def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, address: str) -> None:
-    """Check the keys, the address, the models, the disk, and one step on a text of the demo.
+    """Check a server's keys, address, models and disk, and run one training step on a demo text.
 
     Args:
-        values: The plain data of the run file.
-        config: The run.
+        values: The content of the run file as plain data.
+        config: The configuration that results from `values`.
         keys: The server's keys.
         address: The address to listen on, HOST:PORT.
     """
@@ -77,7 +77,7 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
 
 
 def check_client(server: str, credentials: Kit, site: Site) -> None:
-    """Check the key, the connection, the texts, and one step of the run of the server."""
+    """Check a client's key, connection and texts, and run one training step of the server's run."""
     with _checking("key") as report:
         report(f"{credentials.name}, valid until {credentials.expires:%Y-%m-%d}")
     with _checking("connection") as report:
@@ -121,14 +121,14 @@ def check_client(server: str, credentials: Kit, site: Site) -> None:
 
 @contextmanager
 def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
-    """Print a line about a check, and exit with code 1 if it fails.
+    """Run a check in the block, print a line about it, and exit with code 1 if the check fails.
 
     Args:
         subject: What is checked.
-        excuse: If given, a failed check prints this text instead, and the checks continue.
+        excuse: If given, a failed check prints this text and the error, and does not exit.
 
     Yields:
-        A function that prints the line of a check that passed, given its text.
+        A function that prints the line of a passed check. Its argument is the text of the line.
     """
     try:
         yield lambda text: _line(subject, "ok", text)

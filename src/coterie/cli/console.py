@@ -1,4 +1,4 @@
-"""Output of a deployment's server and clients, and the text that a person agrees to."""
+"""Output of a deployment's server and clients, and the description of a run that users agree to."""
 
 import json
 import time
@@ -83,7 +83,7 @@ class Board(LiveDisplay[Live], ServerWatch):
 
 
 class ClientBoard(LiveDisplay[Status]):
-    """The client's events, one line each, and a status line that is updated in place on a terminal.
+    """The client's output: a line for each event and, on a terminal, a status line.
 
     Args:
         estimate: Returns the bytes of memory that a run needs, or None if that is unknown.
@@ -134,7 +134,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self.live.update(f"training: loss {value:.3f}")
 
     def agrees(self, order: Order, config: RunConfig) -> bool:
-        """Show the run that the server asks for, and prompt for agreement."""
+        """Show the run that the client is asked to join, and prompt the user for agreement."""
         self.live.stop()
         table = Table.grid(padding=(0, 2))
         for subject, text in in_words(order, config, self.estimate(config)):
@@ -148,7 +148,7 @@ class ClientBoard(LiveDisplay[Status]):
         return answer
 
     def _step(self, round: int) -> None:
-        """Print a line about a completed step; whether its upload counts is not known yet."""
+        """Print a line about a round whose training is complete, even if its upload may be lost."""
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
         items += [f"{size(self.bytes[name])} {name[6:]}" for name in self.bytes]  # up or down
@@ -175,7 +175,7 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
     Args:
         order: The server's order to join the run.
         config: The run as the client sees it.
-        memory: The memory estimate of `costs_in_words`.
+        memory: The estimated bytes of memory, as for `costs_in_words`.
     """
     method, schema, training = config.method, config.aggregating().schema, config.training
     settings = [
@@ -210,11 +210,11 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
 
 
 def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
-    """Describe the costs of a run to the person who is asked to agree to it, by subject.
+    """Describe a run's costs, as texts by subject, to the person who is asked to agree to the run.
 
     Args:
         config: The run as the client sees it.
-        memory: The estimated bytes of the client's process on a CPU; None without an estimate.
+        memory: The estimated bytes of memory of the client's process on a CPU; None if unknown.
     """
     estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
     training, evaluation = config.training, config.evaluation

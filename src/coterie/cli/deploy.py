@@ -275,7 +275,10 @@ def forget(run: ServersRun, client: ClientName) -> None:
 def _agreed(
     run: Path | None, client: str, epsilon: float | None
 ) -> "tuple[Terms | None, Budget | None]":
-    """Return the terms that a client agrees to, and the privacy budget of all its runs, if any."""
+    """Return the terms of the only run that a client accepts, and its privacy budget for all runs.
+
+    Each is None if the client's options do not set it.
+    """
     if epsilon is not None and math.isnan(epsilon):
         raise CoterieError("--epsilon takes a number, not nan.")
     from coterie.privacy.ledger import Budget, together
@@ -294,7 +297,7 @@ def _agreed(
 
 
 def _memory(config: "RunConfig", client: str) -> int | None:
-    """Return the bytes of memory that a client needs for a run; None without an estimate."""
+    """Return the bytes of memory that a client needs for a run; None if they are unknown."""
     from coterie.analysis.need import need_of
 
     try:
@@ -329,7 +332,7 @@ def _load_credentials(file: Path, name: str | None) -> "Kit":
 
 
 def _absolute(path: str | None) -> str | None:
-    """Return an existing path as an absolute path, and a name on the hub unchanged."""
+    """Return the absolute path if the path exists; return a name on the hub unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
@@ -339,7 +342,8 @@ def _validated(
     """Validate a client's options before it connects to the server.
 
     Returns:
-        The absolute paths of the client's texts by key of the run file, and its device.
+        The absolute paths of the client's texts, by their keys in a run file (such as `train`), and
+        the client's device.
     """
     from coterie.config.errors import validated
     from coterie.config.sections import RunFile

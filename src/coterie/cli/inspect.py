@@ -142,11 +142,11 @@ def draw(
     Args:
         runs: Run folders, or folders of run folders.
         out: The folder of the report.
-        layer: The layer of figures of single layers; see `write_report`.
+        layer: The layer to show in figures about one layer; see `write_report`.
         texts: Whether to show clients' texts.
         samples: Whether to plot clients' samples.
         texts_from: A folder of texts to show instead of clients' texts.
-        sections: Returns the sections of the report before the sections on runs.
+        sections: Function that returns sections to put before the report's sections on runs.
     """
     with imports_for("A report", "report"):
         from coterie.report.page import PRIVATE, SINGLE, write_report

@@ -1,6 +1,6 @@
 """The commands `coterie keys ...`: the server's certificate and the clients it accepts.
 
-The functions import `cryptography` when they run, so that help works without the extra.
+The functions import `cryptography` when they run, so that --help works if it is not installed.
 """
 
 from pathlib import Path

@@ -51,7 +51,7 @@ class Command(TyperCommand):
 
 
 def check_run(folder: Path) -> None:
-    """Raise CoterieError if a folder holds no run, before torch is imported to read it."""
+    """Raise CoterieError if a folder contains no run; this check does not import torch."""
     if not folder.exists():
         raise CoterieError(f"There is no folder {folder}.")
     if not (folder / "run.json").is_file():
@@ -59,7 +59,7 @@ def check_run(folder: Path) -> None:
 
 
 def device_of(text: str) -> str | list[str]:
-    """Convert --device to the value that a run file has: a device, or a list of devices."""
+    """Convert the text of --device to the name of a device, or to a list of names."""
     return text.split(",") if "," in text else text
 
 

@@ -17,7 +17,7 @@ from coterie.runs import Callback, RunStart
 
 
 def jump_warning(client: str | None, value: Json) -> str:
-    """Return the warning about a value of the metric JUMPED."""
+    """Return the warning for a value of the metric `JUMPED`: a jump of the validation loss."""
     return (
         f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
         f"against {value['best']:.2f} at best; another client's upload may have damaged the shared "
@@ -77,7 +77,7 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
         self.began, self.updates, self.losses = time.monotonic(), 0, {}
         self.round, self.title = run.done, run.method
         for line in (f"{self.title}: {adapter}" for adapter in run.adapters):
-            if line not in self.printed:  # a comparison runs a method with several seeds
+            if line not in self.printed:  # printed once, not for every seed
                 self.printed.add(line)
                 self._say(line)
         clients = len(run.clients)

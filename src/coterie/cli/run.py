@@ -199,7 +199,7 @@ def progress() -> "list[Callback]":
 
 
 def _show(finished: "Run", arguments: str | None) -> None:
-    """Print a run's table, the clients that gained, and commands to continue with.
+    """Print a run's table of scores, the clients that gained, and commands to try next.
 
     Args:
         finished: The run.

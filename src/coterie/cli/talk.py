@@ -24,15 +24,15 @@ HELP = """\
 /quit        end the chat, as Ctrl-D does
 Ctrl-C stops an answer; the conversation keeps the text generated so far."""
 BASE = "base"
-"""The name of a run's base without an adapter in `--with`."""
+"""The name in `--with` that stands for a run's base without an adapter."""
 
 
 class Talk:
-    """A chat that passes lines on to models and prints their answers.
+    """A chat that passes the user's lines to models and prints their answers.
 
     Args:
-        speakers: The models, by the heading of their answers. The answers of a single model have
-            no heading.
+        speakers: The models by name. If there are several, each answer is printed under the name
+            of its model.
     """
 
     def __init__(self, speakers: Mapping[str, Speaker]) -> None:
@@ -40,7 +40,11 @@ class Talk:
         self._warned = False
 
     def take(self, line: str) -> bool:
-        """Answer a line, or execute its command; return whether the chat continues."""
+        """Execute the command in a line, such as /save, or answer the line if it has no command.
+
+        Returns:
+            Whether the chat continues.
+        """
         text = line.strip()
         command, _, argument = text.partition(" ")
         match command, argument.strip():

@@ -36,8 +36,8 @@ def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[floa
         first: The description of the first task.
 
     Yields:
-        A function that starts the next task, given its description, and a function that moves the
-        bar, given the completed amount and the total.
+        Two functions. The first starts the next task; its argument is the task's description. The
+        second moves the bar; its arguments are the completed amount and the total amount.
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -51,7 +51,7 @@ def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[floa
 
 
 def report_unhelped(method: str, result: Mapping[str, Any]) -> None:
-    """Print the clients for which a run kept the untrained base, if there are any."""
+    """Print the clients whose best model is the untrained base, if there are any."""
     if names := [name for name, round in result.get("kept", {}).items() if round == 0]:
         say(
             f"Training with {method} did not help {', '.join(names)}: no round scored better on "

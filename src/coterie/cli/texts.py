@@ -20,9 +20,9 @@ from coterie.files import write_json
 EXAMPLES = 2
 """Number of examples of each kind of duplicate."""
 SHOWN = 60
-"""Length of an example's text in characters."""
+"""Maximum number of characters that are printed of a duplicated text."""
 MOST = 50_000_000
-"""Total characters in which near duplicates are searched, which takes about half a minute."""
+"""Maximum number of characters to search for near duplicates, which takes about half a minute."""
 HEADS = {"repeats": "repeated", "in_training": "in train", "in_others": "in others"}
 
 
@@ -46,12 +46,12 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
 
 
 def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a dataclass by their keys in the JSON file."""
+    """Return the fields of a dataclass as a mapping, with the key `found` for `original`."""
     return {"found" if name == "original" else name: value for name, value in fields}
 
 
 def _splits(quality: Quality) -> Table:
-    """Return a table with a row per client and split; duplicates are counted as exact + near."""
+    """Return a table of text sizes and numbers of duplicates, with a row per client and split."""
     rows = []
     for split in quality.splits:
         copies = {kind: _copies(split.exact[kind], split.near[kind]) for kind in KINDS}
@@ -77,7 +77,7 @@ def _copies(exact: int, near: int) -> str:
 
 
 def _special(quality: Quality) -> Table:
-    """Return a table of unknown tokens, control tokens and removed texts by client and split."""
+    """Return a table of special tokens and removed texts, with a row per client and split."""
     removed = {(s.client, s.split): f"{s.removed:,}" for s in quality.splits}
     rows = [
         [f"{s.client} {s.split}", f"{s.unknown / max(1, s.tokens):.2%}", f"{s.control:,}"]
@@ -97,7 +97,7 @@ def _special(quality: Quality) -> Table:
 
 
 def _left_out(quality: Quality) -> None:
-    """Print the fields and files that are not used, with their owners."""
+    """Print the unused fields and skipped files, and the clients that have them."""
     for field, counts in sorted(quality.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
     for kind, counts in sorted(quality.survey.skipped.items()):
@@ -105,7 +105,7 @@ def _left_out(quality: Quality) -> None:
 
 
 def _owners(counts: Mapping[str, int]) -> str:
-    """List owners with their counts, shortened if there are many."""
+    """Format the owners of texts with their counts; a long list is abbreviated."""
     return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 
 
@@ -119,7 +119,7 @@ def _labels(reading: Reading) -> Table:
 
 
 def _examples(quality: Quality) -> None:
-    """Print where some duplicates are, and how their text begins."""
+    """Print a few duplicates of each kind: their locations, and the beginning of their text."""
 
     def kind(copy: Copy) -> tuple[int, bool]:
         return KINDS.index(copy.kind), not copy.exact

@@ -163,8 +163,8 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
     """Return the answer of the client's model to the run's template, filled in with fields.
 
     Raises:
-        CoterieError: The run is not on instructions, the template has other fields, or the prompt
-            and the new tokens do not fit in the base's context.
+        CoterieError: The run's data are not instructions, the template has other fields, or the
+            prompt and the new tokens do not fit in the base's context.
     """
     from coterie.api import tokenizer
     from coterie.bases import context_token
@@ -202,7 +202,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
 def _generate(
     run: Path, client: str, ids: list[int], ends: list[int], sampling: "Sampling"
 ) -> list[int]:
-    """Return the tokens with the model's continuation, up to an end token."""
+    """Return the tokens `ids`, followed by the model's continuation up to a token in `ends`."""
     import torch
 
     from coterie.api import load

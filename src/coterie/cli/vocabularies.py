@@ -15,7 +15,7 @@ from coterie.cli import terminal
 from coterie.files import write_json
 
 LONGEST = 32
-"""Maximum number of characters of a token in a table."""
+"""Maximum number of characters that a table shows of a token."""
 
 
 def compare_vocabularies(
@@ -58,7 +58,7 @@ def compare_vocabularies(
 def _map(
     source: Vocabulary, target: Vocabulary, direction: str, cache: bool
 ) -> tuple[VocabularyMap, float | None]:
-    """Return a map and the seconds that it took to compute; None if it was cached."""
+    """Return a map of tokens, and the seconds its computation took (None if it was cached)."""
     if cache and (cached := load_map(source, target)) is not None:
         return cached, None
     start = time.perf_counter()
@@ -110,7 +110,7 @@ def _short(token: str) -> str:
 
 
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
-    """Return a table of the ids of special tokens in each vocabulary and of their maps."""
+    """Return a table of special tokens: their ids in both vocabularies, and the ids mapped to."""
     rows = []
     for role in ROLES:
         tokens = (a.roles.get(role), b.roles.get(role))

@@ -1,1 +1,1 @@
-"""Trained models: loading, choosing the best, use as a DPO reference, and conversations."""
+"""Use of trained models: loading, selecting the best, reference models of DPO, and chats."""

@@ -1,4 +1,4 @@
-"""Search for runs whose models can be compared with a run's: baselines, and its comparison's."""
+"""Search for runs that can be compared with a given run: its baselines, and runs beside it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,21 +8,21 @@ from coterie.methods.registry import POOLED
 from coterie.runs import RunFolder
 
 SAME = ("seed", "base", "bases", "data_root", "data", "clients", "divide")
-"""Keys of a run file whose values must be equal for two runs' models to be compared."""
+"""Keys of a run file that must have equal values in two runs whose models are compared."""
 
 
 def find_beside(folder: RunFolder, method: str) -> RunFolder:
-    """Find the run of a method on the same base, data and seed as another run.
+    """Find the run of another method on the base, data and seed of a given run.
 
-    The run is one of the other's baselines or, if the other is a baseline or belongs to a
-    comparison, another run of the same parent folder.
+    The search covers the given run's baselines, the run for which it is a baseline, and the other
+    runs in its parent folder, such as those of a comparison.
 
     Args:
-        folder: The other run.
-        method: The method's name.
+        folder: The given run.
+        method: The name of the other method.
 
     Returns:
-        The folder of the method's run.
+        The folder of the other method's run.
 
     Raises:
         CoterieError: There is no such run, or more than one.
@@ -55,7 +55,11 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
 
 
 def _neighbours(path: Path) -> Iterator[RunFolder]:
-    """Yield a run's baselines, the run whose baseline it is, and the runs in its parent folder."""
+    """Yield the runs related to a given run.
+
+    These are its baselines, the run for which it is a baseline, and the other runs in its parent
+    folder.
+    """
     parent = path.resolve().parent
     for folder in (*sorted(path.glob("baselines/*")), parent.parent, *sorted(parent.glob("*"))):
         is_self = folder.resolve() == path.resolve()

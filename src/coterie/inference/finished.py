@@ -37,24 +37,24 @@ def load(
 ) -> PreTrainedModel:
     """Load the personal model of a client.
 
-    If clients keep their best model, that model is loaded, which may be the untrained base.
-    Otherwise, the model of the last round is loaded. Weights are in float32 if the run trains in
-    fp32, and in the base's format if it trains in bf16. `tokenizer` loads the model's tokenizer.
+    With `evaluation.keep: best`, this is the client's best model, which may be the untrained base;
+    otherwise, it is the model of the last round. Weights are in float32 if the run trains in fp32,
+    and in the base's number format if it trains in bf16. `tokenizer` loads the model's tokenizer.
 
     Args:
         path: The run folder.
-        client: The client's name, or "server" for the server's own model. It is ignored in a
-            pooled run, which has one model.
+        client: The client's name, or "server" for the server's own model. It is ignored for a
+            pooled run, which trains a single model.
         method: The run's method, if its class is not registered.
         merge: Whether to merge LoRA pairs, or the differences of full fine-tuning, into the
             weights, rounded to their dtype. Merging is impossible if a layer has several experts,
-            if there are experts beside a block, or if the base is quantised. By default, they are
-            merged if that is possible and the weights are in float32.
+            if experts are attached beside a whole block, or if the base is quantised. By default,
+            they are merged if that is possible and the weights are in float32.
 
     Returns:
-        A transformers model, with the adapter in its layers unless it is merged; a PEFT model if
-        the adapter is a soft prompt. `generate` works on each. `save_pretrained` raises
-        CoterieError if the adapter is in the layers.
+        A PEFT model if the adapter is a soft prompt; otherwise, a transformers model, whose layers
+        contain the adapter unless it is merged. Both can `generate`. `save_pretrained` raises
+        CoterieError if the layers contain an adapter.
 
     Raises:
         CoterieError: The folder contains no run, the run has no such client, a plugin of the run is
@@ -76,7 +76,7 @@ def model_of(
         merge: Whether to merge the adapter into the weights; see `load`.
 
     Returns:
-        A transformers model, or a PEFT model with a soft prompt.
+        A PEFT model if the adapter is a soft prompt; otherwise, a transformers model.
 
     Raises:
         CoterieError: The run has no such client, or `merge` is true and the adapter cannot be
@@ -117,7 +117,7 @@ def _refuse(reason: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class Loaded(NamedTuple):
-    """A model that may share its base with other models."""
+    """A loaded model, which may share its base with other loaded models."""
 
     base: Base
     model: Callable[[], PreTrainedModel]
@@ -141,7 +141,7 @@ class Loader:
             client: The client's name, or "server".
 
         Returns:
-            The base, in float32 if training is in fp32, else in the base's format.
+            The base, in float32 if the run trains in fp32; otherwise, in the base's number format.
         """
         spec = config.base_of(client)
         precision = "fp32" if config.training.precision == "fp32" else None
@@ -161,7 +161,7 @@ class Loader:
             client: The client's name, or "server"; ignored in a pooled run.
 
         Returns:
-            The base and the model, whose adapter is not attached yet.
+            The base, and a function that attaches the adapter to it.
 
         Raises:
             CoterieError: The run has no such client.
@@ -175,7 +175,7 @@ class Loader:
         return Loaded(base, side.model)
 
     def side(self, folder: RunFolder, config: RunConfig, client: str) -> tuple[Base, ClientSide]:
-        """Restore a client's side from the newest checkpoint.
+        """Restore a client's method object, with its state in the newest checkpoint.
 
         Args:
             folder: The run folder.
@@ -183,7 +183,8 @@ class Loader:
             client: The client's name.
 
         Returns:
-            The client's base, and its side after the last round, even if an earlier model is kept.
+            The client's base, and its method object as it was after the last round, even if the
+            client's best model is from an earlier round.
 
         Raises:
             CoterieError: The run has no such client.
@@ -231,7 +232,7 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
 
     Returns:
         A transformers tokenizer. If the run's data are conversations, it has the chat template
-        that they were rendered with.
+        with which they were rendered.
 
     Raises:
         CoterieError: The folder contains no run, or the base cannot be read.
@@ -255,7 +256,7 @@ def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
         method: The run's method, if its class is not registered.
 
     Returns:
-        The configuration; its device is available on this machine.
+        The configuration, with a device that is available on this machine.
 
     Raises:
         CoterieError: The folder contains no run, or a plugin of the run is not loaded or has

@@ -1,9 +1,9 @@
 """The best model of a client, chosen by the score on the client's own validation text.
 
-The choice is made by the client, under every engine, and is not sent to the server. A checkpoint
-has, beside the state of each client, the file `kept-NAME` with the round of the best model so far,
-its score and the state to restore. The file contains no such state if the best model is the
-untrained base.
+With every engine, the client itself makes the choice, and does not send it to the server. In a
+checkpoint, each client has a file `kept-NAME` beside its current state. The file contains the round
+of the client's best model so far, the model's scores, and the client's state in that round. This
+state is missing if the best model is the untrained base.
 """
 
 import math
@@ -24,7 +24,7 @@ from coterie.methods.pretrained import bare
 from coterie.training.spec import DPOSpec
 
 SIDE = "side"
-"""The name of the client side's state within the state in `kept-NAME`."""
+"""Name of the nested state in `kept-NAME` that holds the state of the client's method object."""
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,40 @@ class Best:
     0 for the untrained base.
     """
     loss: float
-    """The loss in nats per token of the validation samples, or of their answers if they have any.
+    """The mean loss of the validation samples in nats per token.
 
-    For pairs of answers, the loss that training minimises, such as DPO's.
+    If samples have answers, only the tokens of the answers count. For preference pairs, this is the
+    loss that training minimises, such as the loss of DPO.
     """
     accuracy: float | None
-    """The share of questions with choices answered correctly, or of pairs ranked correctly.
+    """The share of correctly answered multiple-choice questions or correctly ranked pairs.
 
-    None without choices and pairs.
+    None if the validation text contains neither.
     """
     since: int
     """The number of rounds that were complete when this model became the best.
 
-    Equal to `round`, except for the untrained base: the rounds before the client's first.
+    Equal to `round`, except for the untrained base, which is the best model from the time at which
+    the client joins.
     """
 
     def order(self) -> tuple[float, float]:
-        """Return a key by which the best model is sorted first.
+        """Return a sort key; the better of two models has the smaller key.
 
         Returns:
-            The negated accuracy (0 without one), then the loss.
+            The negated accuracy (0 if it is None), and the loss, which breaks ties.
         """
         return -(self.accuracy or 0.0), self.loss
 
 
 class Keeper:
-    """A comparison of the models that a client has after each round, and of the untrained base.
+    """Selection of a client's best model among the untrained base and its models after each round.
 
     Args:
-        config: The run.
+        config: The run's configuration.
         base: The client's base.
-        participant: The client's data, of which the validation text is used.
-        side: The client's side of the method.
+        participant: The client's data; only the validation text is used.
+        side: The client's method object, which provides the current model.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Keeper:
         """The state for `kept-NAME` if it has changed since the last checkpoint, else None."""
 
     def begin(self, rounds: int) -> None:
-        """Keep the untrained base if no model is kept yet.
+        """Record the untrained base as the best model, unless a best model is already recorded.
 
         Args:
             rounds: The number of complete rounds.
@@ -99,7 +101,7 @@ class Keeper:
                 self._keep(self._scored(bare(self.base), 0, rounds))
 
     def compare(self, rounds: int) -> Best:
-        """Score the side's current model, and keep the model if it is the best so far.
+        """Score the client's current model, and record it if it is the best so far.
 
         Args:
             rounds: The number of complete rounds.
@@ -146,7 +148,7 @@ def best_of(kept: State | None) -> Best | None:
 
 
 def compares_aggregated(method: Method) -> bool:
-    """Return whether models are compared after a download rather than after local training.
+    """Return whether clients score their models after a download rather than after local training.
 
     Args:
         method: The run's method.
@@ -155,13 +157,14 @@ def compares_aggregated(method: Method) -> bool:
 
 
 def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
-    """Return whether a client stops after a round.
+    """Return whether a client stops training.
 
-    A client stops if its model has not improved in the last `evaluation.patience` rounds. The last
-    complete round does not count if models are compared after its download, which comes later.
+    A client stops if its model has not improved in the last `evaluation.patience` rounds. If models
+    are scored after a download, the last complete round does not count, because its download has
+    not arrived yet.
 
     Args:
-        config: The run.
+        config: The run's configuration.
         best: The client's best model so far; None before the client's first round.
         rounds: The number of complete rounds.
     """
@@ -170,15 +173,16 @@ def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
 
 
 def bring_back(base: Base, side: ClientSide, kept: State) -> Callable[[], PreTrainedModel]:
-    """Restore a client's side to its best model.
+    """Restore a client's best model.
 
     Args:
         base: The client's base.
-        side: The client's side, which is changed.
+        side: The client's method object. Its state becomes that of the best model, unless this is
+            the untrained base.
         kept: The state in `kept-NAME`.
 
     Returns:
-        A function that attaches the adapter, if there is one, and returns the model.
+        A function that returns the best model, with its adapter attached to the base.
     """
     if SIDE not in kept.parts:
         return partial(bare, base)

@@ -1,4 +1,4 @@
-"""The log-likelihoods of a client's pairs under the reference model of DPO.
+"""The log-likelihoods of a client's preference pairs under the reference model of DPO.
 
 They are computed once, before training, so that no second model is in memory during training and
 all engines use equal values.
@@ -26,23 +26,25 @@ from coterie.runs import RunFolder
 from coterie.training.spec import DPOSpec
 
 ROUNDING: dict[Precision, float] = {"fp32": 4e-6, "bf16": 0.024}
-"""The relative rounding error of a token's log-likelihood: about 32 and 3 machine epsilons.
+"""The assumed relative rounding error of a token's log-likelihood, by precision.
 
-With untrained adapters on the embedded bases, errors are below 0.3 (fp32) and 0.6 (bf16) times the
-bound in `reference_of`.
+The values are about 32 machine epsilons of fp32 and 3 of bf16. With untrained adapters on the
+built-in bases, measured errors are below 0.3 (fp32) and 0.6 (bf16) times the bound that
+`reference_of` derives from these values.
 """
 
 
 def with_reference(config: RunConfig, base: Base, participant: Participant) -> Participant:
-    """Add the log-likelihoods under the reference model to a participant's pairs.
+    """Add the reference model's log-likelihoods to a participant's preference pairs.
 
     Args:
-        config: The run.
+        config: The run's configuration.
         base: The participant's base.
         participant: The participant.
 
     Returns:
-        A participant whose pairs have a reference, or the same participant without pairs.
+        A copy of the participant whose pairs have these log-likelihoods. A participant without
+        pairs that need them is returned unchanged.
 
     Raises:
         CoterieError: `training.dpo.reference` is not a run on the same base with this client.
@@ -52,7 +54,7 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
     dpo, name = config.training.dpo or DPOSpec(), participant.name
     model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, name)
     referenced: dict[int, Split] = {}
-    """Splits with a reference, by the identity of the split, as a test may be one of the splits."""
+    """Splits with log-likelihoods by `id` of the original, which can be a split and a test set."""
 
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch
@@ -73,13 +75,13 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
 
 
 def reference_digest(config: RunConfig) -> str | None:
-    """Hash the run that `training.dpo.reference` names, to detect that it changes.
+    """Hash the run that `training.dpo.reference` names, so that later changes are detected.
 
     Args:
-        config: The run whose reference is hashed.
+        config: The configuration of the run that trains against this reference.
 
     Returns:
-        The hash; None if the reference is the base or the run does not use DPO.
+        The hash; None if the reference is the untrained base or the run does not use DPO.
 
     Raises:
         CoterieError: `training.dpo.reference` is not the folder of a run with a finished round.
@@ -118,15 +120,15 @@ def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
 def reference_of(
     logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
 ) -> Reference:
-    """Create the reference of n pairs, with a bound on the rounding errors of their rewards.
+    """Create the reference for n preference pairs, with a bound on rounding errors of rewards.
 
     The bound assumes that the rounding errors of an answer's tokens are independent, so that their
     sum grows with the square root of the number of tokens.
 
     Args:
-        logprobs: The log-likelihoods of chosen and rejected answers under the reference model, in
-            nats: (n, 2).
-        lengths: The numbers of tokens of the answers: (n, 2).
+        logprobs: (n, 2), the log-likelihoods of each pair's chosen and rejected answer under the
+            reference model, in nats.
+        lengths: (n, 2), the numbers of tokens of these answers.
         precision: The precision of training.
         dpo: The settings of the loss.
     """

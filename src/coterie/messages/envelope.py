@@ -17,7 +17,7 @@ from coterie.messages.schema import plain
 LARGEST_HEADER = 2**24
 """Maximum header size in bytes; a header holds a run's description or a round's metrics."""
 Kind = Literal["join", "step", "finish", "end"]
-"""Kind of an order: `finish` delivers the result; `end` reports that an error ended the run."""
+"""Kind of the server's order: `finish` delivers the result; `end` reports a run that failed."""
 Fault = Literal[
     "unknown run",
     "refused",
@@ -46,7 +46,7 @@ FAULT_MESSAGES: dict[Fault, str] = {
     "terms": "the run file agreed to on that machine differs from this run",
     "budget": "the run would exceed the client's privacy budget",
 }
-"""The server's message for each fault; an `unknown run` needs none, as the client joins again."""
+"""Text that the server shows for each fault; `unknown run` has none, as the client joins again."""
 LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
 """Faults after which a client leaves the run."""
 
@@ -140,7 +140,7 @@ def _is_array(value: Json) -> bool:
 
 
 def _is_score(value: Json) -> bool:
-    """Return whether a value maps metrics to numbers, including those that reports always need."""
+    """Return whether a value maps metrics to numbers, and contains those that all reports need."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -160,7 +160,7 @@ VALUE_CHECKS: dict[str, Callable[[Json], bool]] = {
     metric.ROUTING: _is_array,
     metric.FUSION: _is_array,
 }
-"""Checks for values of metrics that tables and reports display, by the name before its slash."""
+"""Checks for values of metrics that tables and reports display, by metric name or prefix."""
 VALUE_CHECKS |= {name.removesuffix("/"): is_valid for name, is_valid in VALUE_CHECKS.items()}
 
 

@@ -1,8 +1,8 @@
-"""Versions of the file and wire formats, with which data of other versions are recognised.
+"""Versions of the file and wire formats, by which data from other versions are recognised.
 
 `FORMAT` is the version of messages, states and run folders. A change to any of them increments
-`FORMAT`, and CHANGELOG.md explains how to continue. `PROTOCOL` is the version that the server and
-the clients of a deployment must share.
+`FORMAT`, and CHANGELOG.md explains what to do with older data. `PROTOCOL` is the version of the
+network protocol, which must be equal on the server and the clients of a deployment.
 """
 
 from collections.abc import Mapping

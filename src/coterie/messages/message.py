@@ -1,8 +1,9 @@
 """Messages and states: named groups of tensors with a little JSON, stored as safetensors.
 
-A group maps names to tensors: `message["adapter"]`. A missing group reads as an empty one. In the
-bytes, a tensor's key is `GROUP/NAME`, and `PEER:GROUP/NAME` (`alice:adapter/NAME`) if it belongs to
-a peer or to a nested state. Only this file reads and writes these keys. Pickle is never used.
+A group maps names to tensors: `message["adapter"]`. A missing group is read as an empty group. In
+the bytes, a tensor's key is `GROUP/NAME`. If the tensor belongs to a peer or to a nested state, the
+key begins with the name of that peer or state, as in `alice:adapter/NAME`. Only this file reads and
+writes these keys. Pickle is never used.
 """
 
 import json
@@ -24,9 +25,9 @@ Json = Any
 Tensors = Mapping[str, Tensor]
 Groups = Mapping[str, Tensors]
 LARGEST_MESSAGE = 2**30
-"""Maximum message size in bytes: three full-rank updates of GPT-2's layers (methods/exact.py)."""
+"""Maximum message size in bytes; enough for three full-rank updates of GPT-2's layers."""
 LARGEST_HEADER = 2**23
-"""Maximum size in bytes of the names, shapes and values; parsed, they take up to 65 times more."""
+"""Maximum header size in bytes; parsed names, shapes and values take up to 65 times as much."""
 LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
 """Maximum number of tensor dimensions that torch can compute with."""
@@ -46,8 +47,9 @@ class State:
     Args:
         groups: Tensors by group and name, of any dtype and shape.
         values: JSON values by name.
-        parts: Nested states by name, such as those of the optimiser or of each client. A name has
-            at most 100 letters, digits, dots, dashes and underscores, as has a group's.
+        parts: Nested states by name, such as the optimiser's state or the state of each client.
+            Names of nested states and of groups consist of at most 100 letters, digits, dots,
+            dashes and underscores.
     """
 
     groups: Groups = field(default_factory=dict)
@@ -273,12 +275,16 @@ def _header_size(data: bytes) -> int:
 def _unpack(
     data: bytes, source: str, remedy: str
 ) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
-    """Return the groups by path, and the header; raise as `Message.decode` and `check_format`."""
+    """Return the groups by path, and the header.
+
+    The exceptions are those of `Message.decode` and `check_format`.
+    """
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
         metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
         header = json.loads(metadata["coterie"], parse_float=_finite, parse_constant=_finite)
-    # torch raises RuntimeError if strides overflow, and Python if JSON is nested too deeply.
+    # torch raises RuntimeError if strides overflow; Python's RecursionError, for JSON that is
+    # nested too deeply, is a RuntimeError, too.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):

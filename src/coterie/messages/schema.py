@@ -15,7 +15,7 @@ Way = Literal["hello", "up", "down"]
 Reduce = Literal["mean", "each"]
 Shapes = Mapping[str, tuple[int, ...]]
 DEEPEST = 32
-"""Maximum nesting of lists and mappings in a value; deeper ones could exhaust Python's stack."""
+"""Maximum nesting of lists and mappings in a value; deeper nesting could exhaust Python's stack."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Field:
     Args:
         name: Name of the group or value in the message.
         description: A few words about the content, shown by audits and consent prompts.
-        dtype: A torch dtype (`"float32"`) that all tensors of the group have, under any names; or
-            a mapping of the permitted tensor names to their dtypes; or `"json"` for a value made
-            of numbers, text, lists and mappings.
-        reduce: For uploads: `"mean"` if the server side receives the mean over clients, `"each"`
-            if it receives every client's upload. A group that is needed in both forms has two
-            fields.
-        peers: For downloads: whether the field contains the groups of other clients, under their
-            names (`Message.peers`).
+        dtype: A torch dtype (`"float32"`) if all tensors of the group have this dtype and may have
+            any name; or a mapping of the permitted tensor names to their dtypes; or `"json"` for a
+            value made of numbers, text, lists and mappings.
+        reduce: For uploads: `"mean"` if the server's method object receives the mean over clients,
+            `"each"` if it receives every client's upload. A group that is needed in both forms has
+            two fields.
+        peers: For downloads: whether the field contains groups that other clients uploaded, by
+            client name (`Message.peers`).
     """
 
     name: str
@@ -67,11 +67,11 @@ class Schema:
     down: tuple[Field, ...] = ()
 
     def reduced(self, reduce: Reduce) -> set[str]:
-        """Return the names of the upload's fields with this reduction.
+        """Return the names of the upload's fields with a given reduction.
 
         Args:
             reduce: `"mean"` for fields that are averaged over clients, `"each"` for fields that
-                the server side receives from every client.
+                the server's method object receives from every client.
         """
         return {field.name for field in self.up if field.reduce == reduce}
 

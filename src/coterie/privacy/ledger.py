@@ -1,7 +1,8 @@
 """A client's ledger of differentially private releases, and privacy budgets.
 
-The server decides how often a round is repeated, so every client keeps its own ledger. An entry is
-never removed, even if its round is rolled back.
+A release is a result that is computed from a client's records and sent with noise. As the server
+decides how often a round is repeated, every client keeps its own ledger. An entry is never removed,
+even if its round is rolled back.
 """
 
 import fcntl
@@ -20,13 +21,13 @@ from coterie.privacy.mechanisms import epsilon, noise_for
 
 
 class Budget(NamedTuple):
-    """A privacy budget: spent by one run, or allowed by a client for all of its runs."""
+    """A privacy budget, which one run spends or which a client permits for all of its runs."""
 
     epsilon: float
-    """Infinite if anything is sent without noise."""
+    """The budget's epsilon; infinite if any data are sent without noise."""
     delta: float
     description: str = ""
-    """The data sent with noise, such as `updates`."""
+    """A name for the data that are sent with noise, such as `updates`."""
 
 
 ROUNDING = 1e-9
@@ -86,7 +87,7 @@ class Ledger:
             return True
 
     def affords(self, budgets: Sequence[Budget]) -> bool:
-        """Return whether the current run may spend all of these budgets within the limit."""
+        """Return whether the limit permits the current run to spend all of these budgets."""
         if self.limit is None:
             return True
         if any(math.isinf(budget.epsilon) for budget in budgets):
@@ -95,7 +96,7 @@ class Ledger:
         return not _exceeds(other_runs + sum(map(_allowed, budgets)), _allowed(self.limit))
 
     def spent(self, delta: float) -> float:
-        """Return the epsilon, at this delta, of all recorded releases together."""
+        """Return the total epsilon of all recorded releases at a given delta."""
         total = self._all()
         return epsilon(total**-0.5, 1, delta) if total else 0.0
 
@@ -120,7 +121,7 @@ def _exceeds(cost: float, allowed: float) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a ledger's file against other processes."""
+    """Lock a ledger's file against other processes during the block."""
     with open_lock(path.with_name(f".{path.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -131,7 +132,7 @@ def _cost(noises: Iterable[float]) -> float:
 
 
 def _allowed(budget: Budget) -> float:
-    """Convert a budget to the largest total cost `sum(1 / noise**2)` within it."""
+    """Return the largest total cost `sum(1 / noise**2)` that a budget permits."""
     return noise_for(budget.epsilon, 1, budget.delta) ** -2 if budget.epsilon else 0.0
 
 

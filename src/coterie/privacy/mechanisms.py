@@ -2,8 +2,8 @@
 
 It replaces the noise that FedAMoLE (arXiv 2411.19128) adds to embeddings, which is not calibrated
 to the sensitivity and therefore guarantees nothing. Two sets of records are neighbours if one
-record is replaced by another; their number n is public. The guarantee covers the result of
-`private_mean` only, and no other function of these records, such as trained weights.
+record is replaced by another; the number n of records is public. The guarantee covers only the
+result of `private_mean`, and no other function of these records, such as trained weights.
 """
 
 import math
@@ -14,7 +14,7 @@ from scipy.special import log_ndtr
 from torch import Tensor
 
 MOST_EPSILON = 1e9
-"""Largest epsilon that can be computed; far smaller ones already protect nothing."""
+"""Largest epsilon that can be computed; even far smaller values give no protection."""
 
 
 def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
@@ -62,8 +62,8 @@ def epsilon(noise: float, releases: int, delta: float) -> float:
 
     Args:
         noise: Noise multiplier sigma > 0 of each release.
-        releases: Number of vectors (1 or more) that are computed from all of the same records;
-            later ones may depend on earlier ones.
+        releases: Number of noisy vectors (1 or more), each computed from the same records; a later
+            vector may depend on earlier vectors.
         delta: 0 < delta < 1.
     """
     mu = math.sqrt(releases) / noise
@@ -77,7 +77,7 @@ def epsilon(noise: float, releases: int, delta: float) -> float:
 
 
 def noise_for(epsilon: float, releases: int, delta: float) -> float:
-    """Return the smallest noise multiplier sigma that makes releases (epsilon, delta)-private.
+    """Return the smallest noise multiplier with which releases are (epsilon, delta)-private.
 
     This is the inverse of the function `epsilon`.
 

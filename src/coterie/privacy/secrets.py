@@ -1,8 +1,8 @@
 """Secret seeds of noise, masks and keys, unknown to the server.
 
 The server knows the run's seed, so secrets are drawn from the operating system's entropy instead.
-A client draws one secret per round, one round ahead: its state after a round already contains the
-next round's secret, so a round that is repeated after a crash uses the same secret.
+A client draws one secret per round, one round in advance. Its state after a round therefore
+contains the next round's secret, and a round that is repeated after a crash uses the same secret.
 """
 
 import secrets
@@ -17,13 +17,13 @@ def draw() -> int:
 
 
 class Secrets:
-    """One client's secrets by round, kept until the round is complete."""
+    """One client's secrets by round, for the current round and the next."""
 
     def __init__(self) -> None:
         self._kept = {0: draw()}
 
     def of(self, round: int) -> int:
-        """Return the secret of a round, discard earlier secrets, and draw the next round's."""
+        """Return a round's secret; discard earlier secrets, and draw one for the next round."""
         for number in (round, round + 1):
             if number not in self._kept:
                 self._kept[number] = draw()

@@ -37,7 +37,7 @@ class MethodContract:
     method: ClassVar[Method]
     """The method to test."""
     changes: ClassVar[dict[str, Any]] = {}
-    """Keys of the small run to replace with values that the method needs, such as `server`."""
+    """Keys and values that the method needs in the run file of the tests, such as `server`."""
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunConfig:
@@ -48,13 +48,13 @@ class MethodContract:
         return small_run(folder, **{"method": self.method, **self.changes})
 
     def test_a_deployment_gives_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
-        """Check that a server and clients that exchange bytes produce the local engine's states."""
+        """Check that a deployment, which exchanges bytes, ends with the local engine's states."""
         local = coterie.run(run, out=tmp_path / "local")
         loop.deploy(run, tmp_path)
         loop.assert_as_local(run, tmp_path, RunFolder(local.path))
 
     def test_a_stopped_run_continues_to_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
-        """Check that a run that was interrupted and resumed ends with equal states.
+        """Check that an interrupted and resumed run ends with an uninterrupted run's states.
 
         `state()` must contain everything that a restart needs, and random draws must not depend on
         earlier draws.
@@ -83,7 +83,8 @@ class MethodContract:
     def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
         """Check that uploads contain only parameters that `sends` selects.
 
-        Also check that parameters that are not `shared`, and parts of states, are refused.
+        Also check that uploads with parameters that are not `shared`, or with nested states, are
+        refused.
         """
         local = joined(run)
         local.server.start_round(0, sorted(local.clients))
@@ -113,7 +114,7 @@ class MethodContract:
                             part._serialise("up", leak)
 
     def test_state_and_restore_are_inverse(self, run: RunConfig) -> None:
-        """Check that a round repeated from its state gives an equal upload.
+        """Check that a client that is restored to its state before a round repeats its upload.
 
         Also check that creating an upload does not change the state.
         """
@@ -189,12 +190,12 @@ class MethodContract:
     def test_an_evaluation_adds_no_work(
         self, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Check that the number of calls and forward passes does not depend on evaluations."""
+        """Check that evaluations add no calls of the method and no forward passes of training."""
         often = worked(run, 1, tmp_path / "often", monkeypatch)
         never = worked(run, None, tmp_path / "never", monkeypatch)
         assert often.done == never.done
         assert often.scores > never.scores
-        receives = run.exchanges + bool(run.method.schema().down)  # with the last download
+        receives = run.exchanges + bool(run.method.schema().down)  # plus the last download
         for client in run.clients:
             calls = [never.done[f"{step} {client.name}"] for step in ("receive", "train", "upload")]
             assert calls == [receives, run.exchanges, run.exchanges]

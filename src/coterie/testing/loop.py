@@ -19,33 +19,33 @@ from coterie.network.link import Link
 from coterie.runs import RunFolder, describe
 
 RUN = "0123456789abcdef"
-"""The identifier of deployed runs."""
+"""The identifier of every run that this module deploys."""
 
 
 @dataclass
 class Loop(Link):
-    """A `Link` to workers in this process, which execute an order when its reply is fetched."""
+    """A `Link` to workers in this process, which execute an order when the reply is requested."""
 
     workers: dict[str, Worker]
     """The workers by client."""
     events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)
-    """Functions to call in `wait`, by the number of the call, from 1."""
+    """Functions that `wait` calls, by the number of the call of `wait`, counted from 1."""
     away: set[str] = field(default_factory=set)
     """The clients that are disconnected."""
     lose: Callable[[str, Order], bool] = lambda *_: False
-    """Return whether a client's reply to an order is lost."""
+    """Function that returns whether a client's reply to an order is lost."""
     change: Callable[[str, bytes], bytes] = lambda _, data: data
-    """Return the bytes that arrive for a client's reply."""
+    """Function that returns the bytes that the server receives instead of a client's reply."""
     orders: list[tuple[str, Order]] = field(default_factory=list)
     """The orders that were sent, each with the client's name."""
     seen: list[bytes] = field(default_factory=list)
-    """The messages in both directions."""
+    """The messages sent in both directions."""
     turns: int = 0
     """The number of calls of `wait`."""
     connections: dict[str, int] = field(default_factory=dict)
     """The number of times that each client has reconnected."""
     pending: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    """The orders without a reply by ticket, each with the client's name."""
+    """The client's name and the bytes of each order that has no reply yet, by ticket."""
 
     def present(self) -> dict[str, str]:
         connected = self.workers.keys() - self.away
@@ -79,8 +79,8 @@ class Loop(Link):
 
         Args:
             name: The client's name.
-            worker: A worker that replaces the client's, like a new process; by default, the client
-                keeps its worker.
+            worker: A new worker for the client, as if its process had restarted; by default, the
+                client keeps its worker.
         """
         self.away.discard(name)
         self.connections[name] = self.connections.get(name, 0) + 1
@@ -164,11 +164,11 @@ def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
 
 
 def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
-    """Check that two runs ended with bit-identical states and kept models.
+    """Check that two runs ended with bit-identical states and best models.
 
     Args:
         actual: The folder of one run.
-        expected: The folder of the other run, whose states must all exist in the first.
+        expected: The folder of the other run. All its states must exist in `actual`.
     """
     for side in sides(expected):
         assert_same_state(actual, expected, side)
@@ -222,7 +222,7 @@ def assert_same_tensors(actual: State, expected: State, side: str) -> None:
 
 
 def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors of a state or message by group and name, without its parts or peers."""
+    """Return a state's or message's tensors by (group, name), without nested states or peers."""
     return {(g, name): t for g, tensors in state.groups.items() for name, t in tensors.items()}
 
 

@@ -5,9 +5,10 @@
         uploads = one_round(run, exchange)
     take(run)
 
-`one_round` calls `start_round` of the server's side, `step` for every client, and `close`. `step`
-calls `down`, the client's `receive` and `train`, and `up`. Your own loop can call these functions,
-or the sides (`run.clients[name]` and `run.server`), as in examples/fedavg_loop.py.
+`one_round` calls `start_round` of the server's method object, `step` for every client, and `close`.
+`step` calls `down`, `receive` and `train` of the client's method object, and `up`. Your own loop
+can call these functions, or the methods of `run.clients[name]` and `run.server`, as in
+examples/fedavg_loop.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,15 @@ from coterie.runs import RunFolder
 
 
 def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> LocalRun:
-    """Create the sides of a run before the first exchange, with all clients joined.
+    """Create the method objects of a run's server and clients, and let all clients join.
 
     Args:
         run: The run file.
         clients: The clients that take part; by default, all clients of the run file.
 
     Returns:
-        The run. `clients` maps names to the clients' sides, and `server` is the server's side.
+        The run before its first exchange. `clients` maps names to the clients' method objects, and
+        `server` is the server's method object.
 
     Raises:
         CoterieError: A text or a base cannot be read, or the method cannot carry out the run.
@@ -65,13 +67,13 @@ def up(local: LocalRun, name: str, round: int) -> Message:
 
 
 def step(local: LocalRun, name: str, round: int, download: Message | None = None) -> Message:
-    """Let a client receive a download and train.
+    """Let a client receive a download, train, and create its upload.
 
     Args:
         local: The run.
         name: The client's name.
         round: The exchange, from 0.
-        download: The download; by default, the server's.
+        download: The download; by default, the server's current download for this client.
 
     Returns:
         The client's upload.
@@ -93,12 +95,12 @@ def take(local: LocalRun) -> None:
 
 
 def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
-    """End an exchange: pass the uploads and their aggregate to the server's side.
+    """End an exchange: aggregate the uploads, and pass them to the server's method object.
 
     Args:
         local: The run.
         round: The exchange, from 0.
-        uploads: The uploads that count, by client.
+        uploads: The uploads to aggregate, by client.
     """
     counted = (
         part.contribution(local.server, local.aggregation, name, uploads[name])
@@ -108,7 +110,7 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
-    """Execute an exchange.
+    """Execute an exchange with all or some clients.
 
     Args:
         local: The run.

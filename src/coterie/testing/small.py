@@ -45,7 +45,7 @@ def write_base(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with the first TOKENS tokens of tiny-gpt2's, under their numbers.
+    """Write a tokenizer with the first TOKENS tokens of tiny-gpt2's tokenizer, with equal ids.
 
     Args:
         folder: The folder for the tokenizer.
@@ -61,7 +61,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_texts(folder: Path) -> Path:
-    """Write a text of 30,000 characters, NAME.txt, for each writer.
+    """Write a file NAME.txt for each writer, with a text of 30,000 characters.
 
     Args:
         folder: The folder for the texts.
@@ -104,7 +104,7 @@ def write_other_base(folder: Path, text: Path) -> Path:
 
 
 def write_questions(folder: Path) -> Path:
-    """Write 60 questions of different lengths with answers, NAME.jsonl, for each writer.
+    """Write a file NAME.jsonl for each writer, with 60 questions of different lengths and answers.
 
     Args:
         folder: The folder for the files.
@@ -124,12 +124,12 @@ def write_questions(folder: Path) -> Path:
 
 
 def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
-    """Return a run of three clients and three rounds as plain data.
+    """Return the run file of a run with three clients and three rounds, as plain data.
 
     Args:
         base: The folder of the base.
         texts: The folder of the writers' texts.
-        **changes: Keys of the run file that replace the run's.
+        **changes: Keys and values that replace those in the run file.
     """
     return {
         "name": "small",
@@ -146,13 +146,15 @@ def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
 def teaching_values(
     base: Path, other: Path | str, questions: Path, /, **changes: Any
 ) -> dict[str, Any]:
-    """Return a run of FedMKT as plain data, with two tokenizers and a public set of questions.
+    """Return the run file of a run of FedMKT with two tokenizers and public questions.
 
     Args:
         base: The folder of the clients' base.
-        other: The base of the server and, unless adapters are averaged, of one client.
+        other: The base of the server. One client has it as well, unless the method averages
+            adapters.
         questions: The folder of the writers' questions.
-        **changes: Keys of the run file that replace the run's; `method` is merged with it.
+        **changes: Keys and values that replace those in the run file. Only the settings that
+            `method` contains are replaced.
     """
     method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
     run: dict[str, Any] = {
@@ -176,7 +178,7 @@ def small_run(folder: Path, /, **changes: Any) -> RunConfig:
 
     Args:
         folder: The folder for the base and the texts.
-        **changes: Keys of the run file that replace the run's.
+        **changes: Keys and values that replace those in the run file.
 
     Returns:
         The configuration of the run.

@@ -25,7 +25,7 @@ class Work:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done: Counter[str] = Counter()
-        """The counts by function and client, such as `train poet`, and `forward`."""
+        """Calls by the function's and the client's name (`train poet`); passes by `forward`."""
         self.patch, self.scoring, self.scores = patch, False, 0
 
     def count(self, owner: Any, name: str, label: Callable[[Any], str] = lambda _: "") -> None:
@@ -34,7 +34,8 @@ class Work:
         Args:
             owner: The class, object or module that has the function.
             name: The function's name.
-            label: Returns the client's name, or an empty string, from the first argument of a call.
+            label: Function of a call's first argument. It returns the client's name, or an empty
+                string if the call concerns no client.
         """
         function = getattr(owner, name)
 
@@ -67,10 +68,10 @@ def worked(
 
     Args:
         config: The run.
-        every: The number of rounds between evaluations; None for only one, at the end.
+        every: The number of rounds between evaluations; None to evaluate only at the end.
         out: The run folder.
         monkeypatch: Replaces the functions whose calls are counted.
-        also: Called before the run begins, to count further functions.
+        also: Function that is called before the run begins; it can count further functions.
 
     Returns:
         The counts.

@@ -1,1 +1,1 @@
-"""A client's local work: schedules of updates, losses, exact evaluation."""
+"""A client's local training: schedules, optimisers, updates and predictions."""

@@ -1,4 +1,4 @@
-"""Samples that are excluded from training, so that a method can measure on unseen samples."""
+"""Samples that are excluded from training, so that a method can measure models on unseen data."""
 
 from dataclasses import replace
 
@@ -16,17 +16,19 @@ def set_apart(
 ) -> tuple[ClientContext, AnyBatch]:
     """Draw a random share of a client's training samples, and exclude them from training.
 
-    The samples of a text without records are non-overlapping pieces of window + 1 tokens.
+    A text that does not consist of records is split into samples of `window` + 1 tokens, which do
+    not overlap.
 
     Args:
         context: The client's context.
-        purpose: The purpose of the samples, for the seed of the draw.
+        purpose: A word for what the samples are used for, which enters the seed of the draw.
         share: The share of the training samples to draw; at least one sample is drawn.
-        limit: The maximum number of samples to draw.
+        limit: The maximum number of samples to draw; None for no maximum.
 
     Returns:
-        A context without the samples, and the samples. Both are the same in every round. If the
-        client has no text (as when a model is only loaded), there are no samples.
+        A context whose training data exclude the drawn samples, and these samples. Every round
+        draws the same samples. None are drawn if the client has no text, as when a model is only
+        loaded.
 
     Raises:
         CoterieError: No sample would be left to train on.

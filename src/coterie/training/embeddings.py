@@ -1,7 +1,8 @@
 """Mean embeddings of a client's samples, with which FedAMoLE's experts choose clients.
 
-FedAMoLE (arXiv 2411.19128): on every layer, the mean over an embedding set's tokens of each
-expert's embedding A_j x and of the router's token embedding W_t x.
+In FedAMoLE (arXiv 2411.19128), an embedding set is a set of samples. On every layer, two kinds of
+embeddings of the input x of a token are averaged over the tokens of the set: each expert's
+embedding A_j x, and the router's token embedding W_t x.
 """
 
 from collections.abc import Callable
@@ -31,12 +32,13 @@ def mean_embeddings(
         adapter: The adapter to attach to the base.
         samples: The embedding set. A preference pair counts with its chosen answer.
         batch: The number of samples in a forward pass.
-        private: A mean with noise: a function of the samples' means on all layers, shaped
-            (samples, values), to a tensor shaped (values,).
+        private: Function that computes a mean with noise. It converts a tensor of shape
+            (samples, values), with each sample's mean embeddings on all layers, to one of shape
+            (values,). None for the exact mean over all tokens.
 
     Returns:
-        By layer, a float32 tensor shaped (n + 1, r): the mean embeddings of the layer's n experts,
-        and then of the tokens.
+        By layer, a float32 tensor of shape (n + 1, r) for n experts and embeddings of size r: the
+        experts' mean embeddings, followed by the mean token embedding.
     """
     sums, counts = _sums(base, adapter, samples, batch)
     if private is None:
@@ -54,11 +56,12 @@ def token_embeddings(
     Args:
         base: The base.
         adapter: The adapter to attach to the base.
-        samples: The samples; each is an embedding set by itself.
+        samples: The samples, each of which is an embedding set by itself.
         batch: The number of samples in a forward pass.
 
     Returns:
-        By layer, a float32 tensor shaped (samples, r), whose rows are in no particular order.
+        By layer, a float32 tensor of shape (samples, r) for embeddings of size r, with rows in no
+        particular order.
     """
     sums, counts = _sums(base, adapter, samples, batch)
     return {path: tensor[:, -1] / counts[:, None] for path, tensor in sums.items()}
@@ -68,7 +71,10 @@ def token_embeddings(
 def _sums(
     base: Base, adapter: AmoleAdapter, samples: AnyBatch, batch: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Sum embeddings over each sample's tokens by layer, and count the tokens; see `Recording`."""
+    """Sum the embeddings of each sample's tokens, by layer, and count the tokens.
+
+    `Recording` documents the shapes.
+    """
     model = adapter.attach(base.model)
     with adapter.recording() as recording, autocast(base.precision, base.device.type):
         for part in samples.read.to(base.device).split(batch):

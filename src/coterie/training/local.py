@@ -1,4 +1,4 @@
-"""A client's local training, which updates an adapter by the levels of a schedule."""
+"""A client's local training: updates of an adapter that follow the levels of a schedule."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ class LocalTraining:
     Args:
         context: The client's context.
         adapter: The adapter to train.
-        levels: The schedule. Levels that select no parameter of the adapter are left out.
+        levels: The schedule. Levels that select no parameter of the adapter are ignored.
     """
 
     def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
@@ -38,7 +38,7 @@ class LocalTraining:
             for level in self.levels
         }
         self.start: Mapping[str, Tensor] = {}
-        """The parameters at the start of the round, by name; empty without a penalty."""
+        """The parameters at the start of the round, by name; empty if no level has a penalty."""
 
     def round(self, round: int) -> None:
         """Attach the adapter and carry out the local steps of a round, counted from 0."""
@@ -77,7 +77,13 @@ class LocalTraining:
             self.context.log(f"{REWARDS}{level.name}", measured[0].figures(measured))
 
     def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
-        """Return the batch of a level's update, which depends on the number of the step only."""
+        """Return the batch of a level's update, which does not depend on earlier draws.
+
+        Args:
+            level: The level.
+            step: The step, counted from 0 at the start of the run.
+            turn: The number of the update among the level's updates in this step, from 0.
+        """
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
         if training.sampling == "epochs":
@@ -92,7 +98,7 @@ class LocalTraining:
     def _loss(
         self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, measured: list[Measures]
     ) -> Tensor:
-        """Return the loss of a piece, and append its other measures, such as rewards."""
+        """Return the loss of a piece; append its other measures, such as rewards, to `measured`."""
         with training_pass(self.context, *purpose):
             loss, measures = batch.to(self.context.base.device).loss(model)
         measured += [] if measures is None else [measures]
@@ -109,7 +115,7 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """Return the optimisers' states by level, and the gradients left for other levels."""
+        """Return the optimisers' states by level, and gradients accumulated for other levels."""
         gradients = {
             name: parameter.grad.clone()
             for name, parameter in self._leftover_parameters().items()
@@ -128,5 +134,5 @@ class LocalTraining:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _leftover_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters on which a level may leave gradients, by name."""
+        """Return the parameters on which a level accumulates gradients for another, by name."""
         return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

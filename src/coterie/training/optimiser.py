@@ -13,7 +13,7 @@ from coterie.errors import CoterieError
 from coterie.training.spec import ADAMW, OptimiserSpec
 
 REFUSED = {"lbfgs": "needs several gradients per batch", "sparseadam": "needs sparse gradients"}
-"""Optimisers that cannot be chosen, because an update has one dense gradient."""
+"""Unsupported optimisers with the reason; our updates compute one dense gradient per batch."""
 
 
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -54,12 +54,13 @@ def check(spec: OptimiserSpec) -> None:
 def build(
     spec: OptimiserSpec, parameters: Iterable[Tensor], learning_rate: float
 ) -> torch.optim.Optimizer:
-    """Build an optimiser of parameters.
+    """Build an optimiser for the given parameters.
 
     Args:
         spec: The name and the arguments of the optimiser.
         parameters: The parameters to optimise.
-        learning_rate: The initial learning rate; set `lr` of the groups to change it.
+        learning_rate: The initial learning rate. To change it, set `lr` in the optimiser's
+            parameter groups.
 
     Raises:
         CoterieError: The optimiser rejects its arguments or the shapes of the parameters.
@@ -104,7 +105,7 @@ def _hint(name: str, valid: Sequence[str], prefix: str, heading: str) -> str:
 
 
 def _expected(default: Any, value: Any) -> str | None:
-    """Return the kind of value that an argument needs, judged by its default; None if it fits."""
+    """Return None if a value has the type of the argument's default, else the type in words."""
     match default:
         case bool():
             return None if isinstance(value, bool) else "true or false"

@@ -12,7 +12,7 @@ from coterie.training.checkpointing import checkpointing
 from coterie.training.context import ClientContext
 
 Purpose = tuple[str | int, ...]
-"""A key for the dropout masks of a forward pass, unique among the client's forward passes."""
+"""Words and numbers that identify one forward pass of a client, to seed its dropout masks."""
 
 
 @contextmanager
@@ -21,7 +21,8 @@ def training_pass(context: ClientContext, *purpose: str | int) -> Iterator[None]
 
     Args:
         context: The client's context.
-        purpose: The `Purpose` from which, with the seed and the client, the masks are drawn.
+        purpose: The `Purpose` of the forward pass. With the run's seed and the client's name, it
+            determines the dropout masks.
     """
     base, training = context.base, context.training
     seed = generator(context.seed, "dropout", context.name, *purpose).initial_seed()

@@ -14,10 +14,10 @@ from coterie.losses.tokens import logits_in_pieces
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions at p positions: the answer and end token of each sample, sample after sample."""
+    """Predictions at the p positions of all samples' answers and end tokens, in sample order."""
 
     tokens: Tensor
-    """(p, k) int64: the k most likely tokens, in descending order."""
+    """(p, k) int64: the k most likely tokens at each position, the most likely first."""
     logprobs: Tensor
     """(p, k) float32: the log-probabilities of `tokens`."""
     lognorm: Tensor
@@ -30,10 +30,11 @@ class Predictions:
 def predictions(
     base: Base, model: PreTrainedModel, samples: Examples, k: int, batch: int
 ) -> Predictions:
-    """Compute a model's k most likely tokens at every position that the loss counts.
+    """Compute a model's k most likely tokens at every position that counts in the loss.
 
-    Rows of the output head beyond the vocabulary are left out (some heads are wider). Samples of
-    similar lengths are read together, and logits are computed for a few tokens at a time.
+    Some output heads have more rows than the vocabulary has tokens; these rows are never among the
+    k tokens. Samples of similar lengths are read together, and logits are computed for a few tokens
+    at a time.
 
     Args:
         base: The base.
@@ -64,7 +65,14 @@ def predictions(
 def _most_likely(
     logits: Tensor, targets: Tensor, k: int, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `Predictions` for logits (n, vocabulary) and next tokens (n,)."""
+    """Return the fields of `Predictions` for n positions.
+
+    Args:
+        logits: (n, rows of the output head).
+        targets: (n,), the samples' actual next tokens.
+        k: The number of tokens per position.
+        vocabulary: The number of tokens in the vocabulary.
+    """
     norm = logits.logsumexp(-1)
     values, tokens = logits[:, :vocabulary].topk(min(k, vocabulary, logits.shape[-1]))
     logprobs = values - norm[:, None]

@@ -1,4 +1,4 @@
-"""Schedules as data: when a client updates which parameters, on which text.
+"""Schedules as data: which parameters a client updates, when, and on which text.
 
 A schedule is a list of levels. Joint training has one level. CoMiGS's bi-level problem
 (arXiv 2409.13931, equation 1) has two: experts on training text, routers on validation text. A
@@ -16,7 +16,7 @@ from coterie.adapters import Selects
 from coterie.training.spec import TrainingSpec
 
 Penalty = Callable[[], Tensor]
-"""A scalar that is added to the loss, computed after the adapter's forward pass."""
+"""Function that returns a scalar to add to the loss; called after the adapter's forward pass."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class Level:
     name: str
     """A name that is unique among the client's levels; it enters the seed of the batches."""
     selects: Selects
-    """Predicate of the parameters that the level updates."""
+    """Function that returns whether the level updates a given parameter."""
     split: Literal["train", "validation"]
     """The text that the level trains on."""
     learning_rate: Callable[[int], float]
-    """The learning rate at a step, counted from the start of the run on all clients."""
+    """Function that returns the learning rate at a step, counted from the start of the run."""
     every: int = 1
-    """The number of steps of the run between two turns of the level."""
+    """The number of steps from one turn of the level to the next."""
     steps: int = 1
     """The number of updates in a turn."""
     penalty: Penalty | None = None
     leaves: Selects = lambda _: False
-    """Predicate of other levels' parameters whose gradients this level accumulates.
+    """Function that returns whether this level accumulates gradients of another level's parameter.
 
-    The gradients are used in the next update of the level that selects the parameters.
+    The gradients are used in the next update of the level that selects the parameter.
     """
     exchanges: Callable[[int], bool] = lambda _: True
-    """Predicate of the exchanges (counted from 0) in which the level has turns."""
+    """Function that returns whether the level has turns in an exchange, counted from 0."""
 
     def turns(self, exchanges: int, steps: int) -> int:
         """Return the number of turns in the first `exchanges` exchanges of `steps` steps each."""
@@ -56,8 +56,8 @@ class Level:
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
     """Return the learning rate schedule of a run, as a function of the step (the first is 0).
 
-    The schedule spans all steps of the run; with `restart`, the steps of each round. After the
-    warm-up, the learning rate is
+    The schedule spans all steps of the run. With `restart`, it spans the steps of one round, and
+    starts again in the next. After the warm-up, the learning rate is
 
     - cosine: half a cosine from the peak to the final learning rate;
     - one-cycle: as in torch's `OneCycleLR`, whose warm-up is half a cosine, too;
@@ -99,9 +99,9 @@ def learning_rate_beside(
 ) -> Callable[[int], float]:
     """Return the learning rate schedule of updates that a round has in addition to local steps.
 
-    With `restart`, the updates have a schedule like the local steps. Otherwise, they are not part
-    of the run's schedule: all of them have the learning rate of the round's first step, without
-    the warm-up.
+    With `restart`, these updates have their own schedule, which spans the updates of the round.
+    Otherwise, they all have the learning rate that the round's first local step would have in a
+    schedule without a warm-up.
 
     Args:
         training: The settings of the run.

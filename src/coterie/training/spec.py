@@ -29,7 +29,7 @@ class OptimiserSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, values: Any) -> Any:
-        """Expand a name to a mapping, lower its case, and convert numbers written as text."""
+        """Expand a name to a mapping, convert it to lower case, and convert text to numbers."""
         values = {"name": values} if isinstance(values, str) else values
         if not isinstance(values, Mapping):
             raise ValueError("give a name, such as sgd, or a mapping of `name` and its settings")
@@ -140,7 +140,7 @@ class TrainingSpec(Section):
 
     @property
     def course(self) -> Literal["cosine", "one-cycle", "constant"]:
-        """The schedule, with the default filled in."""
+        """The name of the schedule; the default's name if none is set."""
         return self.schedule or ("cosine" if self.learning_rate_decay is None else "constant")
 
     @property
@@ -149,9 +149,9 @@ class TrainingSpec(Section):
         return min(self.batch, self.micro_batch or self.batch)
 
     def of(self, name: str) -> "TrainingSpec":
-        """Return the settings of a client or the `server`: its learning rates replace the run's.
+        """Return the settings of a client or the `server`, with its own learning rates if set.
 
-        `learning_rates` is empty in the result.
+        In the result, `learning_rates` is empty.
         """
         rate = self.learning_rates.get(name, self.learning_rate)
         scale, initial = rate / self.learning_rate, self.initial_learning_rate

@@ -27,14 +27,14 @@ class Piece:
 
 
 class Updater:
-    """An optimiser of an adapter's selected parameters.
+    """An optimiser for selected parameters of an adapter.
 
     Args:
         context: The client's context.
         adapter: The adapter whose parameters are updated.
-        selects: Predicate of the parameters to update.
-        leaves: Predicate of other parameters that each update adds a gradient to; the updater of
-            these parameters uses the gradient.
+        selects: Function that returns whether a parameter is updated.
+        leaves: Function that returns whether each update also adds a gradient to another
+            parameter; the `Updater` of that parameter uses the gradient in its next update.
     """
 
     def __init__(
@@ -61,22 +61,23 @@ class Updater:
         *,
         where: str,
     ) -> float:
-        """Take one optimiser step on the gradient of loss and penalty.
+        """Take one optimiser step on the gradient of the sum of loss and penalty.
 
         Args:
             loss: A function that returns the loss; or the pieces of a batch, whose loss is the mean
                 over their tokens or pairs.
             learning_rate: The learning rate of the step.
-            penalty: A function that returns a penalty. It is called after each piece, and the mean
-                is used: a load balance is thus computed within each piece.
+            penalty: A function that returns a penalty; None for no penalty. It is called after the
+                forward pass of each piece, and the mean over the pieces is used. A load balance is
+                thus computed within each piece.
             where: The point in training, for error messages, such as "at step 12".
 
         Returns:
             The loss without the penalty: nats per token, or the loss of DPO.
 
         Raises:
-            Diverged: The loss or the penalty is not finite. No parameter has changed; gradients of
-                parameters that `leaves` selects may have.
+            Diverged: The loss or the penalty is not finite. No parameter has changed, but the
+                gradients of parameters that `leaves` selects may have changed.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, terms = self.context.training, sum(piece.terms for piece in pieces)
@@ -98,13 +99,13 @@ class Updater:
     def _add_gradient(
         self, piece: Piece, share: float, penalty: Penalty | None, where: str
     ) -> float:
-        """Add a piece's share of the gradient, and return its share of the loss."""
+        """Add a piece's contribution to the gradients, and return its contribution to the loss."""
         base = self.context.base
         with autocast(base.precision, base.device.type):
             loss = piece.loss()
             total = loss if penalty is None else loss + penalty().to(loss.device)
         (total * share).backward()
-        # Not before the backward pass: reading the value makes a GPU wait.
+        # Check only after the backward pass: reading the value makes a GPU wait.
         if not math.isfinite(total.item()):
             raise Diverged(
                 f"The loss of {self.context.name!r} is not finite {where}; a lower "
@@ -136,7 +137,7 @@ class Updater:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Restore a state returned by `state()`; a parameter without moments gets initial ones.
+        """Restore a state returned by `state()`; initialise moments that the state lacks.
 
         Moments are overwritten in place. Allocating new ones for each client and evaluation would
         fragment the heap (900 MiB with 32 clients of GPT-2).
