@@ -19,9 +19,10 @@ class Activation:
     """An element-wise function with its derivative."""
 
     value: Callable[[Tensor], Tensor]
-    """Returns the function's value at p."""
+    """Maps the input p to the function's value."""
     slope: Callable[[Tensor, Tensor], Tensor]
-    """Returns the gradient with respect to p, given the gradient of the value and p."""
+    """Maps the gradient with respect to the function's value, and the input p, to the gradient with
+    respect to p."""
 
 
 _GELU_TANH = Activation(
@@ -42,7 +43,11 @@ _NATIVE: dict[type[nn.Module], Activation] = {
 
 
 def native(module: nn.Module) -> Activation:
-    """Return an activation module's function, computed by a native kernel if there is one."""
+    """Return the function that an activation module computes, with its derivative.
+
+    PyTorch's native kernels compute both if there are any; otherwise, the module computes the
+    function and automatic differentiation its derivative.
+    """
     activation = _NATIVE.get(type(module))
     if activation is not None:
         return activation

@@ -1,4 +1,7 @@
-"""A client's adapter: stand-ins that replace a base's MLPs and attention layers while attached."""
+"""A client's adapter: stand-ins for MLPs and attention layers of a base.
+
+A stand-in is a module that replaces a module of the base while the adapter is attached.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,13 +28,13 @@ from coterie.errors import CoterieError
 class Trainable:
     """The parameters that a client trains, and the stand-ins that apply them to a base.
 
-    Many instances can share one base in memory, as each contains only its own parameters. The
-    base's parameters are never trained.
+    Many instances can share one base in memory, as each instance contains only its own
+    parameters. The base's parameters are never trained.
 
     Args:
-        parameters: Parameters that are trained or kept with the adapter.
-        stand_ins: Modules that replace modules of the base, by path.
-        routers: The stand-ins that have a router, by path.
+        parameters: All parameters of the adapter, including those that are never trained.
+        stand_ins: Modules that replace modules of the base, by the path of the replaced module.
+        routers: Those of the stand-ins that have a router, by the same paths.
     """
 
     _pairs: Sequence[LoraPair] = ()
@@ -46,23 +49,27 @@ class Trainable:
         self._stand_ins, self._routers = stand_ins or {}, routers or {}
 
     def parameters(self) -> dict[str, Parameter]:
-        """Return the parameters that are trained or kept with the adapter, sorted by name."""
+        """Return all parameters of the adapter in a dictionary that is sorted by name."""
         return self._parameters
 
     def tensors(self, selects: Selects = lambda _: True) -> dict[str, nn.Parameter]:
-        """Return the tensors of the selected parameters, by default all, sorted by name."""
+        """Return the tensors of selected parameters in a dictionary that is sorted by name.
+
+        Args:
+            selects: Selects the parameters; by default, all of them.
+        """
         return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
     def require_grad(self, selects: Selects) -> None:
-        """Enable gradients for exactly the selected parameters."""
+        """Enable gradients for the selected parameters, and disable them for all others."""
         for parameter in self._parameters.values():
             parameter.tensor.requires_grad_(selects(parameter))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Attach the parameters to a base, in place of any other adapter, and freeze the base.
+        """Attach the adapter to a base and freeze the base; remove any other adapter from it.
 
         Returns:
-            The model to run: the base itself, or a wrapper of it.
+            The model to run: the base itself, or a wrapper around it.
 
         Raises:
             CoterieError: The base's architecture is not supported.
@@ -71,10 +78,14 @@ class Trainable:
         return base
 
     def residual(self) -> dict[str, Tensor]:
-        """Return the residuals of LoRA pairs, which are added to a pair and never trained.
+        """Return the residual of each LoRA pair that has one.
+
+        A residual consists of two further factors, which are never trained. Their product is added
+        to the product of the pair's A and B.
 
         Returns:
-            The residual factors (any, in) and (out, any) by the names of the pair's A and B.
+            The residual's factors (s, in) and (out, s), under the names of the pair's A and B. The
+            residual's rank s may differ from the pair's rank.
         """
         return {
             parameter.name: tensor
@@ -86,7 +97,12 @@ class Trainable:
         }
 
     def set_residual(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the residuals of all LoRA pairs; pairs without an entry have none afterwards."""
+        """Replace the residuals of all LoRA pairs.
+
+        Args:
+            tensors: The residuals, as `residual` returns them. A pair whose names are missing has
+                no residual afterwards.
+        """
         for pair in self._pairs:
             A, B = (tensors.get(parameter.name) for parameter in pair.described())
             pair.residual_A = pair.residual_B = None
@@ -95,26 +111,34 @@ class Trainable:
 
     @property
     def balances(self) -> bool:
-        """Whether a load-balance loss has a gradient: some router does not choose all experts."""
+        """Whether the load-balance loss has a gradient.
+
+        It has none if every router counts each token towards the load of all experts.
+        """
         return any(router.balances for router in self._routers.values())
 
     def routing(self) -> dict[str, Tensor]:
-        """Return the mean weight of each expert in the last forward pass, (experts,), by layer."""
+        """Return the experts' mean weights in the last forward pass.
+
+        Returns:
+            For each stand-in with a router, by its path: the mean weight of each expert over all
+            tokens, (experts,).
+        """
         return {path: router.routing() for path, router in self._routers.items()}
 
 
 class Adapter(Trainable):
-    """A client's LoRA on attention and mixture of experts, as stand-ins for modules of a base.
+    """A client's adapter that combines LoRA on attention with a mixture of low-rank experts.
 
-    Attaching an adapter replaces modules of the base and changes no values.
+    Attaching an adapter replaces modules of the base and changes none of the base's weights.
 
     Args:
         base: A causal language model. If it is on the meta device, the adapter uses its names and
             shapes only and is created on the CPU.
         layout: Numbers of experts, ranks and routing.
         seed: The run's seed.
-        client: The client's name, which enters the initialisation of private parameters.
-        common: Selects the parameters with equal initial values for all clients.
+        client: The client's name, on which the initial values of private parameters depend.
+        common: Selects the parameters whose initial values are equal on all clients.
 
     Raises:
         CoterieError: The base has no module to which the layout's experts or LoRA can be attached.
@@ -150,7 +174,7 @@ class Adapter(Trainable):
         """Return the load-balance loss of the last forward pass, averaged over layers: a scalar.
 
         Args:
-            form: See `Router.load_balance`.
+            form: The load that counts as balanced; see `Router.load_balance`.
 
         Raises:
             CoterieError: The adapter has no router.
@@ -162,13 +186,13 @@ class Adapter(Trainable):
 
 
 def first_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the expert with the highest score of each token in the last forward pass.
+    """Return, for each token of the last forward pass, the expert with the highest score.
 
     Args:
         model: A base with an adapter attached.
 
     Returns:
-        (tokens,) indices of experts, by the path of each routed layer.
+        For each module with a router, by its path: the experts' indices, (tokens,).
 
     Raises:
         CoterieError: The model has not run yet.
@@ -178,17 +202,17 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
-    """Insert stand-ins at their paths, in place of any other adapter, and freeze the base."""
+    """Remove any adapter from a base, insert stand-ins at their paths, and freeze the base."""
     detach(base)
     base.requires_grad_(False)
-    # Inner modules first: once a block is replaced, their paths are no longer valid.
+    # Inner modules are replaced first: once their block is replaced, their paths are invalid.
     for path, module in sorted(stand_ins.items(), key=lambda item: -item[0].count(".")):
         module.base = base.get_submodule(path)
         base.set_submodule(path, module)
 
 
 def detach(base: nn.Module) -> None:
-    """Remove the attached adapter, if any, from a base."""
+    """Remove the adapter from a base, if one is attached."""
     for module in base.modules():
         if parametrize.is_parametrized(module):  # full fine-tuning parametrizes weights
             for name in list(cast(nn.ModuleDict, module.parametrizations)):
@@ -204,20 +228,20 @@ TOKENS = 8
 """Number of input tokens with which `check_unchanged` compares outputs."""
 ADVICE = "Try `placement: beside` in the method's mlp, or other attention.targets."
 ROUNDING = {torch.bfloat16: 0.03, torch.float32: 1e-4, torch.float64: 1e-6}
-"""Maximum relative difference of MLP outputs and hidden states, by the least precise dtype."""
+"""Maximum relative error of MLP outputs and hidden states, by the base's least precise dtype."""
 
 
 Calls = dict[str, tuple[tuple[Tensor, ...], Tensor]]
-"""Inputs and output of modules in a forward pass, by path."""
+"""The inputs and the output of modules in one forward pass, by the module's path."""
 
 
 @torch.no_grad()
 def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
     """Check that an untrained adapter (every B is zero) does not change a base's outputs.
 
-    Otherwise, the base's MLPs or attention compute more than the names of their layers suggest.
-    MLPs are compared individually, as the residual stream would conceal differences. Each kind of
-    layout is checked once per base.
+    If it does, the base's MLPs or attention compute more than the names of their layers suggest.
+    Each MLP is also compared on its own, as the residual stream would conceal differences. Layouts
+    that differ only in their ranks or in their numbers of experts are checked once per base.
 
     Raises:
         CoterieError: The outputs differ, or the base cannot run with the adapter.
@@ -269,25 +293,26 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
     """Compute the norm of the difference relative to the norm of the expected tensor."""
-    actual, expected = actual.cpu().double(), expected.cpu().double()  # not all devices have it
+    actual, expected = actual.cpu().double(), expected.cpu().double()  # not all devices support it
     return ((actual - expected).norm() / expected.norm()).item()
 
 
 def _record(
     calls: Calls, path: str, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
 ) -> None:
-    calls[path] = tuple(x.clone() for x in inputs), output.clone()  # Falcon modifies it in place
+    # Tensors are copied, as Falcon modifies them in place.
+    calls[path] = tuple(x.clone() for x in inputs), output.clone()
 
 
 def _autocast(base: PreTrainedModel) -> torch.autocast:
-    """Return the autocast context for a base, enabled if its weights have several dtypes."""
+    """Return a bfloat16 autocast context, enabled if a base mixes bfloat16 with other dtypes."""
     floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
     mixed = torch.bfloat16 in floats and len(floats) > 1
     return torch.autocast(base.device.type, torch.bfloat16, enabled=mixed)
 
 
 def _hidden_states(base: PreTrainedModel) -> Tensor:
-    """Compute a base's hidden states for fixed tokens: (1, tokens, dim)."""
+    """Compute a base's final hidden states for a fixed input: (1, tokens, dim)."""
     embedding = base.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     ids = torch.linspace(0, embedding.num_embeddings - 1, TOKENS, device=embedding.weight.device)
@@ -297,7 +322,10 @@ def _hidden_states(base: PreTrainedModel) -> Tensor:
 
 
 def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create a layout's stand-ins by path: experts first, then LoRA."""
+    """Create all stand-ins of a layout, by the path of the module that each one replaces.
+
+    A linear layer to which experts are attached gets no LoRA.
+    """
     stand_ins = _experts(base, layout) if layout.experts else {}
     if layout.attention_rank:
         with_experts = {pair.path for module in stand_ins.values() for pair in pairs_in(module)}
@@ -308,7 +336,7 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
 
 
 def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create the stand-ins with experts by path."""
+    """Create the stand-ins with experts, by the path of the module that each one replaces."""
     stand_ins: dict[str, StandIn] = {}
     decoder_layers = layers(base)
     for path, (module, shape) in expert_sites(base).items():

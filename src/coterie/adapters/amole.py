@@ -1,13 +1,15 @@
 """FedAMoLE's mixture on single linear layers (arXiv 2411.19128, section 4).
 
-A layer has one expert that all clients share, and the n domain experts that chose the client. With
-the token embedding t = W_t x (r,) and the expert embeddings e_j = A_j x (r,):
+On each client, an adapted layer has a shared expert s, which all clients hold, and the n domain
+experts that chose this client. For an input x (in,), the token embedding is t = W_t x (r,), and the
+embedding of the domain expert j is e_j = A_j x (r,). With a scaling factor g, the output is:
 
-    p = softmax_j(t . e_j / sqrt(r))        w = p of the k highest, 0 elsewhere, summing to 1
-    y = W x + b + g B_s A_s x + g sum_j w_j B_j e_j
+    p_j = softmax_j(t . e_j / sqrt(r))
+    w_j = p_j for the k experts with the highest p_j, scaled to sum to 1; 0 for the others
+    y   = W x + b + g B_s A_s x + g sum_j w_j B_j e_j
 
 The router's shape does not depend on n, so clients with different experts can average it. One
-matrix product computes all embeddings, and another one all experts' outputs.
+matrix product computes all embeddings, and another one the outputs of all experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,10 +35,10 @@ from coterie.errors import CoterieError
 
 @dataclass(frozen=True)
 class AmoleLayout:
-    """The adapter on each chosen linear layer."""
+    """The settings of a FedAMoLE adapter, which apply to each adapted linear layer."""
 
     experts: int
-    """Number of domain experts in the run; a client holds some of them."""
+    """Number of domain experts in the whole run, of which each client holds some."""
     rank: int = 8
     alpha: float = 16.0
     top_k: int = 2
@@ -47,17 +49,19 @@ class AmoleLayout:
     shared: bool = True
     """Whether there is an expert that every client holds and that processes every token."""
     router: Literal["token", "vanilla"] = "token"
-    """token: FedAMoLE's router. vanilla: a gate with one row for every expert of the run; only the
-    rows of held experts are used."""
+    """Kind of the router. token: FedAMoLE's router. vanilla: a linear gate with one row for every
+    domain expert of the run, of which a client uses the rows of the experts that it holds."""
     score_scale: Literal["rank", "dim"] = "rank"
-    """Divisor of the token router's scores: sqrt(rank), or sqrt(in) as in the paper."""
+    """Divisor of the token router's scores. rank: sqrt(rank). dim: sqrt(in), as in the paper, where
+    `in` is the layer's input width."""
     renormalise: bool = True
-    """Whether the weights of a token's experts are scaled to sum to 1, unlike in the paper."""
+    """Whether the weights of the experts chosen for a token are scaled to sum to 1. In the paper,
+    they are not."""
     load: Literal["top_k", "first"] = "top_k"
-    """An expert's load: the tokens that it processes, or the tokens for which it has the highest
-    score."""
+    """Definition of an expert's load. top_k: the share of tokens that the expert processes. first:
+    the share of tokens for which it has the highest score."""
     dropout: float = 0.0
-    """Dropout rate of the input of every expert's A in training; the router has no dropout."""
+    """Dropout rate in training for the input of every expert's A, but not of the router."""
 
     def __post_init__(self) -> None:
         """Raise CoterieError if a number is out of range."""
@@ -66,16 +70,16 @@ class AmoleLayout:
 
     @property
     def gain(self) -> float:
-        """The scaling factor g of a low-rank product."""
+        """The factor g by which low-rank products are scaled."""
         return self.alpha / self.rank
 
 
 class AmoleLinear(Router):
     """A linear layer with a shared expert and n stacked domain experts.
 
-    `A` (n, r, in) and `B` (n, out, r) belong to the experts `held`, in this order. `router` is the
-    token projection (r, in), or the gate (experts, in), in which the held experts have the rows
-    `rows` (n,).
+    `A` (n, r, in) and `B` (n, out, r) stack the factors of the domain experts in the order of
+    `held`. `router` is the token projection (r, in), or the gate's weight (experts, in). `rows`
+    (n,) are the indices of the gate's rows that belong to the held experts.
 
     Args:
         base: The linear layer.
@@ -98,13 +102,15 @@ class AmoleLinear(Router):
         self.router = nn.Parameter(A.new_zeros(rows, A.shape[1]))
         self.register_buffer("rows", torch.tensor(self.held, device=A.device, dtype=torch.long))
         self.recorded: list[tuple[Tensor, Tensor]] | None = None
-        """Sums and counts of each forward pass while `AmoleAdapter.recording` is active."""
+        """Sums and counts (see `_sums`) of each forward pass during `AmoleAdapter.recording`;
+        otherwise None."""
 
     def described(self, stacked: bool) -> Iterator[Parameter]:
         """Yield the layer's parameters.
 
         Args:
-            stacked: Whether the domain experts are one parameter, or one view of it per expert.
+            stacked: Whether to yield all domain experts as one stacked A and one stacked B. If
+                not, yield an A and a B for each expert, which are views of the stacks.
         """
         path, experts = self.path, [("domain", None, self.A, self.B)] if self.held else []
         if not stacked:
@@ -135,7 +141,7 @@ class AmoleLinear(Router):
         return torch.addmm(y.flatten(0, -2), low, B, alpha=self.layout.gain).view_as(y)
 
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute all products of the input with the router and every A.
+        """Multiply the input by the router's weight and by every expert's A.
 
         Without dropout, this is one matrix product.
 
@@ -143,9 +149,9 @@ class AmoleLinear(Router):
             tokens: (tokens, in).
 
         Returns:
-            The token embeddings (tokens, r), or the gate's scores (tokens, n); the shared expert's
-            A_s x, (tokens, r), or (tokens, 0) without a shared expert; and the domain experts'
-            embeddings (tokens, n, r).
+            Three tensors: the token embeddings (tokens, r), or with a gate its scores (tokens, n);
+            the product with the shared expert's A (tokens, r), or (tokens, 0) if there is no shared
+            expert; and the domain experts' embeddings (tokens, n, r).
         """
         has_gate = self.layout.router != "token"
         router = self.router.index_select(0, self.rows) if has_gate else self.router
@@ -160,10 +166,10 @@ class AmoleLinear(Router):
         return router_output, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
 
     def _route(self, router_output: Tensor, domain: Tensor) -> Tensor:
-        """Compute the weight of each expert for each token, 0 if not chosen: (tokens, n)."""
+        """Compute the weight of each expert for each token, 0 for unchosen experts: (tokens, n)."""
         scores = router_output.to(self.router.dtype)
         if self.layout.router == "token":
-            # Autocast would reduce the precision of a matrix product, so this is none.
+            # Autocast would reduce the precision of a matrix product, so none is used here.
             scores = (domain.to(scores.dtype) * scores.unsqueeze(1)).sum(-1)
             dim = self.layout.rank if self.layout.score_scale == "rank" else self.router.shape[1]
             scores = scores / dim**0.5
@@ -197,10 +203,10 @@ class AmoleLinear(Router):
 
 
 def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum embeddings over each sample's tokens without padding.
+    """Sum embeddings over the tokens of each sample, excluding padding.
 
     Args:
-        embeddings: (batch * time, n + 1, r).
+        embeddings: (batch * time, n + 1, r), those of the n experts, then that of the token.
         x: (batch, time, in), the layer's input.
 
     Returns:
@@ -216,22 +222,26 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Recording:
-    """Sums of embeddings from several forward passes, by sample in the order of the passes."""
+    """Embeddings from several forward passes, summed over the tokens of each sample.
+
+    Samples are in the order in which the forward passes read them.
+    """
 
     passes: Mapping[str, list[tuple[Tensor, Tensor]]]
-    """Sums and counts of every forward pass, by the layer's path; see `_sums`."""
+    """For each layer, by its path: the sums and counts of every forward pass (see `_sums`)."""
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Embeddings summed over each sample's tokens without padding, by the layer's path.
+        """For each layer, by its path: sums of embeddings over the tokens of each sample.
 
-        The shape is (samples, n + 1, r): first the n held experts, then the token embedding.
+        Padding is excluded. The shape is (samples, n + 1, r): the first n embeddings are those of
+        the held experts, and the last one is the token embedding.
         """
         return {path: torch.cat([s for s, _ in passes]) for path, passes in self.passes.items()}
 
     @property
     def counts(self) -> Tensor:
-        """Number of tokens without padding in each sample: (samples,)."""
+        """Number of tokens in each sample, excluding padding: (samples,)."""
         passes = next(iter(self.passes.values()))
         return torch.cat([count for _, count in passes])
 
@@ -240,14 +250,16 @@ class AmoleAdapter(Trainable):
     """A client's FedAMoLE adapter: stand-ins for linear layers of a base.
 
     Many adapters can share one base in memory, as with `Adapter`. A tensor's initial values depend
-    only on the seed and its name, so an expert starts equal on every client that holds it.
+    only on the seed and the tensor's name, so an expert has the same initial values on every client
+    that holds it.
 
     Args:
         base: A model with linear layers that match the layout. If it is on the meta device, the
             adapter uses its names and shapes only and is created on the CPU.
         layout: The adapted layers, numbers of experts, ranks and routing.
         seed: The run's seed.
-        held: Numbers of the domain experts held, ascending, by the path of each adapted layer.
+        held: For each adapted layer, by its path: the numbers of the domain experts that the client
+            holds, in ascending order.
 
     Raises:
         CoterieError: The layout matches no layer, or `held` does not match the layout.
@@ -281,7 +293,7 @@ class AmoleAdapter(Trainable):
     def load_balance(self) -> Tensor:
         """Return the load-balance loss of the last forward pass, summed over layers: a scalar.
 
-        Layers with a constant loss are omitted; the result is 0 if no layers remain.
+        Layers whose loss has no gradient are omitted. The result is 0 if no layers remain.
         """
         losses = [m.load_balance() for m in self.linears.values() if m.balances]
         if not losses:
@@ -290,7 +302,9 @@ class AmoleAdapter(Trainable):
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record sums of embeddings in forward passes within the block, which have no gradient.
+        """Record sums of embeddings in all forward passes within the block.
+
+        Gradients are disabled within the block. The yielded recording grows with each pass.
 
         Raises:
             CoterieError: The router is a gate, which has no token embeddings.

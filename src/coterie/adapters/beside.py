@@ -1,9 +1,10 @@
-"""Low-rank experts beside a block, for blocks that are no MLP of a known shape.
+"""Low-rank experts in parallel to a block, for blocks that are not MLPs of a known shape.
 
     y = block(x) + g sum_i w_i B_i A_i x
 
-The block may be any module that maps hidden states to hidden states, such as a mixture of experts
-or a state-space block. The router is the same as for experts inside an MLP.
+The expert i has the factors A_i and B_i and the router's weight w_i; g is a scaling factor. The
+block may be any module that maps hidden states to hidden states, such as a mixture of experts or a
+state-space block. The router is the same as for experts inside an MLP.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ BLOCK = "block"
 
 
 class Beside(Routed):
-    """A block with low-rank experts beside it.
+    """A block of the base with low-rank experts, whose output is added to the block's output.
 
     Args:
         base: The block.
@@ -33,7 +34,9 @@ class Beside(Routed):
         super().__init__(base, path, layout, places)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the block and add the experts' output to its (first) output.
+        """Run the block and add the experts' output to the block's output.
+
+        If the block returns a tuple, the experts' output is added to the tuple's first element.
 
         Args:
             hidden_states: (..., dim).
@@ -47,7 +50,7 @@ class Beside(Routed):
         tokens = tokens.to(working_dtype(hidden_states))
         As, Bs = self._factors(BLOCK)
         low = self._low(tokens, As).unflatten(1, (len(self.roles), -1))
-        # (tokens, n, 1): each expert's weight, 0 where it is not chosen.
+        # (tokens, n, 1): the weight of each expert for each token, 0 for unchosen experts.
         shares = weights.transpose(0, 1) if choice is None else (weights * choice).sum(0)[..., None]
         B = torch.cat(Bs, dim=1).to(low.dtype)
         low = (low * shares.to(low.dtype)).flatten(1)

@@ -1,4 +1,4 @@
-"""Coverage of a base by an adapter: the adapted modules, and the layers without any."""
+"""Coverage of a base by an adapter: the adapted modules, and the layers without such modules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,21 +11,25 @@ from coterie.bases.sites import Linear, children_of, decoder_walk, layers, walk
 
 @dataclass(frozen=True)
 class Coverage:
-    """The modules of a base that have low-rank pairs, and the layers that have none."""
+    """The modules of a base that have low-rank pairs, and the layers without low-rank pairs."""
 
     covered: dict[tuple[str, str], set[int]]
-    """Numbers of the decoder layers with low-rank pairs, by kind (`experts` or `LoRA`) and position
-    (`inside GPT2MLP (c_fc, c_proj)` or `beside MixtralSparseMoeBlock`)."""
+    """Numbers of the decoder layers that have low-rank pairs, by the pairs' kind (`experts` or
+    `LoRA`) and position, such as `inside GPT2MLP (c_fc, c_proj)` or
+    `beside MixtralSparseMoeBlock`."""
     total: int
     """Number of decoder layers of the base."""
     others: dict[str, tuple[str, int]]
-    """For each kind that only some layers have: the blocks of the other layers, and their number
-    of layers."""
+    """For each kind of pairs that only some decoder layers have: the class names of the blocks in
+    the layers without such pairs, and the number of these layers."""
     whole: bool = False
     """Whether all weights of the base are trained."""
 
     def lines(self) -> tuple[str, ...]:
-        """Format the coverage: `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`, ..."""
+        """Format the coverage as lines of text.
+
+        An example of a line is `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`.
+        """
         lines = ["all weights"] if self.whole else []
         for (kind, position), numbers in self.covered.items():
             count = len(numbers)
@@ -37,7 +41,7 @@ class Coverage:
 
 
 def coverage(base: nn.Module, parameters: Iterable[Parameter]) -> Coverage:
-    """Compute which modules of a base have parameters of an adapter.
+    """Determine which modules of a base an adapter covers.
 
     Args:
         base: The base; it may be on the meta device.
@@ -79,6 +83,6 @@ def _in_brackets(names: Iterable[str]) -> str:
 
 
 def _blocks(layer: nn.Module) -> list[str]:
-    """Return the class names of the blocks with linear layers in a decoder layer."""
+    """Return the class names of a decoder layer's blocks that contain linear layers."""
     blocks = children_of(layer).values()
     return [type(b).__name__ for b in blocks if any(isinstance(m, Linear) for _, m in walk(b))]

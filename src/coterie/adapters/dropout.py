@@ -1,7 +1,7 @@
-"""Dropout of the inputs of low-rank pairs: in training, every A has its own mask.
+"""Dropout on the inputs of low-rank pairs: in training, every A has its own mask.
 
-Models pass no generator to their linear layers, so it is set in a context around each forward pass
-of training. Without a generator (in evaluation), there is no dropout.
+Models pass no random generator to their linear layers. In training, the generator is therefore set
+in a context around each forward pass. In evaluation, no generator is set, so there is no dropout.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
     """Enable dropout for forward passes within the block.
 
     Args:
-        chance: Generator of the masks.
+        chance: Random generator that draws the masks.
     """
     before = _chance.set(chance)
     try:
@@ -29,13 +29,16 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 
 
 def repeating_masks() -> AbstractContextManager[None]:
-    """Return a context whose forward passes draw the masks that a pass at this call would draw."""
+    """Return a context in which forward passes draw the same masks as a pass started now.
+
+    The context uses a copy of the current generator, so the generator itself does not advance.
+    """
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())
 
 
 def drops(rate: float) -> bool:
-    """Return whether dropout of this rate is active."""
+    """Return whether dropout is active: the rate is positive and a generator is set."""
     return rate > 0 and _chance.get() is not None
 
 
@@ -48,5 +51,5 @@ def mask_like(x: Tensor, rate: float) -> Tensor:
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """Multiply x by a new mask if dropout is active; otherwise return x."""
+    """Multiply x by a newly drawn mask if dropout is active; otherwise return x unchanged."""
     return x * mask_like(x, rate) if drops(rate) else x

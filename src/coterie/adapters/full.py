@@ -1,6 +1,6 @@
-"""Full fine-tuning: every weight of a base is trained, as a difference from the base's weight.
+"""Full fine-tuning: for every weight of a base, a client trains a difference from the weight.
 
-Many clients share one base in memory, and each has its own differences, which start at zero.
+Many clients share one base in memory. Each client has its own differences, which start at zero.
 Weight decay therefore pulls weights towards the base's weights, not towards zero.
 """
 
@@ -22,7 +22,7 @@ class Difference(nn.Module):
         self.difference = difference
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return the client's weight, in the difference's dtype."""
+        """Return the sum of the base's weight and the difference, in the difference's dtype."""
         return weight.to(self.difference.dtype) + self.difference
 
 
@@ -40,7 +40,8 @@ class FullAdapter(Trainable):
         detach(base)
         parameters: dict[str, Parameter] = {}
         self._places: dict[str, list[tuple[str, str]]] = {}
-        """Modules' paths and attributes of the weights to which each parameter is added."""
+        """For each difference, by its name: the module path and attribute of every weight that it
+        changes (several if weights are tied)."""
         names: dict[nn.Parameter, str] = {}
         for path, module in base.named_modules():
             for name, weight in module.named_parameters(recurse=False):
@@ -55,7 +56,7 @@ class FullAdapter(Trainable):
         for key, places in self._places.items():
             for path, name in places:
                 difference = Difference(self.parameters()[key].tensor)
-                # unsafe: the base may be in bf16, but differences are in fp32.
+                # unsafe permits a change of dtype: the base may be bf16, but differences are fp32.
                 parametrize.register_parametrization(
                     base.get_submodule(path), name, difference, unsafe=True
                 )

@@ -1,7 +1,8 @@
-"""The computation between a mixture's frozen products, with a hand-written backward pass.
+"""A mixture's computation between its frozen linear layers, with a hand-written backward pass.
 
-Automatic differentiation would store every intermediate tensor of every expert. Here, only the
-frozen products are stored, whatever the number of experts; rank-r products recompute the rest.
+Automatic differentiation would store every intermediate tensor of every expert. Here, the
+only wide tensors stored are the outputs of the frozen layers and any dropout masks. The backward
+pass recomputes all other wide tensors with cheap products of rank r.
 """
 
 from collections.abc import Sequence
@@ -15,24 +16,27 @@ from coterie.adapters.activations import Activation
 
 
 class WideExperts(torch.autograd.Function):
-    """Activations of k slots: their weighted sum, and their low-rank products with every A.
+    """The weighted sum of the activations of k slots, and each slot's product with its factor A.
 
-    With `p_is = u_i + g h_is B_is^T` for the MLP's one or (gated) two upward layers i:
+    A token has one slot for each expert that processes it. For the slot s, the MLP's upward layer
+    i (one layer, or two if the MLP is gated) has the output `p_is = u_i + g h_is B_is^T`, where
+    u_i is the output of the frozen layer. Then:
 
-        z_s   = act(p_0s) [* p_1s]        (tokens, wide)
+        z_s   = act(p_0s)                 (tokens, wide); if gated, act(p_0s) * p_1s
         total = sum_s w_s z_s             (tokens, wide)
         low_s = w_s (m_s z_s) A_s^T       (tokens, r)
 
     Args:
         act: The activation function.
-        gain: The scaling factor g of low-rank products.
+        gain: The factor g by which low-rank products are scaled.
         w: (k, tokens, 1), the slots' weights.
-        A: (k, r, wide), the factors A of the downward layer.
-        m: (k, tokens, wide), dropout masks; None for ones.
-        *up: For each upward layer: u (tokens, wide), h (k, tokens, r) and B (k, wide, r).
+        A: (k, r, wide), each slot's factor A of the downward layer.
+        m: (k, tokens, wide), each slot's dropout mask; None without dropout.
+        *up: For each upward layer, three tensors: u (tokens, wide), h (k, tokens, r) and
+            B (k, wide, r).
 
     Returns:
-        total and low.
+        The tensors `total` and `low`.
     """
 
     @staticmethod
@@ -45,7 +49,7 @@ class WideExperts(torch.autograd.Function):
         m: Tensor | None,
         *up: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute total and low; see the class for the arguments."""
+        """Compute `total` and `low`; the class documents the arguments."""
         zs = [_activations(act, _pre_activations(up, gain, s)) for s in range(len(w))]
         total = zs[0] * w[0]
         for z, weight in zip(zs[1:], w[1:], strict=True):
@@ -63,8 +67,8 @@ class WideExperts(torch.autograd.Function):
         """Compute the gradient of every tensor argument.
 
         Args:
-            ctx: Saved tensors.
-            *grads: Gradients of total (tokens, wide) and low (k, tokens, r).
+            ctx: Context with the tensors that `forward` saved.
+            *grads: Gradients with respect to `total` (tokens, wide) and `low` (k, tokens, r).
         """
         dtotal, dlow = grads
         w, A, m, *up = ctx.saved_tensors
@@ -96,7 +100,7 @@ class WideExperts(torch.autograd.Function):
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """Compute the outputs of the upward layers for slot s: each (tokens, wide)."""
+    """Compute the output of each upward layer for slot s: tensors (tokens, wide)."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 

@@ -10,14 +10,16 @@ Role = (
     | Literal["shared", "domain", "projection"]
     | Literal["prompt", "weight"]
 )
-"""The role of a parameter. Methods select by role which parameters are trained, sent and averaged.
+"""The role of a parameter, by which methods select what to train, send and average.
 
 - dense: LoRA on attention
-- generalist, specialist: an expert that is aggregated, or that stays private
-- router: the router of these experts
+- generalist: an expert that is aggregated
+- specialist: an expert that stays private
+- router: the router that weights generalists and specialists
 - frozen: a parameter that keeps its initial value, which is equal on all clients
-- shared, domain, projection (FedAMoLE): the expert that all clients hold, an expert that chooses
-  its clients, and the router of domain experts
+- shared: FedAMoLE's expert that all clients hold
+- domain: one of FedAMoLE's experts that choose their clients
+- projection: FedAMoLE's router of domain experts
 - prompt: a soft prompt
 - weight: a difference from a weight of the base (full fine-tuning)
 """
@@ -25,20 +27,21 @@ Role = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a client's adapter. Experts are ordered: generalists, then specialists."""
+    """The layout of a client's adapter. In a layer, generalists come before specialists."""
 
     generalists: int = 1
     specialists: int = 1
     rank: int = 8
     """Rank of the experts' low-rank pairs."""
     placement: Literal["auto", "inside", "beside"] = "auto"
-    """Whether experts are attached to the linear layers inside MLPs, or beside blocks. auto: inside
-    if the decoder layer has an MLP of a known shape, else beside its block."""
+    """Position of the experts. inside: on the linear layers of an MLP. beside: in parallel to a
+    block. auto: inside if the decoder layer has an MLP of a known shape, else beside its block."""
     attention_rank: int = 8
     """Rank of LoRA on the linear layers of attention; 0 for no LoRA."""
     targets: str | None = None
     """Regular expression for the linear layers with LoRA; None for attention. It matches the last
-    component of a layer's path, such as `q_proj|v_proj`, or its place, such as `attention.q`."""
+    component of a layer's path, such as `q_proj|v_proj`, or its place (see `place_of`), such as
+    `attention.q`."""
     alpha: float = 16.0
     scale: Literal["sqrt", "rank"] = "sqrt"
     """Scaling of low-rank products: alpha/sqrt(rank) (rank-stabilised) or alpha/rank."""
@@ -49,7 +52,7 @@ class Layout:
     top_k: int | None = None
     """Number of experts per token; None for two, or one if there is only one expert."""
     dropout: float = 0.0
-    """Dropout rate of the input of every pair's A in training."""
+    """Dropout rate in training for the input of every low-rank pair."""
 
     def __post_init__(self) -> None:
         """Raise CoterieError if a number is out of range."""
@@ -70,16 +73,16 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Number of experts per token (the papers' k); all experts if they are averaged."""
+        """Number of experts that process each token (k in the papers); without a router, all."""
         if not self.routed:
             return self.experts
         return min(2, self.experts) if self.top_k is None else self.top_k
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The role of each expert, in order."""
+        """The role of each expert in a layer: first all generalists, then all specialists."""
         return ("generalist",) * self.generalists + ("specialist",) * self.specialists
 
     def gain(self, rank: int) -> float:
-        """Return the scaling factor g of low-rank products of this rank."""
+        """Return the factor g by which low-rank products of a given rank are scaled."""
         return self.alpha / (rank**0.5 if self.scale == "sqrt" else rank)

@@ -1,4 +1,4 @@
-"""Low-rank adaptation: a frozen linear layer W plus `g B A`."""
+"""Low-rank adaptation (LoRA): `g B A` is added to the frozen weight W of a linear layer."""
 
 from dataclasses import replace
 
@@ -13,18 +13,18 @@ from coterie.bases.sites import Linear, StandIn, sizes, working_dtype
 
 
 class LoraPair(nn.Module):
-    """The factors A (rank, in) and B (out, rank) of one linear layer.
+    """The factors A (rank, in) and B (out, rank) of a low-rank product B A that adapts a module.
 
-    `residual_A` and `residual_B`, if set, are a pair of any rank that is added and never trained.
-    It has the same input as A, including dropout.
+    `residual_A` and `residual_B` are None, or a second pair of any rank that is never trained and
+    whose product is added to B A. Both pairs have the same input, with the same dropout mask.
 
     Args:
         role: Role of the parameters.
         path: Path of the module in the base that the pair adapts.
         shape: (in, out) of the module.
         rank: Rank of the pair.
-        near: A weight of the module; the pair is created on its device.
-        expert: Number of the expert that the pair belongs to, if any.
+        near: A weight of the module; the pair is created on this weight's device.
+        expert: Number of the expert to which the pair belongs; None if it belongs to no expert.
         freeze_A: Whether only B is trained.
     """
 
@@ -52,14 +52,17 @@ class LoraPair(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Rank of the pair together with its residual."""
+        """Rank of the pair plus the rank of its residual."""
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return A (rank, in) and B (out, rank), with the residual appended and padded with zeros.
+        """Return A and B with the residual's factors appended, padded with zeros to a rank.
 
         Args:
-            rank: Rank to pad to, at least that of the pair with its residual.
+            rank: Rank to which the factors are padded; at least the property `rank`.
+
+        Returns:
+            A (rank, in) and B (out, rank).
         """
         if rank == len(self.A):
             return self.A, self.B
@@ -69,7 +72,7 @@ class LoraPair(nn.Module):
         return F.pad(A, (0, 0, 0, rank - len(A))), F.pad(B, (0, rank - len(A)))
 
     def described(self) -> tuple[Parameter, Parameter]:
-        """Describe A and B as parameters."""
+        """Return A and B as parameters, with their names and roles."""
         number = "" if self.expert is None else f".{self.expert}"
         name, at = f"{self.role}{number}/{self.path}", self.path
         A = Parameter(f"{name}.A", self.role, self.A, "kaiming", at, "A", self.expert)
@@ -79,7 +82,7 @@ class LoraPair(nn.Module):
 
 
 def pairs_in(stand_in: StandIn) -> list[LoraPair]:
-    """Return the pairs of a stand-in, without pairs inside the module that it replaces."""
+    """Return a stand-in's low-rank pairs, except those inside the module that it replaces."""
     modules = stand_in.named_modules()
     return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]
 

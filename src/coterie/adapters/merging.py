@@ -16,7 +16,8 @@ from coterie.bases.sites import StandIn
 def mergeable(model: nn.Module) -> bool:
     """Return whether an adapter can be merged into the base's weights without changing outputs.
 
-    This is impossible for several experts, experts beside a block, and quantised bases.
+    An adapter with several experts per layer or with experts beside a block cannot be merged, nor
+    can any adapter of a quantised base.
 
     Args:
         model: A base with an adapter attached.
@@ -31,8 +32,8 @@ def mergeable(model: nn.Module) -> bool:
 def merge(model: nn.Module) -> None:
     """Merge an adapter into the base's weights: every adapted weight W becomes W + g B A.
 
-    The differences of full fine-tuning are merged as well. The stand-ins are removed, so the result
-    is a plain transformers model. No other adapter may use the base afterwards.
+    The differences that full fine-tuning has trained are merged as well. The stand-ins are removed,
+    so the result is a plain transformers model. No other adapter may use the base afterwards.
 
     Args:
         model: A base with an adapter attached, modified in place.
@@ -47,7 +48,7 @@ def merge(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _merge_differences(model: nn.Module) -> None:
-    """Add the differences of full fine-tuning to their weights, to tied weights only once."""
+    """Add the differences of full fine-tuning to the base's weights; change tied weights once."""
     merged: set[nn.Parameter] = set()
     for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for name, changed in list(cast(nn.ModuleDict, module.parametrizations).items()):

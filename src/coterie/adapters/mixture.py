@@ -1,10 +1,13 @@
 """CoMiGS' mixture of generalist and specialist experts on an MLP (arXiv 2409.13931, section 3).
 
-The published code runs one full MLP per expert. Here, each frozen product is computed only once,
-whatever the number of experts, with the same result:
+The published code runs one full MLP per expert. Here, each product with a frozen weight is computed
+only once, whatever the number of experts, with the same result. For experts i with the router's
+weights w_i and a scaling factor g:
 
-    z_i = act(W1 x + b1 + g B1_i A1_i x)                    (gated: times Wu x + g Bu_i Au_i x)
+    z_i = act(W1 x + b1 + g B1_i A1_i x)
     y   = W2 (sum_i w_i z_i) + b2 + g sum_i w_i B2_i A2_i z_i
+
+In a gated MLP, z_i is multiplied by the output of a second layer: Wu x + g Bu_i Au_i x.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,8 +33,9 @@ class Mixture(Routed):
         path: Path of that module in the base.
         shape: Names of the MLP's layers.
         layout: Numbers of experts, ranks and routing.
-        ahead: If the MLP's layers belong to a decoder layer itself: the stand-ins of all but the
-            last layer, by name. The mixture itself then replaces the last layer.
+        ahead: Empty if the MLP is a module of its own. In some models (such as OPT), the MLP's
+            layers belong directly to a decoder layer. The mixture then replaces the MLP's last
+            layer, and these are the stand-ins of the MLP's other modules, by name.
     """
 
     def __init__(
@@ -48,13 +52,13 @@ class Mixture(Routed):
             places[name] = f"{path}.{name}", sizes(linear), linear.weight
         super().__init__(base, path, layout, places)
         self.shape, self._ahead = shape, ahead
-        # Falcon-H1's MLPs multiply by constants.
+        # Falcon-H1 multiplies the gate and the output of its MLPs by constants.
         self._gate, self._out = (
             getattr(base, name, 1.0) for name in ("gate_multiplier", "down_multiplier")
         )
 
     def _base_module(self, name: str) -> Any:
-        """Return a module of the frozen MLP."""
+        """Return the module of the frozen MLP that has this name."""
         if not self._ahead:
             return getattr(self.base, name)
         return self._ahead[name].base if name in self._ahead else self.base
@@ -64,7 +68,8 @@ class Mixture(Routed):
 
         Args:
             x: (..., dim), the input.
-            residual: (..., dim), added to the output, for MLPs that are called with a residual.
+            residual: (..., dim), added to the output; None except in models that pass a residual to
+                their MLPs.
         """
         tokens = x.flatten(0, -2)
         weights, choice = self._route(tokens)
@@ -88,7 +93,10 @@ class Mixture(Routed):
         return y if residual is None else residual + y
 
     def _upward(self, name: str, tokens: Tensor, choice: Tensor | None) -> Iterator[Tensor]:
-        """Yield an upward layer's u, h and B for `WideExperts`; a fused layer yields them twice."""
+        """Yield the tensors u, h and B of an upward layer, which `WideExperts` documents.
+
+        A fused layer yields these three tensors twice: for the gate, then for the gated values.
+        """
         As, Bs = self._factors(name)
         u, h = self._base_module(name)(tokens), self._to_slots(self._low(tokens, As), choice)
         if name == self.shape.up[0] and self._gate != 1:
@@ -99,7 +107,7 @@ class Mixture(Routed):
             yield from (wide, h, factor)
 
     def _final_dropout(self, y: Tensor) -> Tensor:
-        """Apply the dropout at the end of some MLPs, which is a module or a rate."""
+        """Apply the MLP's final dropout, a module or a rate, if the MLP has one."""
         for name in self.shape.dropouts:
             module_or_rate = getattr(self.base, name, None)
             if isinstance(module_or_rate, nn.Dropout):
@@ -109,11 +117,14 @@ class Mixture(Routed):
         return y
 
     def _down(self, total: Tensor, weights: Tensor) -> Tensor:
-        """Apply the base's downward layer to (tokens, wide); its bias is weighted like experts."""
+        """Apply the frozen downward layer to `total` (tokens, wide).
+
+        If a token uses only one of several experts, the bias is multiplied by the expert's weight.
+        """
         down = self._base_module(self.shape.down)
         y = down(total)
         if self.slots == 1 and self.balances and down.bias is not None:
-            y = y + (weights[0] - 1) * down.bias.to(y.dtype)  # weights of several sum to 1
+            y = y + (weights[0] - 1) * down.bias.to(y.dtype)  # with k > 1, weights sum to 1
         return y
 
     # If every token uses all experts, slot s is expert s with its own pair. Otherwise, a slot has
@@ -121,21 +132,31 @@ class Mixture(Routed):
     # products of n*r columns are cheaper than gathering the tokens of each expert.
 
     def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
-        """Stack one matrix per slot from one per expert; `dim` is the rank's dimension."""
+        """Convert one matrix per expert to one matrix per slot, stacked along dimension 0.
+
+        Args:
+            matrices: The A or the B of each expert.
+            dim: The matrices' dimension that has the size of the rank: 0 for A, 1 for B.
+        """
         if not self.balances:
             return torch.stack(matrices)
         joined = torch.cat(matrices, dim)
         return joined.expand(self.slots, *joined.shape)
 
     def _to_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
-        """Map (tokens, n*r) to (k, tokens, r), or to (k, tokens, n*r) with zeros if k < n."""
+        """Convert the products of all n experts, (tokens, n*r), to one product per slot.
+
+        Returns:
+            (k, tokens, r) if k = n; otherwise (k, tokens, n*r), with zeros for the experts that a
+            slot does not use.
+        """
         per_expert = low.unflatten(1, (len(self.roles), -1))
         if choice is None:
             return per_expert.transpose(0, 1)
         return (per_expert * choice.unsqueeze(-1)).flatten(2)
 
     def _from_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
-        """Reverse `_to_slots`, summing over slots: (tokens, n*r)."""
+        """Convert products per slot back to products of all n experts, (tokens, n*r)."""
         if choice is None:
             return low.transpose(0, 1).flatten(1)
         return (low.unflatten(2, (len(self.roles), -1)) * choice.unsqueeze(-1)).sum(0).flatten(1)
@@ -144,8 +165,9 @@ class Mixture(Routed):
 class Passed(StandIn):
     """A stand-in that returns its input.
 
-    If an MLP's layers belong to a decoder layer itself, a mixture in place of the last of them
-    computes the whole MLP, and the others are replaced by this class.
+    In some models (such as OPT), the MLP's layers belong directly to a decoder layer. A mixture
+    replaces the last of these layers and computes the whole MLP. This class replaces the others, so
+    that the mixture receives the MLP's input.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Descriptions of trained parameters, so that no code has to parse their names."""
+"""Descriptions of an adapter's parameters, so that no code has to parse their names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from coterie.seeding import generator
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor with its description."""
+    """A tensor of an adapter with its description."""
 
     name: str
     """Name in messages and states, unique within an adapter."""
@@ -27,49 +27,52 @@ class Parameter:
     path: str = ""
     """Path of the adapted module in the base; empty if there is none, as for a soft prompt."""
     factor: Literal["A", "B"] | None = None
-    """The factor of a low-rank product B A; None for other parameters."""
+    """Whether the tensor is the factor A or B of a low-rank product B A; None if it is neither."""
     expert: int | None = None
-    """Number of the expert among those of its role (domain experts: in the whole run); None for
-    parameters of no expert."""
+    """Number of the expert to which the tensor belongs; None if it belongs to no expert. Domain
+    experts are numbered across the whole run, other experts within their role, both from 0."""
 
     @property
     def layer(self) -> int | None:
-        """Number of the adapted module's decoder layer, from 0; None if there is none."""
+        """Number of the decoder layer that contains the adapted module, from 0, or None."""
         number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.path)
         return None if number is None else int(number[1])
 
     @cached_property
     def place(self) -> str:
-        """The adapted module's place, independent of the architecture: `mlp.up`, `attention.q`."""
+        """The adapted module's architecture-independent name, such as `mlp.up`; see `place_of`."""
         return place_of(self.path)
 
 
 Selects = Callable[[Parameter], bool]
-"""A predicate that selects parameters by their description."""
+"""A predicate that returns True for the parameters to select."""
 
 
 def of_roles(*roles: Role) -> Selects:
-    """Return a predicate that selects the parameters of these roles."""
+    """Return a predicate that selects the parameters that have one of these roles."""
     return lambda parameter: parameter.role in roles
 
 
 def trained(parameter: Parameter) -> bool:
-    """Return whether training may change a parameter: all but frozen ones."""
+    """Return whether training may change a parameter: its role is not `frozen`."""
     return parameter.role != "frozen"
 
 
 def trained_beside(weight: Tensor) -> dict[str, Any]:
     """Return the device and dtype of parameters that adapt a weight.
 
-    The dtype is float32, or float64 if the weight is. The device is the weight's, or the CPU if the
-    weight is on the meta device.
+    The dtype is float32, or float64 if the weight's dtype is float64. The device is the weight's,
+    or the CPU if the weight is on the meta device.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return {"device": "cpu" if weight.is_meta else weight.device, "dtype": dtype}
 
 
 def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: Selects) -> None:
-    """Initialise parameters: A Kaiming uniform (a = sqrt 5), B zero, routers normal (std 0.02).
+    """Set the initial values of parameters, in place, according to their `start`.
+
+    `kaiming` stands for the Kaiming uniform distribution (a = sqrt 5), and `normal` for the normal
+    distribution with mean 0 and standard deviation 0.02.
 
     Each tensor has its own generator, so initial values do not depend on other tensors.
 
@@ -77,8 +80,9 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
         parameters: Parameters, modified in place.
         seed: The run's seed.
         client: The client's name.
-        common: Selects the parameters with equal initial values for all clients, as frozen ones
-            always have. The initial values of other parameters depend on the client's name.
+        common: Selects the parameters whose initial values are equal on all clients. Frozen
+            parameters are always initialised equally. The initial values of all other parameters
+            depend on the client's name.
     """
     for parameter in parameters:
         is_common = parameter.role == "frozen" or common(parameter)
@@ -93,12 +97,12 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
 
 
 def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Return parameters by name, sorted by name."""
+    """Return a mapping from names to parameters, sorted by name."""
     return {p.name: p for p in sorted(parameters, key=lambda p: p.name)}
 
 
 def pairs_of(parameters: Mapping[str, Parameter]) -> list[tuple[Parameter, Parameter]]:
-    """Return the (A, B) of every low-rank pair, sorted by the name of A."""
+    """Return the factors (A, B) of every low-rank pair, sorted by the name of A."""
     As = {_pair(p): p for _, p in sorted(parameters.items()) if p.factor == "A"}
     Bs = {_pair(p): p for p in parameters.values() if p.factor == "B"}
     return [(A, Bs[pair]) for pair, A in As.items() if pair in Bs]

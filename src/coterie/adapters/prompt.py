@@ -1,8 +1,8 @@
 """Soft prompts: trained vectors that precede the embeddings of the input tokens.
 
-PEFT runs them: a base is wrapped, and none of its modules is modified. Initial values depend only
-on the run's seed, never on torch's global generator or the base's weights, so a server without
-weights can draw them as well.
+PEFT runs soft prompts by wrapping a base, without a change to any of the base's modules. Initial
+values depend only on the run's seed, never on torch's global generator or the base's weights, so a
+server that lacks the base's weights can draw the same values.
 """
 
 import warnings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PromptAdapter(Trainable):
-    """A client's soft prompt, or the encoder that computes it.
+    """A client's soft prompt: its vectors, or an encoder that computes them.
 
     Args:
         base: A causal language model; only its width, dtype and device are used, so it may be on
@@ -44,7 +44,7 @@ class PromptAdapter(Trainable):
         if self._wrapped is None or self._wrapped.base_model is not base:
             from coterie.adapters.prompt_model import PromptModel
 
-            # PEFT creates and draws its own encoder, which is replaced below.
+            # PEFT creates an encoder with random values, which is replaced below.
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # PEFT uses deprecated functions
                 self._wrapped = PromptModel(base, self.config)
@@ -56,9 +56,9 @@ class PromptAdapter(Trainable):
 
 
 class SoftPrompt(nn.Module):
-    """The vectors of prompt tuning: `start + embedding`, both (tokens, dim).
+    """The vectors of a soft prompt, computed as `start + embedding`, both (tokens, dim).
 
-    `start` is not trained: it is zero, or the embeddings of a text.
+    Only `embedding` is trained. `start` is zero, or contains the embeddings of a text's tokens.
     """
 
     start: Tensor
@@ -69,16 +69,16 @@ class SoftPrompt(nn.Module):
         self.register_buffer("start", torch.zeros(tokens, dim), persistent=False)
 
     def forward(self, prompt_tokens: Tensor) -> Tensor:
-        """Map prompt token ids (batch, tokens) int64 to vectors (batch, tokens, dim)."""
+        """Map the prompt's token ids (batch, tokens) int64 to vectors (batch, tokens, dim)."""
         return self.start[prompt_tokens] + self.embedding(prompt_tokens)
 
     @torch.no_grad()
     def start_from(self, embedding: nn.Module, ids: list[int]) -> None:
-        """Set `start` to the embeddings of tokens, repeated or truncated to the prompt's length.
+        """Set `start` to a text's embeddings, repeated or truncated to the prompt's length.
 
         Args:
-            embedding: Maps token ids to embeddings.
-            ids: Token ids.
+            embedding: A module that maps token ids to embeddings.
+            ids: Token ids of the text.
         """
         tokens = len(self.start)
         rows = torch.tensor((ids * tokens)[:tokens], device=self.start.device)
@@ -133,12 +133,16 @@ def prompt_encoder(base: nn.Module, tokens: int, hidden: int | None, seed: int) 
 
 @torch.no_grad()
 def _initialise(encoder: nn.Module, seed: int, std: float) -> None:
-    """Initialise an encoder: embeddings normal, linear layers uniform up to 1 / sqrt(in)."""
+    """Set an encoder's initial values.
+
+    Embeddings are normal with standard deviation `std`. The weights and biases of linear layers are
+    uniform between -1 / sqrt(in) and 1 / sqrt(in).
+    """
     for path, module in encoder.named_modules():
         for name, value in module.named_parameters(recurse=False):
             chance = generator(seed, "init", f"prompt/{path}.{name}")
             if isinstance(module, nn.Linear):
-                # This is PyTorch's default: Kaiming's bound with a = sqrt 5 for weights, too.
+                # PyTorch's default. For weights, it equals Kaiming's bound with a = sqrt 5.
                 bound = module.in_features**-0.5
                 value.uniform_(-bound, bound, generator=chance)
             else:

@@ -16,24 +16,25 @@ REFUSED = {
     "past_key_values": "on from a cache (past_key_values)",
     "inputs_embeds": "from inputs_embeds",
 }
-"""Options of `generate` that PEFT's prompts do not support, with words for the error message."""
+"""Options of `generate` that PEFT does not support with soft prompts, each with the words that
+describe it in the error message."""
 
 
 class PromptModel(PeftModelForCausalLM):
     """PEFT's model with positions that skip padding, and errors for unsupported options.
 
-    PEFT ignores position ids, so padding between prompt and text would shift the text. It repeats
-    the prompt when generation continues from a cache, and truncates a draft's tokens to the last
-    one.
+    PEFT ignores position ids, so padding between the prompt and the text would shift the text's
+    positions. When generation continues from a cache, PEFT inserts the prompt a second time. When
+    an assistant model drafts several tokens, PEFT reads only the last of them.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """Run PEFT's forward pass on tokens that are padded only at their ends.
+        """Run PEFT's forward pass on texts that are padded only at the end.
 
         Args:
-            input_ids: (batch, time).
+            input_ids: (batch, time), token ids.
             attention_mask: (batch, time), 0 for padding.
             **kwargs: Further arguments of PEFT's model.
 
@@ -50,7 +51,7 @@ class PromptModel(PeftModelForCausalLM):
         return super().forward(input_ids, attention_mask, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate like a transformers model; padding precedes the texts.
+        """Generate tokens as a transformers model does; texts are padded at the start.
 
         Raises:
             CoterieError: An option is given that PEFT does not support; see `REFUSED`.
@@ -68,7 +69,7 @@ class PromptModel(PeftModelForCausalLM):
             return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare inputs like PEFT, but keep the position ids, which PEFT drops."""
+        """Prepare a generation step's inputs like PEFT, but with position ids that skip padding."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         mask = inputs.get("attention_mask")
         if mask is not None and "position_ids" in inputs:

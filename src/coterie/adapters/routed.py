@@ -1,4 +1,4 @@
-"""Routers, and blocks with routed low-rank experts: the base classes of all mixtures.
+"""Base classes of all mixtures: routers, and blocks with low-rank experts that a router weights.
 
 A linear map without bias computes the experts' scores from the hidden state that enters the block.
 The weights are a softmax over the k highest scores (CoMiGS, arXiv 2409.13931, section 3).
@@ -22,41 +22,45 @@ Balance = Literal["uniform", "generalist"]
 
 
 Place = tuple[str, tuple[int, int], Tensor]
-"""A module that gets a low-rank pair: its path in the base, its (in, out), and one weight."""
+"""A module that gets a low-rank pair: its path in the base, its shape (in, out), and one of its
+weights, on whose device the pair is created."""
 
 
 class Router(StandIn):
-    """A stand-in that weights experts per token, and stores the scores of the last forward pass.
+    """A stand-in that computes a weight of every expert for each token.
+
+    It stores the scores of the last forward pass for the load-balance loss and for statistics.
 
     Args:
-        base: The module that it replaces.
+        base: The module of the base that the stand-in replaces.
         experts: Number n of experts.
-        loaded: Number of experts to whose load each token counts.
+        loaded: Number of experts towards whose load each token counts.
     """
 
     def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
         super().__init__(base)
         self.balances = loaded < experts
-        """Whether a load-balance loss has a gradient."""
+        """Whether the load-balance loss has a gradient."""
         self._scores: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies, without the last scores, whose graph cannot be copied."""
+        """Return the state to copy, without the last scores: their graph cannot be copied."""
         return {**self.__dict__, "_scores": None}
 
     def routing(self) -> Tensor:
-        """Return the mean weight of each expert in the last forward pass, without padding: (n,)."""
+        """Return each expert's mean weight over the last pass's tokens, without padding: (n,)."""
         raise NotImplementedError
 
     def load_balance(self, form: Balance = "uniform") -> Tensor:
-        """Return the load-balance loss of the last forward pass; 1 for a balanced load.
+        """Return the load-balance loss of the last forward pass, which is 1 for a balanced load.
 
-        With the load f_j of expert j (a share, without gradient) and its mean softmax score P_j,
-        the loss is `n sum_j f_j P_j` (uniform), or `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j`
-        (generalist: CoMiGS, eq. 5, with the released code's scale).
+        Let f_j be the load of expert j (its share of the tokens, without gradient), and P_j its
+        mean softmax score. The uniform loss is `n sum_j f_j P_j`. The generalist loss is
+        `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j` (CoMiGS, eq. 5, scaled as in the released code).
 
         Args:
-            form: The balanced load: `uniform`, or half of it on the first expert (`generalist`).
+            form: The load that counts as balanced. `uniform`: an equal share for every expert.
+                `generalist`: half for the first expert, and the rest shared equally by the others.
         """
         f, P = self._loads()
         n, fP = len(f), f * P
@@ -65,11 +69,14 @@ class Router(StandIn):
         return 2 * fP[0] + 2 * (n - 1) * fP[1:].sum()
 
     def _loads(self) -> tuple[Tensor, Tensor]:
-        """Compute f and P, both (n,); see `load_balance`."""
+        """Compute the loads f and the mean scores P, both (n,); see `load_balance`."""
         raise NotImplementedError
 
     def _keep(self, scores: Tensor) -> None:
-        """Store scores (tokens, n), with their graph if a load-balance loss has a gradient."""
+        """Store the scores (tokens, n) of a forward pass, without padding.
+
+        Their autograd graph is stored only if the load-balance loss has a gradient.
+        """
         unpadded = only_real(scores if self.balances else scores.detach())
         self._scores = collected(self._scores, unpadded)
 
@@ -82,14 +89,14 @@ class Router(StandIn):
 class Routed(Router):
     """A block of the base with low-rank experts that a router weights per token.
 
-    Each token has k *slots*, one for each chosen expert. With dropout, the input of every A has its
-    own mask.
+    Each token has k *slots*, one for each expert chosen for it. With dropout, each expert's A gets
+    the input with a mask of its own.
 
     Args:
         base: The block.
         path: Path of the block in the base, which is part of the router's name.
         layout: Numbers of experts, ranks and routing.
-        places: The modules for which each expert has a pair, by name.
+        places: The modules for which each expert has a low-rank pair, by the pair's name.
     """
 
     def __init__(
@@ -115,23 +122,26 @@ class Routed(Router):
             self.router = nn.Parameter(A.new_zeros(layout.experts, A.shape[1]))
 
     def _factors(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Return every expert's A (r, in) and B (out, r), with residuals; r is the maximum rank."""
+        """Return the A (r, in) and B (out, r) of every expert's pair with this name.
+
+        The factors include residuals and are padded with zeros to the largest rank r.
+        """
         pairs = [cast(LoraPair, expert.get_submodule(name)) for expert in self.experts]
         rank = max(pair.rank for pair in pairs)
         factors = [pair.factors(rank) for pair in pairs]
         return [A for A, _ in factors], [B for _, B in factors]
 
     def _low(self, tokens: Tensor, As: list[Tensor]) -> Tensor:
-        """Multiply tokens (tokens, in) with every expert's A and concatenate: (tokens, n*r)."""
+        """Multiply (tokens, in) by every expert's A and concatenate the products: (tokens, n*r)."""
         if not drops(self.dropout):
             return tokens @ torch.cat(As).to(tokens.dtype).t()
         lows = [dropout(tokens, self.dropout) @ A.to(tokens.dtype).t() for A in As]
         return torch.cat(lows, dim=1)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the slots' weights (k, tokens, 1) and one-hot choices (k, tokens, n).
+        """Return the slots' weights (k, tokens, 1) and one-hot choices of experts (k, tokens, n).
 
-        The choices are None if k = n.
+        The choices are None if k = n, as slot s then always belongs to expert s.
         """
         n = len(self.roles)
         if self.router is None:
@@ -147,8 +157,9 @@ class Routed(Router):
     def _weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and indices of the k experts with the highest scores: (tokens, k).
 
-        The weights are a softmax over the k highest scores. For k = 1, this would be 1 and have no
-        gradient, so the weight is the softmax over all experts, as in the released code.
+        The weights are a softmax over the k highest scores. For k = 1, such a weight would always
+        be 1 and have no gradient. The weight is then taken from the softmax over all experts, as in
+        the released code.
         """
         best, chosen = logits.topk(self.slots, dim=-1)
         if self.slots == 1:
@@ -161,7 +172,7 @@ class Routed(Router):
         return torch.zeros_like(logits).scatter(1, chosen, weights).mean(0)
 
     def first_experts(self) -> Tensor:
-        """Return the expert with the highest score of each token in the last pass: (tokens,)."""
+        """Return the index of the expert with the highest score for each token: (tokens,)."""
         return self._last_scores().argmax(-1)
 
     def _loads(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Token alignment: maps between the vocabularies of two tokenizers, and between their sequences."""
+"""Token alignment: maps between two tokenizers' vocabularies, and between their token positions."""
 
 from coterie.alignment.cache import cached_map
 from coterie.alignment.mapping import VocabularyMap, vocabulary_map

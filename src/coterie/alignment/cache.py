@@ -17,11 +17,12 @@ from coterie.files import write_bytes
 from coterie.messages import State
 
 FORMAT = 1
-"""Version of the map's definition and file; a change invalidates all cached files."""
+"""Version of the algorithm that computes maps and of the format of cache files. A new version
+invalidates all cached files."""
 
 
 def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
-    """Return the map from source to target from the cache; compute and cache it if necessary."""
+    """Return the map from source to target; read it from the cache, or compute and cache it."""
     mapping = load_map(source, target)
     if mapping is None:
         mapping = vocabulary_map(source, target)
@@ -57,7 +58,11 @@ def save_map(source: Vocabulary, target: Vocabulary, mapping: VocabularyMap) -> 
 
 
 def _path(source: Vocabulary, target: Vocabulary) -> Path:
-    """Return the file of a map; raise RuntimeError if the user has no home folder."""
+    """Return the path of a map's file in the cache.
+
+    Raises:
+        RuntimeError: The user has no home folder.
+    """
     pair = f"{FORMAT} {source.digest} {target.digest}".encode()
     setting = os.environ.get("COTERIE_CACHE")
     folder = Path(setting) if setting else Path.home() / ".cache/coterie/vocabulary-maps"

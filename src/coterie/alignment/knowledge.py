@@ -1,7 +1,7 @@
-"""A model's predictions for prompts with answers, and their alignment with another tokenizer.
+"""A model's predictions of the answers to prompts, and their alignment with another tokenizer.
 
 Teacher and student tokenise the same samples separately. A sample is identified by a hash of its
-prompt and answer, and a position in the answer by the number of characters before it.
+prompt and answer, and a position in an answer by the number of the answer's characters before it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,31 +23,32 @@ from coterie.messages import MessageError
 
 @dataclass(frozen=True)
 class Knowledge:
-    """A model's top-k predictions at the p positions of n samples' answers.
+    """A model's top-k predictions at all p positions in the answers of n samples.
 
-    An answer of m tokens has m + 1 positions: before each token, and before the end token.
+    An answer of m tokens has m + 1 positions: one before each token, and one before the end token.
     """
 
     samples: Tensor
-    """(n,) int64: hashes of prompt and answer (`sample_keys`)."""
+    """(n,) int64: a hash of each sample's prompt and answer; see `sample_keys`."""
     losses: Tensor
-    """(n,) float32: negative log-likelihood of the answer, in nats per UTF-8 byte."""
+    """(n,) float32: negative log-likelihood of each answer, in nats per UTF-8 byte."""
     starts: Tensor
-    """(n + 1,) int64: the first position of each sample, then p."""
+    """(n + 1,) int64: the index of each sample's first position; the last entry is p."""
     ends: Tensor
-    """(p,) int32: number of the answer's characters before the position; -1 inside a character."""
+    """(p,) int32: number of the answer's characters before each position, or -1 for positions
+    inside a character; see `alignment.sequence.ends`."""
     tokens: Tensor
-    """(p, k) int32: the most probable next tokens in descending order; -1 for none."""
+    """(p, k) int32: the most probable next tokens, in descending order; -1 in unused entries."""
     logprobs: Tensor
     """(p, k) float16: log-probabilities of `tokens`."""
     lognorm: Tensor
-    """(p,) float32: log of the sum of the k probabilities."""
+    """(p,) float32: logarithm of the sum of the k probabilities."""
 
     def only(self, samples: Tensor) -> "Knowledge":
         """Return the predictions for selected samples.
 
         Args:
-            samples: (n,) bool, a mask.
+            samples: (n,) bool, a mask of the samples to select.
         """
         rows = samples.repeat_interleave(self.starts.diff())
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), self.starts.diff()[samples]])
@@ -57,12 +58,12 @@ class Knowledge:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, for a message or a state."""
+        """Return all tensors in a dictionary with their names as keys, for a message or a state."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Knowledge":
-        """Create knowledge from tensors returned by `tensors`."""
+        """Create knowledge from the tensors that the method `tensors` returned."""
         return cls(**{f.name: tensors[f.name] for f in fields(cls)})
 
     @classmethod
@@ -72,9 +73,9 @@ class Knowledge:
         The schema has already checked that the tensors are finite and have the right dtypes.
 
         Args:
-            tensors: The group received.
+            tensors: The group of tensors that the message contains.
             vocabulary: Size of the sender's vocabulary.
-            most: Maximum k.
+            most: Maximum number k of tokens per position.
 
         Raises:
             MessageError: A tensor is missing, or has an invalid shape or values out of bounds.
@@ -94,7 +95,10 @@ class Knowledge:
         return knowledge
 
     def _is_ordered(self) -> bool:
-        """Return whether samples are unique and each one's positions advance to its end."""
+        """Return whether samples are unique and their positions are in a valid order.
+
+        In each sample, the positions must advance through the answer to its end.
+        """
         n, p = len(self.samples), len(self.ends)
         # Without this check, the differences below could overflow.
         inside = ((self.starts >= 0) & (self.starts <= p)).all()
@@ -108,7 +112,7 @@ class Knowledge:
         return bool(rising and complete) and len(self.samples.unique()) == n
 
     def _is_in_bounds(self, vocabulary: int) -> bool:
-        """Return whether all values are within their bounds."""
+        """Return whether the values of all tensors are within their bounds."""
         tokens = (self.tokens >= -1) & (self.tokens < vocabulary)
         checks = (tokens, self.losses >= 0, self.ends >= -1, self.lognorm < 1e-3)
         return all(bool(check.all()) for check in checks)
@@ -116,16 +120,16 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of one tokenizer in the samples' answers.
+    """The positions of one tokenizer's tokens in the answers of n samples.
 
-    `Knowledge` defines `samples`, `starts`, `ends`, n and p.
+    `samples`, `starts`, `ends`, n and p have the same meaning as in `Knowledge`.
     """
 
     samples: Tensor
     starts: Tensor
     ends: Tensor
     answers: tuple[str, ...]
-    """(n,) answers as encoded."""
+    """The n answers, with the text that was tokenised."""
 
     @classmethod
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
@@ -144,10 +148,10 @@ class Positions:
         )
 
     def of_samples(self, chosen: Tensor) -> Tensor:
-        """Return the positions of selected samples, sample by sample.
+        """Return the indices of the positions of selected samples, sample by sample.
 
         Args:
-            chosen: (n,) bool, a mask; or indices of samples.
+            chosen: Either a mask of the samples, (n,) bool, or the indices of the samples.
         """
         numbers = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen
         lengths = self.starts.diff()[numbers]
@@ -155,31 +159,33 @@ class Positions:
         return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
 
     def known(self, teacher: Knowledge) -> Tensor:
-        """Return the teacher's index of each sample, -1 if the teacher lacks it: (n,) int64."""
+        """Return each sample's index in the teacher's samples, or -1 if missing: (n,) int64."""
         return matched(self.samples, teacher.samples)
 
     def by_offsets(self, teacher: Knowledge) -> Tensor:
-        """Match each position with the teacher's position after the same characters.
+        """Match each of the p positions with the teacher's position after the same characters.
 
         Returns:
-            (p,) int64: the teacher's positions, or -1.
+            (p,) int64: the index of the teacher's position, or -1 if there is none.
         """
         student = keyed(self.ends, self.starts, self.known(teacher))
         numbers = torch.arange(len(teacher.samples))
         return matched(student, keyed(teacher.ends, teacher.starts, numbers))
 
     def by_warping(self, teacher: Knowledge) -> Tensor:
-        """Match positions with the paper's dynamic programme over the tokens' text.
+        """Match the p positions with the teacher's by dynamic time warping, as FedMKT does.
+
+        The function `dynamic` describes the algorithm.
 
         Returns:
-            (p,) int64: the teacher's positions, or -1.
+            (p,) int64: the index of the teacher's position, or -1 if there is none.
         """
         matches = torch.full(self.ends.shape, -1, dtype=torch.int64)
         for number, teacher_number in enumerate(self.known(teacher).tolist()):
             if teacher_number < 0:
                 continue
             if teacher.ends[teacher.starts[teacher_number + 1] - 1] != len(self.answers[number]):
-                continue  # the teacher's answer has another length, so it is not the same text
+                continue  # the teacher's answer has another length, so its text differs
             positions, pieces = _pieces(self, number, self.answers[number])
             teacher_positions, teacher_pieces = _pieces(
                 teacher, teacher_number, self.answers[number]
@@ -192,7 +198,7 @@ class Positions:
 
 
 def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tensor, list[str]]:
-    """Return a sample's positions at the ends of characters, and the text between them."""
+    """Return a sample's positions that are not inside a character, and the texts between them."""
     first, last = side.starts[number : number + 2].tolist()
     positions = torch.arange(first, last)[side.ends[first:last] >= 0]
     read = side.ends[positions].tolist()
@@ -200,12 +206,12 @@ def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tens
 
 
 def sample_keys(items: Sequence[Instruction]) -> Tensor:
-    """Return hashes that identify samples on both sides: (n,) int64, never negative."""
+    """Return hashes that identify samples for teacher and student: (n,) int64, never negative."""
     texts = (f"{item.prompt}\0{item.answer}".encode() for item in items)
     hashes = (blake2b(text, digest_size=8).digest() for text in texts)
     return torch.tensor([int.from_bytes(h, "big") >> 1 for h in hashes], dtype=torch.int64)
 
 
 def first_of_each(keys: Tensor) -> Tensor:
-    """Mark the first occurrence of each number: (n,) bool."""
+    """Mark the first occurrence of each number in `keys` (n,) with True: (n,) bool."""
     return first(keys[None])[0]

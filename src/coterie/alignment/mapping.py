@@ -1,7 +1,8 @@
 """FedMKT's vocabulary map: the nearest token of a target vocabulary for each source token.
 
 FedMKT (arXiv 2406.02224), section 3.2, after FuseLLM (arXiv 2401.10491), takes the token with the
-minimum edit distance. Here the distance counts bytes; a map is exact and equal on every machine.
+minimum edit distance. Here, the distance counts edits of bytes. The search for the minimum is exact
+and has the same result on every machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +18,15 @@ from torch import Tensor
 from coterie.alignment.vocabulary import Vocabulary
 
 BLOCK = 2**24
-"""Maximum number of distances in memory at a time."""
+"""Maximum number of edit distances that are in memory at the same time."""
 STANDS_FOR = {
     "eos": ("eos", "bos"),
     "bos": ("bos", "eos"),
     "unk": ("unk",),
     "pad": ("pad", "eos"),
 }
-"""The target's roles that a source's role maps to; the first that the target has is used."""
+"""For each role of a special token of the source: the roles in the target to which it may be
+mapped. The first role that the target has is used."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class VocabularyMap:
     """The nearest token of a target vocabulary for each token of a source vocabulary."""
 
     ids: Tensor
-    """(source tokens,) int32: the target's id; -1 for none."""
+    """(source tokens,) int32: the nearest target token's id, by source id; -1 if there is none."""
     distances: Tensor
-    """(source tokens,) int16: edit distance in bytes; 0 for special tokens; -1 for no token."""
+    """(source tokens,) int16: edit distance in bytes between the two tokens; 0 for special tokens,
+    and -1 if there is no target token."""
 
 
 def vocabulary_map(
@@ -70,11 +73,14 @@ def vocabulary_map(
 
 
 def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
-    """Return the target's id for each special token of the source that has a counterpart."""
+    """Map the id of each special token of the source to its counterpart's id in the target.
+
+    Special tokens without a counterpart are left out.
+    """
     mapped: dict[int, int] = {}
     for role, candidates in STANDS_FOR.items():
         ids = [target.roles[candidate] for candidate in candidates if candidate in target.roles]
-        if ids and role in source.roles:  # the first role counts for a token with several
+        if ids and role in source.roles:  # a token with several roles maps by the first
             mapped.setdefault(source.roles[role], ids[0])
     return mapped
 
@@ -82,14 +88,17 @@ def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
 def _nearest(
     queries: Sequence[bytes], words: Sequence[bytes], progress: Callable[[float], None]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the index of the first nearest word for each query, and its distance.
+    """Find the nearest word for each query; of several nearest words, the first one.
+
+    Returns:
+        The index of each query's nearest word, and their edit distance in bytes.
 
     Queries are compared with words of equal length first, then with words one byte shorter or
     longer, and so on. The difference in length is a lower bound of the distance, so a query that
     already has a nearer word is not compared further.
     """
     by_length = _by_length(words)
-    # distance * len(words) + index: the minimum is the first of the nearest words.
+    # A key is distance * len(words) + index, so the first of the nearest words has the minimum.
     keys = np.full(len(queries), np.iinfo(np.int64).max)
     processed = 0
     for length, group in _by_length(queries).items():
@@ -102,7 +111,7 @@ def _nearest(
 
 
 def _by_length(tokens: Sequence[bytes]) -> dict[int, NDArray[np.int64]]:
-    """Group the indices of tokens by the tokens' length in bytes, in ascending order."""
+    """Group the indices of tokens by the tokens' lengths in bytes, shortest tokens first."""
     lengths = np.array([len(token) for token in tokens])
     return {int(length): np.flatnonzero(lengths == length) for length in np.unique(lengths)}
 
@@ -114,7 +123,10 @@ def _update_keys(
     word_indices: NDArray[np.int64],
     keys: NDArray[np.int64],
 ) -> None:
-    """Update the keys of selected queries, in place, with the nearest of selected words."""
+    """Compare selected queries with selected words, and update the queries' keys in place.
+
+    A query's key (see `_nearest`) is lowered if the nearest of these words has a lower key.
+    """
     choices = [words[index] for index in word_indices]
     size = max(1, BLOCK // len(choices))
     for start in range(0, len(query_indices), size):
@@ -123,7 +135,7 @@ def _update_keys(
             [queries[index] for index in block],
             choices,
             scorer=Levenshtein.distance,
-            # Most distances fit into a byte, and argmin is faster over bytes.
+            # Most distances fit into a byte, and argmin is faster on an array of bytes.
             dtype=np.uint8 if max(len(queries[block[0]]), len(choices[0])) < 256 else np.int32,
             workers=torch.get_num_threads(),
         )

@@ -19,9 +19,9 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
     """Return the vocabulary of a tokenizer.
 
     Args:
-        tokenizer: An embedded base, a folder, a file, or a name on the Hugging Face hub. The file,
-            or the file in the folder, is tokenizer.json or vocab.json (of byte-level BPE);
-            `AutoTokenizer` reads all other folders.
+        tokenizer: An embedded base, a folder, a file, or a name on the Hugging Face hub. A file
+            must be a tokenizer.json, or the vocab.json of a byte-level BPE tokenizer. A folder must
+            contain one of these files or be readable by `AutoTokenizer`.
 
     Raises:
         CoterieError: There is no tokenizer, or transformers cannot read it.
@@ -47,7 +47,7 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
         )
     except OSError:
         raise
-    # The tokenizers library raises plain exceptions, and malformed content several others.
+    # The tokenizers library raises plain Exception, and malformed content several other classes.
     except Exception as error:
         raise CoterieError(
             f"No vocabulary could be read from {file}: the file is damaged or has a different "
@@ -56,7 +56,10 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
 
 
 def _file(folder: Path) -> Path | None:
-    """Return the file that fully describes a folder's tokenizer; None if `AutoTokenizer` must."""
+    """Return the file in a folder that describes its tokenizer completely.
+
+    If there is no such file, return None: `AutoTokenizer` then has to read the folder.
+    """
     if (folder / "tokenizer.json").exists():
         has_roles = (folder / "tokenizer_config.json").exists()
         return None if has_roles else folder / "tokenizer.json"

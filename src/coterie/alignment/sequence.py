@@ -1,8 +1,9 @@
-"""Alignment of a teacher's positions with a student's in one text with two tokenizations.
+"""Alignment of a teacher's and a student's token positions in the same text.
 
-A text of m tokens has m + 1 positions: position j predicts what follows the first j tokens. Two
-positions match if the same characters precede them, so the teacher's prediction is a target for the
-student's.
+Teacher and student have different tokenizers. A text of m tokens has m + 1 positions: at position
+j, a model predicts the token that follows the first j tokens. A teacher's and a student's position
+match if the same characters precede both. The teacher's prediction can then serve as the student's
+target.
 """
 
 from collections.abc import Sequence
@@ -13,19 +14,20 @@ from rapidfuzz.process import cdist
 from torch import Tensor
 
 WITHIN = -1
-"""The end of a position inside a character."""
+"""Value that replaces the number of preceding characters for a position inside a character."""
 
 
 def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Count the characters before each position.
 
     Args:
-        offsets: (m,) character ranges of the tokens.
+        offsets: The range of characters (start, end) of each of the m tokens.
 
     Returns:
-        (m + 1,) counts, strictly increasing from 0 apart from `WITHIN`. The count is `WITHIN`
-        inside a character (byte-level tokenizers split an emoji into several tokens with the same
-        offsets), and for all but the last of several positions after the same characters.
+        m + 1 counts. A position inside a character has the count `WITHIN` (byte-level tokenizers
+        split an emoji into several tokens with the same offsets). If several positions follow the
+        same characters, all but the last of them have the count `WITHIN`, too. The other counts are
+        strictly increasing from 0.
     """
     counts = []
     read = 0
@@ -36,10 +38,10 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def matched(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the index in `teacher` of each number in `student`.
+    """Return, for each number in `student`, the index of the same number in `teacher`.
 
-    For `ends`, this is the teacher's position after the same characters. Positions of several texts
-    can be matched at once with `keyed` ends.
+    If the numbers are the `ends` of positions, the result is the teacher's position after the same
+    characters. To match the positions of several texts at once, make their ends unique by `keyed`.
 
     Args:
         student: (p,) int64; -1 matches nothing.
@@ -58,12 +60,13 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Combine the ends of several texts' positions with the texts' keys into unique numbers.
+    """Combine the ends of positions in several texts with the texts' keys into unique numbers.
 
     Args:
-        ends: (p,) ends of all positions, text by text.
-        starts: (n + 1,) int64, the first position of each text, then p.
-        keys: (n,) int64, a number below 2**31 that identifies a text on both sides, or -1.
+        ends: (p,) number of characters before each position (see `ends`), text by text.
+        starts: (n + 1,) int64, the index of each text's first position; the last entry is p.
+        keys: (n,) int64, a number below 2**31 that identifies each text for teacher and student
+            alike, or -1 for a text without a key.
 
     Returns:
         (p,) int64; -1 for positions inside a character and for texts without a key.
@@ -73,20 +76,20 @@ def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
 
 
 def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
-    """Match the positions of two token sequences with the paper's dynamic programme.
+    """Match the positions of two token sequences with FedMKT's dynamic programme.
 
-    Dynamic time warping pairs every token with one or more tokens of the other side such that the
-    sum of edit distances is minimal. If a student's token is paired with exactly one teacher's
-    token, the positions after both match. Position 0 matches position 0. Tie-break: the diagonal
-    first, then the student's step. (arXiv 2406.02224, appendix A; the warping is from Fu et al.,
-    arXiv 2301.12726.)
+    Dynamic time warping pairs every token with one or more tokens of the other sequence such that
+    the sum of edit distances is minimal. If a student's token is paired with exactly one token of
+    the teacher, the positions directly after these two tokens match. Position 0 matches position 0.
+    Ties are resolved in favour of a step in both sequences, then of a step in the student's only.
+    (arXiv 2406.02224, appendix A; the warping is from Fu et al., arXiv 2301.12726.)
 
     Args:
         student: The student's m tokens as text.
         teacher: The teacher's tokens as text.
 
     Returns:
-        (m + 1,) positions of the teacher, or -1.
+        The teacher's position for each of the student's m + 1 positions, or -1 if none matches.
     """
     if not student or not teacher:
         return [0, *(-1 for _ in student)]

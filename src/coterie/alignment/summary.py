@@ -8,17 +8,17 @@ from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
 
 LAST = 4
-"""Edit distance of the histogram's last bin, which includes all larger ones."""
+"""Smallest edit distance in the histogram's last bin, which also counts all larger distances."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of a map over the source's tokens, without special tokens."""
+    """Statistics of a vocabulary map over the source's tokens, except special and unused tokens."""
 
     tokens: int
-    """Number of these tokens."""
+    """Number of the source's tokens, without special and unused tokens."""
     exact: float
-    """Share of tokens that the target has, too; 0 to 1."""
+    """Share of these tokens, from 0 to 1, that are identical to a token of the target."""
     mean: float
     """Mean edit distance in bytes over all mapped tokens."""
     histogram: tuple[int, ...]
@@ -26,7 +26,7 @@ class Summary:
 
 
 def summarise(source: Vocabulary, mapping: VocabularyMap) -> Summary:
-    """Compute the statistics of a map from `source`."""
+    """Compute the statistics of a vocabulary map whose source vocabulary is `source`."""
     has_bytes = torch.tensor([token is not None for token in source.tokens], dtype=torch.bool)
     distances = mapping.distances[has_bytes].long()
     tokens = len(distances)
@@ -37,9 +37,10 @@ def summarise(source: Vocabulary, mapping: VocabularyMap) -> Summary:
 
 
 def worst(source: Vocabulary, mapping: VocabularyMap, most: int) -> list[int]:
-    """Return the ids of the `most` source tokens with the largest distances, largest first.
+    """Return the ids of the source tokens with the largest distances, largest distance first.
 
-    Ties are resolved in favour of the smallest id.
+    At most `most` ids are returned. Tokens with the distance 0 are left out. Ties are
+    resolved in favour of the smallest id.
     """
     ranked = [
         (-distance, i)

@@ -1,10 +1,10 @@
 """Translation of a teacher's sparse predictions into the student's vocabulary.
 
 A prediction consists of the k most probable tokens, their log-probabilities, and the log of the sum
-of these probabilities. Each token is replaced by the nearest one in the student's vocabulary; if
-two tokens become the same one, the more probable one is kept. The student's targets are
-probabilities that sum to one; `SoftTargets.mass` is the share of the teacher's probability that
-they represent.
+of these probabilities. Each token is replaced by the nearest token in the student's
+vocabulary. If several tokens are replaced by the same token, only the most probable of them is
+used. The student's targets are probabilities that sum to one. `SoftTargets.mass` is the share of
+the teacher's probability that these targets represent.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class SoftTargets:
     probs: Tensor
     """(p, k) float32: probabilities that sum to one, or all 0 if the target is unknown."""
     mass: Tensor
-    """(p,) float32: the teacher's total probability of the tokens."""
+    """(p,) float32: the total probability that the teacher assigns to the k tokens."""
 
     @classmethod
     def of(cls, targets: Tensor, k: int) -> "SoftTargets":
-        """Create one-hot distributions, with zero mass as they come from no teacher.
+        """Create one-hot distributions; their mass is 0, as they come from no teacher.
 
         Args:
             targets: (p,) token ids.
@@ -47,7 +47,7 @@ class SoftTargets:
         self.mass[positions] = others.mass
 
     def or_else(self, others: "SoftTargets") -> "SoftTargets":
-        """Return a copy with `others` at the positions without any target."""
+        """Return a copy that takes the targets from `others` at positions without any target."""
         has_target = (self.probs > 0).any(-1)
         return SoftTargets(
             torch.where(has_target[:, None], self.tokens, others.tokens),
@@ -66,18 +66,21 @@ def translated(
 ) -> SoftTargets:
     """Translate predictions into the student's vocabulary.
 
-    Probabilities are softmax(logprobs / temperature) over the tokens that are kept. They are 0 at
-    positions without any token. If several tokens become the same one, the first is kept.
+    A token is left out if the student's vocabulary has no token for it, or if a more probable token
+    at the same position has been translated into the same token. Probabilities are
+    softmax(logprobs / temperature) over the remaining tokens, and 0 at positions where no token
+    remains.
 
     Args:
-        tokens: (p, k), in descending order of probability; -1 for none.
-        logprobs: (p, k).
+        tokens: (p, k), the teacher's tokens in descending order of probability; -1 in unused
+            entries.
+        logprobs: (p, k), the log-probabilities of `tokens`.
         lognorm: (p,), the log of the sum of the k probabilities.
-        ids: (teacher's vocabulary,), the student's token for each of the teacher's, or -1
-            (`VocabularyMap.ids`); None if the tokens are the student's already.
+        ids: (teacher's vocabulary,), the student's token for each of the teacher's tokens, or -1 if
+            there is none (`VocabularyMap.ids`). None if `tokens` are ids of the student already.
         temperature: Softmax temperature.
-        vocabulary: Number of rows of the student's embedding; tokens from this id on are dropped,
-            as a tokenizer may have more tokens than its model. None for no limit.
+        vocabulary: Number of rows of the student's embedding; tokens from this id on are left
+            out, as a tokenizer may have more tokens than its model. None for no limit.
     """
     if ids is not None:
         tokens = torch.where(tokens < 0, -1, ids[tokens.long().clamp(min=0)])
@@ -94,7 +97,7 @@ def translated(
 
 
 def first(tokens: Tensor) -> Tensor:
-    """Mark the first occurrence of each token in its row: (p, k) bool."""
+    """Mark the first occurrence of each token in its row with True: (p, k) bool."""
     ordered, indices = tokens.sort(dim=-1, stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -102,7 +105,7 @@ def first(tokens: Tensor) -> Tensor:
 
 
 def mixed(a: SoftTargets, b: SoftTargets, weight: Tensor) -> SoftTargets:
-    """Combine two targets: weight * a + (1 - weight) * b.
+    """Combine two sets of targets: weight * a + (1 - weight) * b.
 
     Args:
         a: Targets with k_a columns.
@@ -110,7 +113,7 @@ def mixed(a: SoftTargets, b: SoftTargets, weight: Tensor) -> SoftTargets:
         weight: (p,) or a scalar, the weight of `a`.
 
     Returns:
-        Targets with k_a + k_b columns; a token of both occurs twice.
+        Targets with k_a + k_b columns; a token that is in both `a` and `b` occurs twice.
     """
     w = weight.expand(len(a.mass))
     probs = torch.cat([a.probs * w[:, None], b.probs * (1 - w[:, None])], -1)

@@ -29,7 +29,7 @@ NAMES = {
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
 STAND_INS: dict[str, int] = {sign: byte for byte, sign in bytes_to_unicode().items()}
-"""Bytes by the printable character with which GPT-2 represents them."""
+"""The byte that each of GPT-2's printable characters represents."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,17 @@ class Vocabulary:
 
     tokens: tuple[bytes | None, ...]
     """The bytes that each token adds to a text, by id; None for special tokens and for tokens that
-    never occur (an unused id, or a fallback token of a byte that also has an ordinary token)."""
+    never occur (unused ids, and fallback tokens for bytes that also have an ordinary token)."""
     roles: Mapping[str, int]
-    """Ids of the tokens "bos", "eos", "unk" and "pad", as far as the tokenizer has them."""
+    """Ids of the special tokens by role ("bos", "eos", "unk", "pad"); a role that the tokenizer
+    lacks is left out."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | RawTokenizer) -> "Vocabulary":
         """Read the vocabulary of a fast tokenizer, whose decoder defines the tokens' bytes.
 
         Raises:
-            CoterieError: The tokenizer is not a fast one.
+            CoterieError: The tokenizer is not a fast tokenizer.
         """
         if isinstance(tokenizer, RawTokenizer):
             return _of_raw(tokenizer, {})
@@ -79,11 +80,11 @@ def spelled(
     """Create a vocabulary from the tokens' bytes.
 
     Args:
-        spellings: Bytes of each token by id.
+        spellings: The bytes of each token, by the token's id.
         special: Ids of special tokens.
-        roles: Ids of the tokens with a role.
+        roles: Ids of special tokens by role, as in `Vocabulary.roles`.
         fallback: Ids of single-byte tokens that are used only if no other token matches. Such a
-            token has no bytes if an ordinary token has the same ones: otherwise Llama would have
+            token becomes None if an ordinary token has the same byte. Otherwise, Llama would have
             "A" twice, and "A" could be mapped to a token that Llama has never been trained on.
     """
     excluded = {*special, *roles.values()}
@@ -109,7 +110,7 @@ def roles_of(named: Mapping[str, int]) -> dict[str, int]:
 
 
 def byte_level(token: str) -> bytes:
-    """Convert a token of GPT-2's printable characters to bytes; encode other text as UTF-8."""
+    """Convert a token in GPT-2's printable characters to bytes; encode other tokens as UTF-8."""
     try:
         return bytes(STAND_INS[character] for character in token)
     except KeyError:
@@ -117,13 +118,13 @@ def byte_level(token: str) -> bytes:
 
 
 def byte_piece(token: str) -> bytes | None:
-    """Return the byte of a SentencePiece token such as <0x0A>; None for other tokens."""
+    """Return the byte that a SentencePiece token such as <0x0A> represents, or None."""
     match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     return bytes.fromhex(match[1]) if match else None
 
 
 def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
-    """Read a vocabulary; infer the roles from the tokens' names if none are given."""
+    """Read a vocabulary; if `roles` is empty, infer the roles from the special tokens' names."""
     described = json.loads(tokenizer.to_str())
     ids = tokenizer.get_vocab(with_added_tokens=True)
     added = {token["content"] for token in described["added_tokens"]}
@@ -144,7 +145,7 @@ def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """List the steps of a decoder in tokenizer.json, in order."""
+    """List the steps of a decoder from tokenizer.json in the order in which they are applied."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":

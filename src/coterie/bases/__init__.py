@@ -20,5 +20,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Import torch on first use, as run files are checked without it."""
+    """Import names that need torch on first use, so that run files are checked without torch."""
     return getattr(import_module("coterie.bases.loading"), name)

@@ -51,7 +51,7 @@ OTHER_FILES = (
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.safetensors")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
-"""Names of causal masks and positions in old checkpoints, which models compute today."""
+"""Names of causal masks and position tensors in old checkpoints; today, models compute them."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -59,8 +59,8 @@ def check_files(folder: Path) -> None:
     """Check the files of a base's folder that describe its model and its tokenizer.
 
     Raises:
-        CoterieError: A file is a Git LFS pointer or no JSON object, or the folder contains a PEFT
-            adapter.
+        CoterieError: A file is a Git LFS pointer, a .json file does not contain a JSON object, or
+            the folder contains a PEFT adapter.
     """
     if (folder / ADAPTER).exists():
         config = _json_object(folder / ADAPTER)
@@ -105,7 +105,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> Mapping[str, str]:
-    """Return the weight file of each tensor, by the tensor's name."""
+    """Return a mapping from tensors to weight files, both as names, from an index file."""
     content = _json_object(index)
     shards = content.get("weight_map")
     if not (
@@ -174,7 +174,7 @@ def check_architecture(name: str, raw: Mapping[str, Any]) -> None:
 
 
 def check_causal(name: str, config: PreTrainedConfig) -> None:
-    """Check that a base is a causal language model: it predicts each token from the previous."""
+    """Check that a base is a causal language model, which predicts each token from those before."""
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     encodes = (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING
@@ -193,11 +193,11 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
 
     Args:
         name: The base's name in the run file.
-        model: The base as loaded.
+        model: The base, directly after loading.
         report: The loading report of transformers (`output_loading_info`).
 
     Raises:
-        CoterieError: Tensors are missing, have another shape or are not finite, or the checkpoint
+        CoterieError: Tensors are missing, have a wrong shape or are not finite, or the checkpoint
             has layers or biases that config.json does not describe.
     """
     if missing := sorted(report["missing_keys"]):
@@ -226,7 +226,12 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
 
 
 def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield unexpected tensors of the model's modules, or of additional modules like these."""
+    """Yield the unexpected tensors of a checkpoint that show that config.json does not describe it.
+
+    Such a tensor belongs to a module of the model (for example, a bias), or its name differs from a
+    tensor of the model only in numbers (for example, a further layer). All other unexpected tensors
+    and the buffers of old checkpoints are ignored.
+    """
     modules = {path for path, _ in model.named_modules() if path}
     patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}
     for tensor in unexpected:
@@ -236,7 +241,7 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the values of floating-point weights; for quantised ones, the scales."""
+    """Yield the names and values of floating-point weights, and of quantised weights the scales."""
     for tensor, weight in model.named_parameters():
         values = weight.detach()
         if (scales := getattr(weight, "SCB", None)) is not None:  # int8

@@ -10,7 +10,7 @@ from coterie.errors import CoterieError
 Device = str | tuple[str, ...]
 """The run file's `device`: auto, cpu, cuda, cuda:N, mps, or a tuple of several cuda:N."""
 Placement = dict[str, torch.device]
-"""The device of each module of a base by path; "" is the whole base."""
+"""The device of each module of a base, by the module's path; the path "" is the whole base."""
 
 
 def devices_of(device: Device) -> list[torch.device]:
@@ -25,12 +25,12 @@ def devices_of(device: Device) -> list[torch.device]:
 
 
 def names_of(device: Device) -> str:
-    """Format the names of the devices, as a run folder records them; auto is resolved."""
+    """Format the names of the devices for a run folder, with `auto` resolved to a device."""
     return ", ".join(map(str, devices_of(device)))
 
 
 def available(device: Device) -> Device:
-    """Return the device unchanged, or auto if this machine lacks it."""
+    """Return the `device` of a run file unchanged, or `auto` if this machine lacks the device."""
     try:
         devices_of(device)
     except CoterieError:
@@ -54,7 +54,7 @@ def _device(name: str) -> torch.device:
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:
-    """Assign a base's layers to devices, in order, with about equal sizes per device.
+    """Assign a base's modules to devices, in order, so that each device holds about as many bytes.
 
     An output head that is tied to the embedding is placed on the embedding's device.
 
@@ -80,7 +80,11 @@ def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement
 def _modules(
     module: nn.Module, unsplit: Collection[str], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that stay on one device: those of the classes `unsplit`, and leaves."""
+    """Yield the path and module of each module that must stay on one device as a whole.
+
+    These are the modules of the classes `unsplit`, the modules with parameters of their own, and
+    the modules without children.
+    """
     children = list(module.named_children())
     if type(module).__name__ in unsplit or not children or list(module.parameters(recurse=False)):
         yield path, module

@@ -20,7 +20,7 @@ def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[Non
 
     Args:
         model: The base.
-        rate: Rate of all of the base's dropout; 0 changes nothing.
+        rate: Rate that all dropout of the base gets; 0 leaves the base's dropout disabled.
         seed: Seed of torch's global generators.
 
     Raises:
@@ -65,7 +65,7 @@ def dropping_out(model: nn.Module, rate: float) -> Iterator[None]:
 
 
 def _rates(module: nn.Module) -> dict[str, float]:
-    """Return a module's dropout rates by attribute: `p`, or Llama's `attention_dropout`."""
+    """Return a module's dropout rates by attribute, such as `p` or Llama's `attention_dropout`."""
     if isinstance(module, nn.Dropout):
         return {"p": module.p}
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, float | int)}

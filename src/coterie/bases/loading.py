@@ -39,16 +39,17 @@ from coterie.bases.weights import format_of, settle
 from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-"""Options that never run Python code shipped with a base; transformers would ask by default."""
+"""Loading options that forbid running Python code shipped with a base. By default, transformers
+would ask the user."""
 EMBEDDED = Path(__file__).parent.parent / "assets"
-"""Folder of the bases shipped with Coterie; each has a subfolder with its name."""
+"""Folder of the bases shipped with Coterie; each base has a subfolder with the base's name."""
 
 
 @dataclass(frozen=True)
 class Base:
     """A frozen model with its tokenizer, shared by all clients in a process.
 
-    Each client's adapter is attached for its turn and detached afterwards.
+    A client's adapter is attached to the model while the client computes, and then detached.
     """
 
     model: PreTrainedModel
@@ -56,11 +57,11 @@ class Base:
     precision: Precision
     """Precision of forward passes; bf16 uses autocast."""
     device: torch.device
-    """Device of input tokens: the first of several devices."""
+    """Device on which input tokens must be: the first one if the model is on several devices."""
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the weights as loaded, compared between machines."""
+        """A hash of the loaded weights, which shows whether machines have the same base."""
         digest = blake2b(digest_size=8)
         for name, tensor in sorted(self.model.state_dict().items()):
             digest.update(name.encode())
@@ -69,12 +70,12 @@ class Base:
 
     @property
     def context_token(self) -> int:
-        """The token that precedes every text; see `context_token`."""
+        """Id of the token that precedes every text; see the function `context_token`."""
         return context_token(self.tokenizer)
 
 
 def context_token(tokenizer: Tokenizer) -> int:
-    """Return the token that precedes every text: beginning-of-text, or else end-of-text.
+    """Return the id of the token before every text: beginning-of-text, or else end-of-text.
 
     Raises:
         CoterieError: The tokenizer has neither.
@@ -98,9 +99,10 @@ def load_base(
 ) -> Base:
     """Load a frozen base with dropout disabled.
 
-    Weights have the format that `base` specifies. Otherwise they have the checkpoint's format, with
-    two exceptions: float16 becomes bfloat16, and everything becomes float32 if `precision` is fp32.
-    If weights are in float32 and `precision` is bf16, the linear layers are cast to bfloat16.
+    If `base` specifies a format, the weights have this format. Otherwise, they have the format of
+    the checkpoint, with two exceptions: float16 becomes bfloat16, and all weights become float32 if
+    `precision` is fp32. If weights are in float32 and `precision` is bf16, the linear layers are
+    cast to bfloat16.
 
     Args:
         base: An embedded base, a folder, or a name on the Hugging Face hub.
@@ -142,7 +144,7 @@ def load_base(
 
 
 class Bases(dict[BaseSpec, Base]):
-    """Bases for one precision, each loaded on first access and then cached."""
+    """Bases for one precision; each base is loaded when it is first accessed, and then cached."""
 
     def __init__(
         self, precision: Precision, window: int, root: Path = Path(), device: Device = "auto"
@@ -157,7 +159,7 @@ class Bases(dict[BaseSpec, Base]):
 
 
 def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
-    """Build a base without weights (on the meta device), which suffices for a server."""
+    """Build a base without weights (on the meta device), which is all that a server needs."""
     spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
     with torch.device("meta"):
@@ -166,14 +168,14 @@ def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
 
 
 def check_base(base: BaseSpec, root: Path = Path()) -> None:
-    """Check a base's configuration, and the headers of its weight files if it is in a folder."""
+    """Check a base's configuration, and for a local folder the headers of its weight files."""
     _config(base, root)
     if folder := _folder(base, root):
         check_weights(folder)
 
 
 def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
-    """Load a base's configuration; raise CoterieError if it is no causal language model."""
+    """Load a base's configuration; raise CoterieError if it is not a causal language model."""
     if folder := _folder(base, root):
         check_files(folder)
     raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
@@ -206,7 +208,7 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
 
 
 def is_folder(name: str) -> bool:
-    """Return whether a base's name refers to a local folder that does not ship with Coterie."""
+    """Return whether a base's name is a local folder, not a base that ships with Coterie."""
     return name not in _shipped() and os.path.isdir(place(name, Path()))
 
 
@@ -215,7 +217,7 @@ def _shipped() -> list[str]:
 
 
 def place(name: str, root: Path) -> str:
-    """Return the folder of a shipped or local base; for other bases, the name on the hub."""
+    """Return the folder of a base that is shipped or local; return any other name unchanged."""
     folders = (EMBEDDED / name, root / name)
     # Unlike Path.is_dir, os.path.isdir accepts names that are invalid as paths.
     return next((str(folder) for folder in folders if os.path.isdir(folder)), name)
@@ -228,7 +230,14 @@ def _folder(base: BaseSpec, root: Path) -> Path | None:
 
 
 def _find(base: BaseSpec, location: str) -> None:
-    """Raise OSError or ValueError at once if a base does not exist; loaders retry for a minute."""
+    """Raise an exception at once if a base does not exist.
+
+    Without this check, the loaders of transformers would retry for a minute.
+
+    Raises:
+        OSError: The base could not be downloaded from the hub.
+        ValueError: The base's name is not a valid name on the hub.
+    """
     if os.path.isdir(location) or isinstance(
         try_to_load_from_cache(base.name, "config.json", revision=base.revision), str
     ):
@@ -243,7 +252,8 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
     """Call one of transformers' loaders for a base, and return its result.
 
     Raises:
-        CoterieError: The loader failed, other than by running out of memory.
+        CoterieError: The loader failed for a reason other than a lack of memory. If memory ran out,
+            the loader's exception is not changed.
     """
     location, name = place(base.name, root), base.name
     revision = {} if base.revision is None else {"revision": base.revision}
@@ -280,7 +290,7 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
 
 
 def _is_gated(error: BaseException | None) -> bool:
-    """Return whether the hub requires a login and an accepted licence."""
+    """Return whether a loader failed because the hub requires a login and an accepted licence."""
     while error is not None and not isinstance(error, GatedRepoError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,8 +1,8 @@
 """The padding mask of a batch, for statistics over tokens: routing weights and mean embeddings.
 
-Samples are padded at their ends, where causal attention never reads, so only sums over tokens have
-to exclude padding. Models do not pass a mask to their linear layers; it is set in a context around
-the forward pass instead.
+Samples are padded at the end, and in causal attention no token attends to later ones. Therefore,
+only sums over tokens have to exclude padding. Models do not pass a mask to their linear layers, so
+the mask is set in a context around the forward pass.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Pass(NamedTuple):
-    """The mask of a forward pass, and whether the pass continues or repeats the previous one."""
+    """The mask of a forward pass, and whether the pass continues or repeats the previous pass."""
 
     mask: Tensor | None = None
     goes_on: bool = False
@@ -40,22 +40,23 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
 
     Args:
         mask: (batch, time) bool, False for padding; None if there is no padding.
-        goes_on: Whether the pass reads a further piece of the previous pass's batch, so that
-            statistics over tokens include the previous pieces.
+        goes_on: Whether the forward pass reads a further part of the batch that the previous pass
+            read, so that statistics over tokens include the previous parts.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 
 
 def repeating_batch() -> AbstractContextManager[None]:
-    """Repeat a forward pass with the current mask; modules keep the statistics they already have.
+    """Return a context in which a forward pass is repeated with the current mask.
 
-    Gradient checkpointing recomputes forward passes in this way.
+    Modules do not count the repeated pass in their statistics. Gradient checkpointing recomputes
+    forward passes in this context.
     """
     return _set(_now.get()._replace(goes_on=False, repeats=True))
 
 
 def real_mask(device: torch.device) -> Tensor | None:
-    """Return the current padding mask, (batch, time), on a device; None without padding."""
+    """Move the current padding mask (batch, time) to a device; return None without padding."""
     mask = _now.get().mask
     return None if mask is None else mask.to(device)
 
@@ -67,12 +68,12 @@ def only_real(rows: Tensor) -> Tensor:
 
 
 def collected(before: Tensor | None, now: Tensor) -> Tensor:
-    """Return the rows that a module keeps of a batch.
+    """Return the rows that a module stores for its current batch.
 
     Args:
-        before: Rows kept so far, or None.
-        now: Rows of the current forward pass; they are appended if the pass continues a batch, and
-            ignored if it repeats one.
+        before: Rows stored so far; None if there are none.
+        now: Rows of the current forward pass. They are appended to `before` if the pass continues
+            the batch, are ignored if it repeats the previous pass, and otherwise replace `before`.
     """
     if before is None:
         return now

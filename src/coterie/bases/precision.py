@@ -13,14 +13,14 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast(precision: Precision, device_type: str) -> torch.autocast:
-    """Return the autocast context for forward passes in this precision."""
+    """Return the autocast context for forward passes in a precision, disabled for fp32."""
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
 
 
 SHORT_WINDOW = 256
-"""Maximum window in tokens for which a CPU in bf16 uses eager attention. The backward pass of fused
-attention is slow on CPUs (6 % of a GPT-2 step at 128 tokens), but eager attention would need too
-much memory for longer windows."""
+"""Maximum window in tokens for which a base on a CPU uses eager attention in bf16. The backward
+pass of fused attention is slow on CPUs (6 % of a GPT-2 step at 128 tokens), but eager attention
+would need too much memory for longer windows."""
 
 
 def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> None:
@@ -39,11 +39,12 @@ def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> 
 
 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
-    """Freeze a base's linear layers and cast them once, for use under autocast to this dtype.
+    """Freeze a base's linear layers and cast them to the dtype in which autocast computes.
 
-    Autocast would cast them at each use, with the same result. Embeddings, norms and therefore the
-    residual stream keep their dtype. An output head that is tied to the embedding keeps its weight
-    and gets a cast copy, which the loss reads through `frozen_weight`.
+    Otherwise, autocast would cast them at each use, with the same result. Embeddings, norms
+    and therefore the residual stream keep their dtype. An output head that is tied to the embedding
+    also keeps its dtype, but gets a cast copy of its weight, which the loss reads through
+    `frozen_weight`.
 
     Args:
         base: The base, modified in place.
@@ -66,9 +67,10 @@ def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
 
 
 def frozen_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Return a linear layer's weight in a dtype, without a gradient.
+    """Return a linear layer's weight in a dtype, detached from the autograd graph.
 
-    The cast copy is used if there is one and the weight is not parametrized.
+    If `cast_frozen` has stored a cast copy in this dtype, the copy is returned, unless the weight
+    is parametrized (by full fine-tuning).
     """
     changed = parametrize.is_parametrized(linear)
     copy = None if changed else getattr(linear, "cast_weight", None)

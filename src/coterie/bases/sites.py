@@ -30,19 +30,23 @@ class StandIn(nn.Module):
 
 @dataclass(frozen=True)
 class MlpShape:
-    """Names of an MLP's modules: `down(act(up[0] x))`, or gated `down(act(up[0] x) * up[1] x)`."""
+    """Names of an MLP's modules.
+
+    The MLP computes `down(act(up[0](x)))`, or if it is gated `down(act(up[0](x)) * up[1](x))`.
+    """
 
     up: tuple[str, ...]
     down: str
     act: str
     fused: bool = False
-    """Whether one layer computes the gate (first half of its outputs) and the gated values."""
+    """Whether one upward layer computes both the gate (the first half of its outputs) and the
+    values that the gate multiplies (the second half)."""
     dropouts: tuple[str, ...] = ("dropout", "residual_dropout")
-    """Attributes with a final dropout, a module or a rate, if the MLP has them."""
+    """Names of the attributes in which an MLP may have a final dropout, as a module or a rate."""
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """All linear layers, in the order of computation."""
+        """Names of all linear layers, in the order of computation."""
         return (*self.up, self.down)
 
 
@@ -57,14 +61,15 @@ MLP_SHAPES = (
     MlpShape(up=("up_proj",), down="down_proj", act="act_fn"),
 )
 BLOCKS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "mixer", "mamba")
-"""Names of blocks beside which experts can be attached; the first in a decoder layer is used."""
+"""Names of blocks to which experts can be attached in parallel. In each decoder layer, the first of
+these names that exists is used."""
 
 
 Linear = nn.Linear | Conv1D
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of all modules of a base, as if no adapter were attached."""
+    """Yield the path and module of every module of a base, as if no adapter were attached."""
     if isinstance(module, StandIn):
         module = module.base
     yield path, module
@@ -79,7 +84,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def mlp_shape(module: nn.Module) -> MlpShape | None:
-    """Return the shape of a module that is an MLP, or None for other modules."""
+    """Return the shape of an MLP, or None if the module is not an MLP of a known shape."""
     children = children_of(module)
     for shape in MLP_SHAPES:
         linears = (children.get(name) for name in shape.linears)
@@ -97,7 +102,7 @@ def decoder_of(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path in the base and the module of all modules of its text decoder."""
+    """Yield the path and module of every module of a base's text decoder; paths are in the base."""
     decoder = decoder_of(base) if isinstance(base, PreTrainedModel) else base
     path = next(path for path, module in walk(base) if module is decoder)
     return walk(decoder, path)
@@ -118,11 +123,12 @@ def width(base: nn.Module) -> int:
 
 
 def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]]:
-    """Find the module of each decoder layer to which experts can be attached.
+    """Find, in each decoder layer of a base, the module to which experts can be attached.
 
     Returns:
-        The module and its shape by path. A layer may be its own MLP (as in OPT). If the shape is
-        None, experts can only be attached beside the module: it is a mixture of experts, or a
+        Each of these modules with its shape, by the module's path. The module is the decoder layer
+        itself if the MLP's layers belong directly to it (as in OPT). If the shape is None, experts
+        can only be attached beside the module. Such a module is a mixture of experts, or a
         state-space block in a layer without an MLP.
     """
     sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
@@ -136,7 +142,7 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
 
 
 def attention_linears(base: nn.Module) -> dict[str, Linear]:
-    """Return the linear layers of attention by path.
+    """Return the linear layers of all attention modules, by path in the base.
 
     The input projections (`in_proj...`) of state-space blocks and linear attention are included.
     """
@@ -210,14 +216,18 @@ PLACES = {
     }.items()
     for end in ends
 }
-"""Places of linear layers and blocks, independent of the architecture, by the end of the path."""
+"""Places: architecture-independent names of linear layers and blocks. The keys are the last one or
+two components of a module's path."""
 QUERY_VALUE = r"attention\.(q|v|qkv)|mixer\.in"
 """Pattern of the places that compute queries and values, and of the input projections of
 state-space blocks and linear attention."""
 
 
 def place_of(path: str) -> str:
-    """Return the place of the module at a path, such as `mlp.up`; for unknown names, the name."""
+    """Return the place of the module at a path: its architecture-independent name.
+
+    An example is `mlp.up`. If `PLACES` has no entry for a path, its last component is the place.
+    """
     names = path.split(".")
     if names[-1].startswith("in_proj"):
         return "mixer.in"
@@ -225,8 +235,8 @@ def place_of(path: str) -> str:
 
 
 def sizes(linear: nn.Module) -> tuple[int, int]:
-    """Return (in, out) of a linear layer, also if its weight is packed (quantised)."""
-    if isinstance(linear, Conv1D):  # GPT-2's: the weight is (in, out), and there are no attributes
+    """Return a linear layer's input and output widths (in, out), even if its weight is packed."""
+    if isinstance(linear, Conv1D):  # GPT-2's class has no in_features; its weight is (in, out)
         rows, columns = linear.weight.shape
         return rows, columns
     assert isinstance(linear, nn.Linear)
@@ -234,7 +244,7 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes: autocast's if enabled, else x's dtype."""
+    """Return the dtype in which a linear layer computes: that of autocast if enabled, else x's."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -26,7 +26,7 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, values: Any) -> Any:
-        """Convert a plain name to a mapping."""
+        """Convert a base that is given as a plain name to a mapping."""
         if isinstance(values, str):
             return {"name": values}
         if not isinstance(values, Mapping | BaseSpec):
@@ -40,7 +40,7 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
         return self.name if values.keys() == {"name"} else values
 
     def __str__(self) -> str:
-        """Format the base for a sentence: "gpt2 in bf16 at revision main"."""
+        """Format the base for use in a sentence, such as "gpt2 in bf16 at revision main"."""
         format = f" in {self.weights}" if self.weights else ""
         return f"{self.name}{format}{f' at revision {self.revision}' if self.revision else ''}"
 

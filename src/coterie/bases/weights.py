@@ -17,7 +17,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def format_of(base: BaseSpec, precision: Precision | None) -> dict[str, Any]:
-    """Return the loading options of transformers for a base's format; see `load_base`.
+    """Return the options with which transformers loads a base in its format; see `load_base`.
 
     In a quantised base, all linear layers except the output head are quantised. The other weights
     are in bf16, or in fp32 if that is the precision.
@@ -54,7 +54,7 @@ def _check_bitsandbytes(base: BaseSpec) -> None:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Prepare a model for training in its format, directly after loading."""
+    """Prepare a freshly loaded model for training in the number format of its weights."""
     for parameter in model.parameters():
         # Gradients overflow in float16; bfloat16 takes the same memory.
         if parameter.dtype == torch.float16:
@@ -63,7 +63,7 @@ def settle(model: PreTrainedModel) -> None:
     for linear in model.modules():
         # Two properties of bitsandbytes make the result of a 4-bit layer depend on earlier calls.
         # On some CPUs, a forward pass without gradients repacks the weight for a product that has
-        # no gradient, so that training after an evaluation would be wrong. And the dtype of the
+        # no gradient, so training after an evaluation would be wrong. And the dtype of the
         # first input determines the dtype of all later computation.
         if hasattr(linear, "compute_type_is_set"):
             linear.support_avx512bf16_for_cpu = False
