@@ -43,7 +43,7 @@ class Bounds:
         This is possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
 
         Raises:
-            CoterieError: If it is impossible.
+            CoterieError: If no assignment satisfies the bounds.
         """
         E, C, k_c = experts, clients, self.clients_per_expert
         if k_c > C:
@@ -67,17 +67,18 @@ class Bounds:
             )
 
     def relaxed(self, experts: int, clients: int) -> "Bounds":
-        """Return the nearest feasible bounds, for when clients join or leave.
+        """Return the nearest feasible bounds for E experts and C clients.
 
-        First k_c is lowered to at most C, then b is raised to at least ceil(E k_c / C), then k_e is
-        lowered to at most floor(E k_c / C). Feasible bounds are returned unchanged.
+        The number C changes when clients join or leave. First k_c is lowered to at most C, then b
+        is raised to at least ceil(E k_c / C), then k_e is lowered to at most floor(E k_c / C).
+        Feasible bounds are returned unchanged.
         """
         k_c = min(self.clients_per_expert, clients)
         share = experts * k_c
         return Bounds(k_c, min(self.least, share // clients), max(self.most, -(-share // clients)))
 
     def homogeneous(self, experts: int, clients: int) -> "Bounds":
-        """Return bounds with this k_c that give all clients the same number of experts, up to one.
+        """Return bounds with this k_c under which clients' numbers of experts differ by at most 1.
 
         This is the paper's homogeneous ablation. The bounds are feasible unless k_c exceeds C.
         """
@@ -91,9 +92,10 @@ def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: 
     The relevance is the softmax over clients c of `e_j . t_c / sqrt(dim)`.
 
     Args:
-        expert_embeddings: Mean embeddings e of the experts, (experts, r).
+        expert_embeddings: Mean embeddings e of the experts, (experts, r), where r is their width.
         token_embeddings: Mean embeddings t of the clients' tokens, (clients, r).
-        dim: The layer's width, as in the paper, or r.
+        dim: The dimension that the scores are scaled by: the layer's width, as in the paper, or the
+            embeddings' width r.
 
     Returns:
         The relevance P, (experts, clients), float64. Each row sums to 1.
@@ -113,8 +115,8 @@ def relevance_of_known(
     Args:
         experts: The mean embedding of each expert, (r,), or None if it is unknown.
         clients: The mean embedding of each client's tokens, (r,), or None if it is unknown. At
-            least one is known.
-        dim: The dimension in `relevance`.
+            least one client's embedding must be known.
+        dim: The argument `dim` of `relevance`.
 
     Returns:
         The relevance, (experts, clients), float64.

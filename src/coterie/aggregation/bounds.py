@@ -1,12 +1,13 @@
 """Bounds of clients' uploads, which limit the influence of one client on a round's mean.
 
 Trained parameters are bounded by their *change*: the difference from the parameters that the client
-received at the start of the round. Their norm would not do, as the initial A of a LoRA pair makes
-up nearly all of the pair's norm. Each size is compared with the round's median (the lower one of an
-even number of sizes). A minority of clients cannot move the median beyond the sizes of other
-clients' uploads, so uploads above the bound are excluded. If exactly half of the uploads are above
-the bound, either half may be wrong. All uploads then count, and the larger ones are scaled down to
-the bound. So small uploads never exclude large ones.
+received at the start of the round. The norm of the parameters themselves would be unsuitable,
+because the initial matrix A of a LoRA pair makes up nearly all of the pair's norm. Each size is
+compared with the round's median size (the lower of the two middle sizes if their number is even). A
+minority of clients cannot move the median beyond the sizes of other clients' uploads, so uploads
+above the bound are excluded. If exactly half of the uploads are above the bound, either half may be
+wrong. All uploads then count, and the larger ones are scaled down to the bound, so that small
+uploads never exclude large ones.
 
 The bounds do not detect malicious uploads of ordinary size.
 """
@@ -34,8 +35,9 @@ SUBJECTS: Mapping[Kind, str] = {
     "norm": "the norm of its {}",
     "weight": "its number of tokens",
 }
-"""Descriptions of the compared sizes in messages: the change of a group of parameters, the norm of
-another group, and the weight of an upload. `largest_KIND` is the setting that bounds each."""
+"""Descriptions for messages of the three kinds of sizes: the change of a group of parameters, the
+norm of a group of other tensors, and the weight of an upload. The setting `largest_KIND` is the
+bound of the sizes of a kind."""
 Size = tuple[float, int]
 """The L2 norm of a group and the number of its elements."""
 SAMPLED = 64
@@ -47,7 +49,7 @@ class Measure:
     """The sizes of one upload."""
 
     sizes: Mapping[tuple[Kind, str], Size]
-    """The sizes by kind and group; the group of the weight is empty."""
+    """The sizes by kind and group. For the kind `weight`, the group is an empty string."""
     direction: Mapping[str, Tensor] = field(default_factory=dict)
     """A sample of the elements of each parameter's change, scaled so that its norm estimates the
     norm of the change. Keys consist of group, name and shape."""
@@ -58,7 +60,8 @@ class Bound:
     """The limits of one upload in a round."""
 
     scales: Mapping[str, float] = field(default_factory=dict)
-    """The factor by which to scale each group: its change for parameters, else its tensors."""
+    """The factor of each group to scale. For parameters, it applies to their change; for other
+    tensors, to the tensors themselves."""
     weight: float = math.inf
     """The upload's maximum weight."""
 
@@ -167,7 +170,7 @@ def _compared(measures: Mapping[str, Measure]) -> dict[tuple[Kind, str], dict[st
 
 
 def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> Groups:
-    """Scale groups of an upload towards the reference, or towards zero if they are no parameters.
+    """Scale groups of parameters towards the reference, and groups of other tensors towards zero.
 
     Args:
         upload: The decoded upload.
@@ -175,7 +178,7 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
         scales: The factor of each group to scale.
 
     Returns:
-        All groups of the upload.
+        All groups of the upload, including the groups that are not scaled.
     """
     groups = dict(upload.groups)
     for group, scale in scales.items():
@@ -195,8 +198,8 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
     Returns:
         Two metrics for each upload that contains parameters, by client. `ratio` is the largest
         change of a group as a multiple of the round's median. `cosine` is the cosine similarity of
-        the client's change and the sum of the other clients' changes, each normalised (None if
-        there are no others).
+        the client's change and the sum of the other clients' normalised changes; it is None if no
+        other client changed the same parameters.
     """
     ratios: dict[str, float] = {}
     for (kind, _), sizes in _compared(measures).items():
@@ -214,8 +217,8 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 
 
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
-    """Return the tensor minus its start, or the tensor if their shapes are incompatible."""
-    # A client of a smaller rank holds the first rows or columns of the server's tensor.
+    """Return a tensor minus its start, or the tensor itself if no start has a suitable shape."""
+    # A client with a smaller rank has only the first rows or columns of the server's tensor.
     tensor = tensor.double()
     if start is None or start.dim() != tensor.dim():
         return tensor
@@ -229,9 +232,14 @@ def _unit(direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cosine(unit: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> float | None:
-    """Return the cosine similarity of a vector and the total minus the vector.
+    """Return the cosine similarity of one client's change and the sum of the other changes.
 
-    Only keys of the vector are compared. None if the other vectors have none of them.
+    Args:
+        unit: The client's normalised change, by key.
+        total: The sum of all clients' normalised changes, by key.
+
+    Returns:
+        The similarity over the keys of `unit`; None if the other clients have none of these keys.
     """
     dot, squares = 0.0, 0.0
     for key, vector in unit.items():

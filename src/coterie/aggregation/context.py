@@ -33,7 +33,7 @@ class Memory:
 
     @classmethod
     def of(cls, state: State) -> "Memory":
-        """Return the memory whose state was returned by `state()`."""
+        """Return the memory that is saved in a state returned by `state()`."""
         return cls(dict(state.groups), dict(state.values))
 
 
@@ -50,13 +50,13 @@ class Context:
     way: Way
     """The direction of the payload: `up` (client to server) or `down` (server to client)."""
     memory: Memory
-    """The transform's state for this client and direction, on this side."""
+    """The transform's state for this client and direction, on the machine that calls the hook."""
     server_value: Json = None
-    """The value that `tell` returned for this download. Clients only."""
+    """The value that `tell` returned for this download; None on the server."""
     secrets: Secrets | None = None
-    """The secrets from which the client's noise and keys are derived. Clients only."""
+    """The secrets from which the client's noise and keys are derived; None on the server."""
     ledger: Ledger | None = None
-    """The ledger of the client's privacy budget. Clients only."""
+    """The ledger of the client's privacy budget; None on the server."""
 
     def generator(self, purpose: str, update: Groups) -> torch.Generator:
         """Return a random generator for one update that only this client can reproduce.
@@ -81,7 +81,7 @@ class Context:
 
         Args:
             update: The tensors to release, without noise, by group and name.
-            noise: Noise multiplier: the standard deviation of the noise over the sensitivity.
+            noise: Noise multiplier: the noise's standard deviation divided by the sensitivity.
             releases: The number of releases with this noise in the run.
 
         Returns:
@@ -108,7 +108,7 @@ class TransformFacts:
 
 @dataclass(frozen=True)
 class Contribution:
-    """One client's upload as the reduction gets it."""
+    """One client's upload in the form in which it is passed to the reduction."""
 
     client: str
     """The name of the client."""

@@ -15,13 +15,13 @@ KEYS = {
     TokenWeights.name: "weights",
     ServerOptimiser.name: "optimiser",
 }
-"""The keys of each of these transforms, by its name."""
+"""The keys of section `aggregation` that configure a transform, by the transform's name."""
 
 
 def with_defaults(
     spec: AggregationSpec, listed: Sequence[Transform], schema: Schema
 ) -> tuple[Transform, ...]:
-    """Return all transforms of a run: the listed ones, then bounds, weights and optimiser.
+    """Return all transforms of a run: the listed transforms, then those that other keys configure.
 
     Args:
         spec: The section `aggregation` of the run file.
@@ -47,7 +47,7 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
         every: All transforms of the run.
 
     Raises:
-        CoterieError: If they are not.
+        CoterieError: If a transform or a phase occurs twice, or several transforms are reductions.
     """
     reductions = [t.name for t in listed if isinstance(t, Reduction)]
     if len(set(reductions)) > 1:

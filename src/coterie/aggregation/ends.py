@@ -41,7 +41,7 @@ class ClientTransforms:
         self.received: Groups = {}
         """The tensors that the client last received, decoded, by group and name."""
         self.server_values: Mapping[str, Json] = {}
-        """The values of the last download that `tell` returned, by transform."""
+        """The values that `tell` added to the last download, by transform."""
         self.remembers = bool(pipeline.stages_with(*ON_CLIENT))
         """Whether the transforms have a state to save."""
 
@@ -60,7 +60,7 @@ class ClientTransforms:
         return replace(message, values={**message.values, **values}) if values else message
 
     def receive(self, download: Message, exchange: int) -> Message:
-        """Decode a download, so that the client's side of the method can apply it."""
+        """Decode a download, so that the method's client-side object can apply it."""
         if not self.pipeline.active:
             return download
         before = self.received if self.pipeline.down else {}
@@ -122,14 +122,15 @@ class ServerTransforms:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.memories = {stage.key: Memory() for stage in pipeline.stages_with(*ON_SERVER)}
-        """States that belong to no client, by transform; empty if no transform needs one."""
+        """States that belong to no client, by transform; empty if no transform needs such a state.
+        """
         self._final = self.memories
         """`memories` after the last completed exchange."""
         self.exchange, self.phase = 0, TRAIN
         self.clients: tuple[str, ...] = ()
         self.client_memories: dict[str, ClientMemory] = {}
         self._pending: dict[str, ClientMemory] = {}
-        """The new `client_memories` of clients whose uploads count."""
+        """New states, by client; they replace `client_memories` of clients whose uploads count."""
         self._sent: dict[str, Message] = {}
         self._joined: dict[str, dict[str, Any]] = {}
         """The results of `Transform.join`, by transform and client."""
@@ -215,7 +216,7 @@ class ServerTransforms:
         stage.call("collect", self.phase, client, answer, memory, error=MessageError)
 
     def reduce(self, contributions: Iterable[Contribution]) -> Groups:
-        """Reduce uploads by the run's reduction."""
+        """Aggregate uploads with the run's reduction, which replaces the weighted mean."""
         stage = self.pipeline.reduction
         assert stage is not None, "the run has a reduction"
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -269,7 +270,7 @@ class ServerTransforms:
         return refused
 
     def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
-        """Return an upload changed to comply with its limits.
+        """Return an upload, changed so that it complies with its limits.
 
         Args:
             client: The client that sent the upload.
@@ -310,7 +311,12 @@ class ServerTransforms:
                     yield client, name, value
 
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
-        """Return tensors that replace a mean. Called once per completed round."""
+        """Return the tensors that replace the mean of a round. Called once per completed round.
+
+        Args:
+            mean: The reduced uploads, by group and name.
+            before: The server's parameters that the mean will replace, by group and name.
+        """
         for stage in self.pipeline.stages_with("on_mean"):
             after = stage.call("on_mean", mean, before, self.memories[stage.key])
             check_groups(stage, "on_mean", after)
@@ -320,7 +326,11 @@ class ServerTransforms:
         return mean
 
     def commit(self, counted: Iterable[str]) -> None:
-        """Make the exchange's states permanent: the server's, and those of clients that count."""
+        """Make the exchange's states permanent.
+
+        Args:
+            counted: The clients whose uploads count. Other clients' states are not changed.
+        """
         self._final = self.memories
         if self.pipeline.active:
             self.client_memories |= {client: self._pending[client] for client in counted}
@@ -362,7 +372,7 @@ class ServerTransforms:
 def _divided(
     pipeline: Pipeline, values: Mapping[str, Json]
 ) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Divide the values of a download into those of `tell` and those of the method."""
+    """Divide the values of a download into transforms' values (from `tell`) and the method's."""
     names = {stage.transform.name for stage in pipeline.stages_with("tell")}
     return (
         {name: value for name, value in values.items() if name in names},

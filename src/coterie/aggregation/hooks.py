@@ -13,7 +13,8 @@ def run_hook(
     """Call a hook of a transform and return its result.
 
     Raises:
-        CoterieError: If the hook raised one; any other exception is raised as `error`.
+        CoterieError: If the hook raised a CoterieError. Any other exception is raised as the type
+            `error`.
     """
     try:
         return getattr(transform, hook)(*args)
@@ -29,7 +30,7 @@ def failure(transform: Transform, hook: str, problem: str) -> str:
 
 
 def encoded_schema(transform: Transform, schema: Schema) -> Schema:
-    """Return the schema of payloads encoded by a transform, given that of its inputs."""
+    """Return the schema of a transform's encoded payloads, given the schema of its inputs."""
     encoded = run_hook(transform, "schema", schema)
     if not isinstance(encoded, Schema):
         problem = f"returned {type(encoded).__name__}, not a Schema."

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 class LowRankSum:
     """The exact sum `sum_i B_i A_i` in float64, accumulated one product at a time.
 
-    The factors are concatenated as long as they have fewer elements than the sum, a matrix (out,
-    in). Then the sum itself is stored. So memory is bounded, whatever the number of products.
+    All factors B_i and A_i are stored, concatenated, as long as they have no more elements than the
+    sum, which is an (out, in) matrix. After that, only the sum is stored. The memory is therefore
+    bounded, whatever the number of products.
     """
 
     def __init__(self) -> None:
@@ -19,7 +20,7 @@ class LowRankSum:
         """The total weight of the products; the caller of `add` updates it."""
 
     def add(self, B: Tensor, A: Tensor) -> None:
-        """Add the product of B, (out, r), and A, (r, in), with any r."""
+        """Add the product of B, (out, r), and A, (r, in). The rank r may differ between calls."""
         B, A = B.double(), A.double()
         if self._sum is not None:
             self._sum.addmm_(B, A)
@@ -34,7 +35,8 @@ class LowRankSum:
         """Compute the singular value decomposition of the sum.
 
         Returns:
-            U, (out, k); S, (k,), in descending order; and V^T, (k, in).
+            U, (out, k); S, (k,), in descending order; and V^T, (k, in); k is the number of singular
+            values.
         """
         if self._sum is not None:
             return torch.linalg.svd(self._sum, full_matrices=False)
@@ -48,7 +50,7 @@ class LowRankSum:
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Compute the factors of the best approximation of a given rank.
 
-        If the rank exceeds the rank of the decomposition, the factors are padded with zeros.
+        If the rank exceeds the number of singular values, the factors are padded with zeros.
 
         Returns:
             B = U S, (out, rank), and A = V^T, (rank, in).
@@ -70,7 +72,7 @@ class PaddedMean:
 
     Args:
         before: The previous value, at least as large as each tensor. Elements that no tensor
-            covers keep it.
+            covers keep their previous values.
     """
 
     def __init__(self, before: Tensor) -> None:
@@ -88,7 +90,7 @@ class PaddedMean:
         self._largest = tuple(map(max, self._largest, tensor.shape))
 
     def result(self) -> Tensor:
-        """Return the mean, float32."""
+        """Return the mean in float32."""
         covered, result = tuple(map(slice, self._largest)), self._before.clone()
         result[covered] = (self._sum[covered] / self._weight).to(torch.float32)
         return result

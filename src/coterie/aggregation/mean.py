@@ -1,7 +1,7 @@
 """Aggregation of a round's uploads, independent of the method.
 
 The weighted mean, or the reduction that replaces it, iterates over contributions in the order of
-client names. So its memory need not grow with the number of clients.
+client names. Its memory therefore need not grow with the number of clients.
 """
 
 from collections import Counter, defaultdict
@@ -16,11 +16,13 @@ from coterie.aggregation.transform import Contribution, Transform
 from coterie.messages import Groups, Message, Schema, Shapes, check_shapes
 
 HELD = "held"
-"""The value of an aggregate with the number of clients that hold each tensor, by group and name."""
+"""The name of an aggregate's value with the number of clients that uploaded each tensor."""
 
 
 def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
-    """Compute the weighted mean `sum_k w_k x_k / sum_k w_k` over the clients k that hold a tensor.
+    """Compute the weighted mean `sum_k w_k x_k / sum_k w_k` of each tensor x.
+
+    The sums are over the clients k whose uploads contain the tensor; w_k is a client's weight.
 
     This is federated averaging (McMahan et al., arXiv 1602.05629). Sums are in float64, the result
     is in float32.
@@ -57,9 +59,9 @@ class Aggregation:
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
         self.pipeline = Pipeline(transforms, schema, exchanges)
         self.schema = self.pipeline.schema
-        """The fields that may be sent: those of the method as encoded, and those of transforms."""
+        """The fields that may be sent: the method's fields, encoded, and the transforms' fields."""
         self.transforms = ServerTransforms(self.pipeline)
-        """The server's side of the transforms."""
+        """The transforms of the run on the server, with their states."""
         self._reduce = self.transforms.reduce if self.pipeline.reduction else weighted_mean
 
     def contribution(
@@ -81,7 +83,7 @@ class Aggregation:
         return Contribution(client, upload.only(self._means).groups, weight)
 
     def each(self, upload: Message) -> Message:
-        """Return the fields of an upload that the method's server side receives."""
+        """Return the fields of an upload that the method's server-side object receives."""
         return upload.only(self._each)
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:

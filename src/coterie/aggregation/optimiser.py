@@ -6,7 +6,8 @@ FedAvgM (Hsu et al., arXiv 1909.06335) and FedAdagrad, FedYogi and FedAdam (Redd
     fedavgm: m_t = beta m_{t-1} + Delta_t                x_{t+1} = x_t + eta m_t
     others:  m_t = beta_1 m_{t-1} + (1 - beta_1) Delta_t x_{t+1} = x_t + eta m_t / (sqrt v_t + tau)
 
-The initial moments are m = 0 and v = tau^2. A tensor that no client held in a round keeps its value
+Here eta is the learning rate, and each optimiser updates the second moment v_t in its own way. The
+initial moments are m = 0 and v = tau^2. A tensor that no client uploaded in a round keeps its value
 and its moments.
 """
 
@@ -63,7 +64,7 @@ class ServerOptimiser(Transform):
         Args:
             moments: The moments m and v of the tensor's group, by kind and name.
             name: The name of the tensor.
-            delta: The mean minus the tensor: the negative pseudo-gradient.
+            delta: The mean minus the tensor's old value, which is the negative pseudo-gradient.
         """
         spec = self.optimiser
         m = spec.momentum * moments["m"].get(name, torch.zeros_like(delta))

@@ -2,8 +2,8 @@
 
 Client and server both store the *reference*: the parameters that the client last received.
 Transforms encode the difference from the reference, which is added again when a payload is decoded.
-The state of an exchange becomes permanent when the client's upload counts. Otherwise the client
-discards it by restoring its previous state, and the server when the next exchange starts.
+The state of an exchange becomes permanent when the client's upload counts. Otherwise, the client
+restores its previous state, and the server discards the new state when the next exchange starts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,8 @@ from coterie.privacy.secrets import Secrets
 
 T = TypeVar("T")
 Memories = dict[str, Memory]
-"""States of transforms for one client, on one side, by transform and direction."""
+"""States of transforms for one client, on the client or on the server, by transform and direction.
+"""
 ON_CLIENT = ("encode", "decode", "answer")
 """The hooks that run on a client and can use its memory."""
 ON_SERVER = ("encode", "decode", "tell", "collect", "reduce", "on_mean")
@@ -54,7 +55,7 @@ class Stage:
     plain: frozenset[str]
     """The groups that the transform encodes."""
     encoded: frozenset[str]
-    """The groups that contain the encoded tensors."""
+    """The groups that contain the tensors after encoding."""
 
     def has(self, *hooks: str) -> bool:
         """Return whether the transform overrides at least one of these hooks."""
@@ -64,7 +65,7 @@ class Stage:
         )
 
     def call(self, hook: str, *args: Any, error: type[CoterieError] = CoterieError) -> Any:
-        """Call a hook and return its result, with the errors of `run_hook`."""
+        """Call a hook with `run_hook`, which can raise an error, and return the hook's result."""
         return run_hook(self.transform, hook, *args, error=error)
 
     def call_for(self, kind: type[T], hook: str, *args: Any) -> T:
@@ -99,7 +100,7 @@ class Pipeline:
             self.stages.append(stage)
             schema = _with_values(stage, after)
         self.schema = schema
-        """The fields that may be sent, as encoded."""
+        """The fields that may be sent, after encoding."""
         self.reduction = next((s for s in self.stages if isinstance(s.transform, Reduction)), None)
         self.down = any(stage.transform.downloads for stage in self.stages)
         """Whether downloads are encoded."""
@@ -146,7 +147,7 @@ class Pipeline:
             contexts: The contexts of the hooks.
 
         Raises:
-            MessageError: If a transform cannot decode them.
+            MessageError: If a transform cannot decode the tensors.
         """
         stages = self.stages_encoding(contexts.way)
         decoded = self._relative(stages)
@@ -221,7 +222,16 @@ def _only(groups: Groups, names: frozenset[str]) -> dict[str, Tensors]:
 
 
 def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int) -> Groups:
-    """Add or subtract the reference in some groups, for tensors of equal name and shape."""
+    """Add `sign` times the reference to the tensors of some groups.
+
+    Tensors that the reference does not contain in the same shape are returned unchanged.
+
+    Args:
+        groups: The tensors, by group and name.
+        names: The groups to change.
+        reference: The tensors to add, by group and name.
+        sign: 1 to add the reference, -1 to subtract it.
+    """
     shifted = dict(groups)
     for group in names & groups.keys():
         before = reference.get(group, {})
@@ -263,7 +273,7 @@ def check_same_shapes(prefix: str, groups: Groups, expected: Mapping[str, Shapes
         expected: The shapes, by group and name.
 
     Raises:
-        CoterieError: If they do not.
+        CoterieError: If the groups, names or shapes differ from the expected ones.
     """
     for group in sorted(groups.keys() | expected.keys()):
         try:

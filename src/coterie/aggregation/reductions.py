@@ -1,7 +1,7 @@
 """Reductions that are robust to a minority of wrong uploads: median and trimmed mean.
 
 Yin et al., arXiv 1803.01498, definitions 1 and 2. Each element is reduced over the clients that
-hold it. Unlike the mean, these reductions ignore weights and need all uploads in memory.
+uploaded it. Unlike the mean, these reductions ignore weights and need all uploads in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """The coordinate-wise mean without a share of the smallest and of the largest values."""
+    """The coordinate-wise mean without a given share of the smallest and of the largest values."""
 
     name: ClassVar[str] = "trimmed_mean"
     summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"
@@ -53,7 +53,7 @@ class TrimmedMean(Reduction):
         return reduced(contributions, self._trimmed)
 
     def _trimmed(self, uploads: Tensor) -> Tensor:
-        # Few clients may hold a tensor, so at least one value is kept.
+        # Only few clients may have uploaded a tensor, so at least one value must remain.
         dropped = min(self._dropped(len(uploads)), (len(uploads) - 1) // 2)
         return uploads.sort(dim=0).values[dropped : len(uploads) - dropped].mean(dim=0)
 
@@ -64,12 +64,12 @@ class TrimmedMean(Reduction):
 def reduced(
     contributions: Iterable[Contribution], reduce: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Reduce each tensor over the clients that hold it.
+    """Reduce each tensor over the clients that uploaded it.
 
     Args:
         contributions: The uploads.
-        reduce: A function from the stacked tensors, (clients, ...), float64, to their reduction,
-            (...).
+        reduce: A function that takes the clients' tensors, stacked to float64 of shape
+            (clients, ...), and returns their reduction, of shape (...).
 
     Returns:
         The reductions, float32, by group and name.

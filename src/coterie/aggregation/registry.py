@@ -21,7 +21,7 @@ OWN = {
     "tokens": "weights:TokenWeights",
     "trimmed_mean": "reductions:TrimmedMean",
 }
-"""The module and class of each built-in transform, by name."""
+"""The module and class of each built-in transform, by the transform's name."""
 
 
 def register(kind: Any) -> Any:

@@ -15,7 +15,7 @@ from pydantic import (
 from coterie.aggregation.registry import TRANSFORMS
 
 UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
-"""Settings without effect, by optimiser."""
+"""Settings that have no effect with an optimiser, by the optimiser's name."""
 
 
 class ServerOptimiserSpec(BaseModel):

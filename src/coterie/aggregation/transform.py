@@ -50,18 +50,18 @@ class Transform(BaseModel):
     summary: ClassVar[str]
     """A description in one line."""
     reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean"})
-    """The reductions whose upload fields the transform encodes. Empty: it encodes nothing."""
+    """The transform encodes the upload fields with one of these reductions; if empty, no fields."""
     private: ClassVar[bool] = False
     """Whether the transform promises privacy. If so, methods that upload floating-point fields
     which the transform does not encode are refused."""
     downloads: ClassVar[bool] = False
     """Whether the transform also encodes downloads."""
     sealed: ClassVar[bool] = False
-    """Whether single uploads cannot be decoded, only their reduction."""
+    """Whether only the reduction of all uploads can be decoded, but no single upload."""
     before: ClassVar[tuple[str, ...]] = ()
     """The names of additional phases before training, each with one download and one upload."""
     least: ClassVar[int] = 1
-    """The minimum number of clients."""
+    """The minimum number of clients that the transform needs in a run."""
 
     def covered(self, schema: Schema) -> set[str]:
         """Return the names of the groups that the transform encodes.
@@ -115,7 +115,7 @@ class Transform(BaseModel):
             run: Facts about the run.
 
         Raises:
-            CoterieError: If it cannot. The message says what to change.
+            CoterieError: If the transform cannot be used. The message says what to change.
         """
         if len(run.clients) < self.least:
             raise CoterieError(
@@ -162,9 +162,9 @@ class Transform(BaseModel):
         """Encode an update before it is sent.
 
         Args:
-            update: Float32 tensors by group and name: each tensor minus the tensor of this name
-                that the client last received, if any. A sealed transform gets the tensors
-                themselves.
+            update: Float32 tensors by group and name. Each is the difference from the tensor of
+                this name that the client last received, if there is one. A sealed transform gets
+                the tensors themselves instead of differences.
             context: The circumstances of the call.
 
         Returns:
@@ -197,7 +197,7 @@ class Transform(BaseModel):
             memory: The transform's state on the server.
 
         Returns:
-            The value that the client's hooks get as `context.server_value`, or None.
+            The value that the client's hooks get as `context.server_value`; None sends no value.
         """
         return None
 
@@ -235,7 +235,8 @@ class Transform(BaseModel):
             tokens: The number of the client's training tokens.
 
         Returns:
-            The value, or None. The server finds it in `message.values` under the transform's name.
+            The value, which the server finds in `message.values` under the transform's name. None
+            sends no value.
         """
         return None
 
@@ -276,7 +277,8 @@ class Transform(BaseModel):
 
         Returns:
             Decisions by client. A string excludes the upload and gives the reason. Any other value
-            is passed to `bounded` as the upload's limit. Other uploads count unchanged.
+            is passed to `bounded` as the upload's limit. Uploads without a decision count
+            unchanged.
         """
         return {}
 
@@ -306,7 +308,7 @@ class Transform(BaseModel):
             A positive, finite weight. The weights of several transforms are multiplied.
 
         Raises:
-            MessageError: If the upload is invalid. It then does not count.
+            MessageError: If the upload is invalid. The upload then does not count.
         """
         return 1.0
 
@@ -349,7 +351,8 @@ class Reduction(Transform):
             memory: The transform's state on the server.
 
         Returns:
-            One tensor for each group and name in any contribution, of the same shape.
+            One tensor for each group and name that occurs in a contribution, with the same shape as
+            the uploaded tensors.
         """
         raise NotImplementedError
 

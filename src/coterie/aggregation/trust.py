@@ -51,8 +51,9 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
     Args:
         a: The tensors of one adapter by name: A, (r, in), and B, (out, r).
         b: The tensors of the other adapter.
-        by_columns: Whether to average the cosines of corresponding columns, as PCL's released code
-            does (it stores the transposes), instead of comparing concatenated vectors.
+        by_columns: Whether to average the cosine similarities of corresponding columns, as PCL's
+            released code does (it stores transposed matrices). Otherwise, all tensors of an adapter
+            are concatenated to one vector.
     """
     if by_columns:
         columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]
@@ -62,11 +63,14 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
 
 
 def sparse_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
-    """Compute the L1 distance of sparse logits, averaged over tokens. Missing logits are 0.
+    """Compute the L1 distance between sparse logits, averaged over token positions.
+
+    Logits that are missing from a vector are 0.
 
     Args:
-        a: Logits, (tokens, k), and their token ids in ascending order, (tokens, k).
-        b: The logits and token ids to compare with, with any k.
+        a: The logits of k vocabulary entries at each position, (tokens, k), and the token ids of
+            these entries in ascending order, (tokens, k).
+        b: The logits and token ids to compare with; k may differ.
     """
     (x, x_ids), (y, y_ids) = ((values.float(), ids.long()) for values, ids in (a, b))
     matches = torch.searchsorted(y_ids, x_ids).clamp(max=y_ids.shape[-1] - 1)

@@ -13,8 +13,8 @@ TOKENS = Field("tokens", "number of training tokens, the client's weight in the 
 class TokenWeights(Transform):
     """Weights of clients in the mean: their numbers of training tokens.
 
-    A client declares its number when it joins and with each upload. The number of an upload may be
-    smaller than the number declared at the join, but not larger.
+    A client declares its number of tokens when it joins and with each upload. The number in an
+    upload may be smaller than the number declared when the client joined, but not larger.
     """
 
     name: ClassVar[str] = TOKENS.name
@@ -48,7 +48,7 @@ def tokens_of(client: str, message: Message) -> int:
     """Return the number of training tokens that a message declares.
 
     Raises:
-        MessageError: If it is not a positive integer.
+        MessageError: If the number is missing or not a positive integer.
     """
     tokens = message.values.get(TOKENS.name)
     if type(tokens) is not int or tokens < 1:

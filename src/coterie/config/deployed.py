@@ -25,8 +25,8 @@ def load_deployment(
 
     Args:
         values: The plain data of the run file.
-        registered: The names of all clients that have a key. They are the clients of a run file
-            that lists none.
+        registered: The names of all clients that have a key. If the run file lists no clients,
+            these are the clients of the run.
         without: The names of clients to leave out.
 
     Raises:
@@ -82,14 +82,15 @@ def check_start(config: "RunConfig", registered: Collection[str]) -> None:
 
 
 def load_agreed(path: Path, client: str) -> "RunConfig":
-    """Read the run file that a client agrees to, which is also the server's run file."""
+    """Read the run file that a client agrees to; the server has a copy of the same run file."""
     return load_deployment(read_values(path), [client])
 
 
 def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
-    """Return a run in which clients without a text (as in a deployment) have a demo text.
+    """Return a run in which every client without a text gets the demo's text.
 
-    If a client has no text, settings that require structured records are removed.
+    The run files of deployments contain such clients. If there is one, settings that require
+    structured records are removed, because the demo's text is plain.
 
     Args:
         values: The plain data of the run file.
@@ -103,7 +104,7 @@ def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
 
 
 def _with_text(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of a run file's data in which every client without a text has `path`."""
+    """Return a copy of a run file's data in which `path` is the text of clients without a text."""
     listed = values.get("clients")
     if not isinstance(listed, list):
         return dict(values)

@@ -35,7 +35,8 @@ def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) 
     Args:
         model: The schema of the data.
         values: The data.
-        prefix: The location of `values` in the run file, if they are settings beside a `name`.
+        prefix: The location in the run file of the object that `values` configure, such as a
+            method. Empty if `values` are a whole run file.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.
@@ -53,9 +54,9 @@ def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) 
 def _converted_booleans(
     raw: Any, valid: Any, location: Location
 ) -> Iterator[tuple[Location, int | float, int | float]]:
-    """Yield each boolean that pydantic converted to a number, and each number to a boolean.
+    """Yield the booleans that pydantic converted to numbers, and the numbers it made booleans.
 
-    Each item is the location, the value in the file, and the converted value.
+    Each item consists of the location, the value in the file, and the converted value.
     """
     if raw is valid:  # pydantic converted nothing inside this value
         return

@@ -1,8 +1,8 @@
 """Plugins: Python files that define methods, transforms or metrics (`--plugin FILE.py`).
 
 Loading a plugin executes it, so a plugin is loaded only when the user names its file, never
-because a run folder or a server refers to it. Run folders and servers record the plugin's hash,
-which must match.
+because a run folder or a server refers to it. Run folders and servers record the plugin's hash, and
+a file with a different hash is refused.
 """
 
 import sys
@@ -27,9 +27,10 @@ KINDS: Mapping[str, Registry[Any]] = {
     "coterie.evaluation.metrics:Metric": METRICS,
     "coterie.data.kind:DataKind": DATA_KINDS,
 }
-"""Registries by the base class (module and name) of the objects that they accept.
+"""Registries, by the base class (MODULE:CLASS) of the classes that they accept.
 
-Each subclass in a plugin that defines a `name` is passed to the `accept` method of its registry.
+Each class in a plugin that has one of these base classes and defines a `name` is passed to the
+registry's `accept` method.
 """
 
 
@@ -61,7 +62,7 @@ def register(kind: K) -> K:
         The class.
 
     Raises:
-        CoterieError: The class has none of these base classes, or its name is taken.
+        CoterieError: The class has none of these base classes, or its name is already registered.
     """
     registry = _registry(kind) if isinstance(kind, type) else None
     if registry is None:
@@ -128,9 +129,9 @@ def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
 
 
 def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
-    """Return the classes with a `name` that a module defines (not imports), and their registries.
+    """Return the classes with a `name` that a module defines, and their registries.
 
-    Classes that cannot be registered are left out.
+    Classes that the module only imports, or that cannot be registered, are left out.
     """
     objects = vars(module).values()
     defined = [v for v in objects if getattr(v, "__module__", "") == module.__name__]
@@ -155,10 +156,10 @@ def plugin_of(kind: type) -> Plugin | None:
 
 
 def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
-    """Return the plugins of those classes that are from a plugin.
+    """Return the plugins that define the given classes; classes from elsewhere are ignored.
 
-    Keys are as in run.json: the name of a method; the noun and the name of other objects
-    (`metric distinct-2`).
+    The keys are those of `plugins` in run.json: the name alone for a method, and the noun and the
+    name for other objects, such as `metric distinct-2`.
     """
     used: dict[str, Plugin] = {}
     for kind in kinds:
@@ -169,9 +170,10 @@ def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
 
 
 def plugin_for(key: str) -> Plugin | None:
-    """Return the loaded plugin that defines the object with this key, or None if there is none.
+    """Return the loaded plugin that defines an object, or None if there is none.
 
-    Keys are those of `plugins_of`.
+    Args:
+        key: The object's key, as in the result of `plugins_of`.
     """
     noun, _, name = key.rpartition(" ")
     registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
@@ -183,7 +185,7 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
 
     Args:
         where: The subject of the error message, such as "The run in FOLDER".
-        recorded: File and hash of each plugin, by the keys of `plugins_of`.
+        recorded: The file and the hash of each plugin, with the same keys as in `plugins_of`.
     """
     for key, plugin in recorded.items():
         loaded, file = plugin_for(key), plugin["file"]
@@ -206,7 +208,7 @@ def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
     """Raise CoterieError unless other processes of this machine can import all classes.
 
     Args:
-        where: What begins the error: "The engine ...".
+        where: The subject of the error message, such as "The engine flower-simulation".
         kinds: Classes of objects that a run uses.
     """
     for kind in kinds:
@@ -221,9 +223,10 @@ def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
 
 
 def version_of(kind: type) -> str:
-    """Return a hash of the source of a class from outside the package.
+    """Return a hash of the source code of a class that is not part of Coterie.
 
-    The result is empty for Coterie's own classes and for classes whose source is not available.
+    The result is empty for Coterie's own classes and for classes whose source code is not
+    available.
     """
     if kind.__module__.startswith("coterie."):
         return ""

@@ -44,7 +44,8 @@ def load_here(
 
     Args:
         values: The plain data of a run file.
-        tune: Values to tune with, by dotted key. The run file is validated with each of them.
+        tune: Values to try in tuning, by dotted key. The run file is validated with each of them.
+            None: no tuning.
 
     Raises:
         CoterieError: The run file is invalid, or a file or folder of a client is missing.

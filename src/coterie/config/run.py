@@ -63,7 +63,7 @@ class RunConfig(Sections[Method]):
 
     @property
     def every_transform(self) -> tuple[Transform, ...]:
-        """The listed transforms, and those that other keys of `aggregation` name."""
+        """The listed transforms, and the transforms that other keys of `aggregation` configure."""
         return with_defaults(self.aggregation, self.transforms, self.method.schema())
 
     @property
@@ -75,7 +75,7 @@ class RunConfig(Sections[Method]):
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Return which exchange of the method, and which phase, an exchange of the run executes.
+        """Return the method's exchange and the phase to which an exchange of the run belongs.
 
         Args:
             exchange: The number of the run's exchange; the first is 0.
@@ -97,7 +97,7 @@ class RunConfig(Sections[Method]):
 
     @property
     def budgets(self) -> list[Budget]:
-        """The privacy budgets that the run spends of each client: one per noise mechanism."""
+        """The privacy budgets that the run spends for each client: one per noise mechanism."""
         exchanges = self.method.exchanges(self.rounds)
         budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
@@ -123,12 +123,12 @@ class RunConfig(Sections[Method]):
             name: The client's name, or `server` for a server with a model of its own.
 
         Returns:
-            The run's settings, with the learning rate of this client if it has a separate one.
+            The run's settings, with the client's own learning rate if the run file gives one.
         """
         return self.training.of(self._model_owner(name))
 
     def _model_owner(self, name: str) -> str:
-        """Return the client or server whose model a client trains.
+        """Return the name of the client, or `server`, whose model a client trains.
 
         The client of a pooled run trains the server's model if the server has one.
         """
@@ -174,14 +174,14 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes of the run's method, transforms, metric and data kind; without baselines."""
+        """The classes of the run's own method, transforms, metric and data kind."""
         metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
         kinds = [] if self.data.kind is None else [self.data.declared]
         return [type(self.method), *map(type, self.transforms), *metrics, *kinds]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
-        """File and hash of each plugin that the run or a baseline uses; keys as in `plugins_of`."""
+        """The file and hash of each plugin that the run or a baseline uses, as in `plugins_of`."""
         baselines = [kind_of(name) for name in self.baselines if name != POOLED]
         plugins = plugins_of([*self.objects, *baselines])
         return {name: plugin._asdict() for name, plugin in plugins.items()}
@@ -268,7 +268,7 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("metric"), Metric):
         metric = type(evaluation["metric"])
         if not METRICS.is_installed(metric):
-            METRICS.accept(metric)  # scores and tables know metrics by their names
+            METRICS.accept(metric)  # scores and tables look up metrics by name
         values = {**values, "evaluation": {**evaluation, "metric": metric.name}}
     if not isinstance(method, Method):
         return resolve(validated(RunFile, values))

@@ -114,7 +114,7 @@ def _absolute(folder: str) -> str:
 
 
 class Sections(BaseModel, Generic[M]):
-    """The keys of a run file; M is the type of its method."""
+    """The keys of a run file; M is the type of the key `method`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -251,4 +251,4 @@ class Sections(BaseModel, Generic[M]):
 
 
 class RunFile(Sections[MethodSpec]):
-    """A validated run file whose method is a name with settings."""
+    """A validated run file whose method is a name with settings that are not checked yet."""

@@ -11,7 +11,7 @@ from coterie.config.values import put, read_yaml
 from coterie.errors import CoterieError
 
 TUNABLE = ("rounds", "method", "training", "aggregation")
-"""Sections and keys that can be tuned. Others change the data or the evaluation."""
+"""Sections and keys that can be tuned. All other keys change the data or the evaluation."""
 NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
 """Keys within `TUNABLE` that cannot be tuned.
 
@@ -66,7 +66,7 @@ def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
 
 
 def check_trials(values: dict[str, Any], tune: Mapping[str, Sequence[Any]]) -> RunFile:
-    """Validate a run file, once as it is and once with each value to tune.
+    """Validate a run file, once without changes and once with each of the values to try.
 
     Settings of the method are not checked, because that needs torch.
 
@@ -75,7 +75,7 @@ def check_trials(values: dict[str, Any], tune: Mapping[str, Sequence[Any]]) -> R
         tune: Values to try, by dotted key.
 
     Returns:
-        The run file, without any of the values to tune.
+        The run file without changes.
 
     Raises:
         CoterieError: The run file or a value is invalid; the message names the first mistake.

@@ -39,7 +39,11 @@ def place_data(values: dict[str, Any], path: Path) -> None:
 
 
 def located(path: Path) -> Path:
-    """Return the path, or that of the embedded run file with this name if no file exists."""
+    """Resolve a path that may be the name of an embedded run file.
+
+    If no file exists at the path and an embedded run file has this name, the path of the embedded
+    file is returned. Otherwise, the path is returned unchanged.
+    """
     if path.exists() or path.name != str(path):
         return path
     shipped = DEMO.with_name(f"{path}.yaml")
@@ -96,7 +100,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML; raise yaml.YAMLError also where PyYAML raises other exceptions."""
+    """Parse YAML; any other exception of PyYAML is converted to yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -130,7 +134,7 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path in place; nested mappings are replaced by copies."""
+    """Set the value at a dotted path in place; mappings along the path are replaced by copies."""
     *parents, last = path.split(".")
     target = values
     for parent in parents:

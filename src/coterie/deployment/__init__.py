@@ -1,1 +1,1 @@
-"""A run across machines: the server, a client's process, and what both show."""
+"""Deployments, which are runs across machines: the server's and the clients' processes."""

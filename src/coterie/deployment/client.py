@@ -1,12 +1,13 @@
 """The client's process in a deployment, in which every order takes effect once or not at all.
 
-The process has a run folder with this one client. The newest checkpoint contains the state after
-the last step. Only the next order shows whether the server counted that step, so the checkpoint
-before it is kept until then:
+The process has a run folder, which contains only this client. The newest checkpoint contains the
+state after the last step. Only the server's next order shows whether that step counted, so the
+previous checkpoint is not deleted until that order arrives:
 
-checkpoints/00004/   the last state that the server has counted
-checkpoints/00005/   the state after the next step, its upload, and about.json: the order that the
-                     step answers, and the entries for metrics.jsonl if the step counts
+checkpoints/00004/   the state after the last step that the server has counted
+checkpoints/00005/   the state after the next step, the upload of this step, and about.json: the
+                     order that the step answers, and the entries for metrics.jsonl if the step
+                     counts
 """
 
 import json
@@ -56,7 +57,7 @@ FAULTS: dict[type[CoterieError], Fault] = {MessageError: "refused", Diverged: "d
 class Worker:
     """A client's process, which answers the server's orders.
 
-    The base is loaded once and used in all rounds and runs.
+    A loaded base stays in memory for all rounds, and for later runs with the same base.
     """
 
     def __init__(self, site: Site, seen: Seen = lambda *_: None) -> None:
@@ -66,12 +67,14 @@ class Worker:
         self.orders = Orders(site)
         self.finished = False
         self.declined = ""
-        """Why the client declined the run; empty if it did not."""
+        """The reason why the client declined the run; empty if it did not decline."""
         self.error = ""
-        """Why the client left without the run's result; empty if it did not."""
+        """The reason why the client left without the run's result; empty if there is none."""
 
     def answer(self, data: bytes) -> bytes:
-        """Return the reply to an order. Errors of the client are reported in the reply.
+        """Return the serialised reply to an order.
+
+        If the client cannot carry out the order, the reply reports the error.
 
         Raises:
             MessageError: The bytes are not an order.
@@ -82,7 +85,7 @@ class Worker:
         except CoterieError as raised:
             error, fault = raised, FAULTS.get(type(raised), "failed")
         if order.kind == "join" and not isinstance(error, MessageError | Unwritable):
-            self.error = str(error)  # this machine lacks what the run needs: a retry fails, too
+            self.error = str(error)  # this machine lacks what the run needs, so a retry would fail
             return self._refuse(order, "unable", f"cannot be joined: {error}")
         log.error("round %d: %s", order.round + 1, error)
         self.seen("fault", str(error))
@@ -144,7 +147,10 @@ class Worker:
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
     def _disagreement(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Return how the run differs from what was agreed to; ask the user if nothing was."""
+        """Return how the run differs from the agreed terms, or None if there is no difference.
+
+        If no terms have been agreed to, ask the user to agree to the run.
+        """
         recorded = folder.description.get("agreed") if folder.is_run else None
         agreements = [terms for terms in (recorded, self.site.agreed) if terms is not None]
         for terms in agreements:
@@ -153,12 +159,12 @@ class Worker:
         return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
-        """Refuse to join a run, and leave it if a later order to join would be refused, too.
+        """Refuse to join a run, and stop the client if it would refuse a repeated order, too.
 
         Args:
             order: The order to join.
             fault: The fault to report to the server.
-            reason: The predicate of a sentence about the run, for the user and the log.
+            reason: The reason, as the predicate of a sentence whose subject is "the run".
         """
         self.finished = self.finished or fault in LEAVES
         if fault in ("terms", "budget"):
@@ -202,7 +208,7 @@ class Worker:
 
 
 class SiteRun:
-    """One client's part of one deployed run, with its own run folder."""
+    """One client's part of a deployed run, with a run folder for this client."""
 
     def __init__(
         self,
@@ -259,9 +265,10 @@ class SiteRun:
         return folder
 
     def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
-        """Return the upload of a round, and the entries of its metrics.
+        """Execute a round's step, and return the upload and the entries of the step's metrics.
 
-        If the client has obeyed the order before, the stored upload and entries are returned.
+        If the client has executed the same order before, it returns the stored upload and entries
+        without training again.
         """
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
@@ -294,12 +301,12 @@ class SiteRun:
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
-        """Return whether this client stops after the round of an order."""
+        """Return whether this client stops training after the round that an order belongs to."""
         return self.part.stops(order.round + 1)
 
     @contextmanager
     def _transaction(self, round: int) -> Iterator[float]:
-        """Restore the saved state if the block raises, so that the order can be repeated.
+        """Restore the saved state if the block raises an error, so that the order can be repeated.
 
         Yields:
             The time at which the block begins, in seconds of the monotonic clock.
@@ -321,12 +328,13 @@ class SiteRun:
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
-        """Commit the newest step if the server counted it, else undo it.
+        """Commit the newest step if the server counted it; otherwise, undo the step.
 
-        A step that this order repeats is also kept: its stored upload is sent again.
+        If the order repeats the newest step, the step is not undone, so that its stored upload can
+        be sent again.
 
         Returns:
-            The record of the step that is then the newest.
+            The record of the step that is the newest one afterwards.
         """
         newest = self._about()
         counted = -1 if order.counted is None else order.counted
@@ -348,7 +356,7 @@ class SiteRun:
         return newest
 
     def _commit(self, newest: read.About) -> None:
-        """Record the metrics of the newest step, and delete the checkpoints before it."""
+        """Record the metrics of the newest step, and delete all older checkpoints."""
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
             self.folder.rewrite([*lines, *newest.entries])

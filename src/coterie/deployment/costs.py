@@ -25,7 +25,7 @@ LIMITS: dict[str, int] = {
     "data.window": 2**20,
     "evaluation.batch": 65_536,
 }
-"""The highest accepted values of settings, by key."""
+"""The highest accepted values of settings, by dotted key of the run file."""
 MAX_TOKENS = 2**24
 """The highest accepted number of tokens in one forward pass of training or evaluation."""
 MAX_STEPS = 10**8
@@ -33,27 +33,30 @@ MAX_STEPS = 10**8
 MAX_DISK = 32 * 2**30
 """The highest accepted size of a client's run folders in one --out folder, in bytes."""
 MAX_OTHER = 10**6
-"""The highest accepted number in settings that `LIMITS` does not list."""
+"""The highest accepted value of a numeric setting that `LIMITS` does not list."""
 UNLIMITED = ("seed", "deployment.", "base.", "data.limits")
-"""Prefixes of keys without a limit: they cost a client nothing, or limit its own text."""
+"""Prefixes of the keys of settings without a limit.
+
+These settings cost a client nothing, or limit how much of the client's own text is used.
+"""
 WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
-"""Settings of methods that the memory of an adapter grows with."""
+"""Settings of methods that determine the size of an adapter, and so its memory."""
 MIN_WIDTH = 64
-"""The width up to which adapters are accepted, however narrow the base is."""
+"""The width up to which adapters are always accepted, even if the base is narrower."""
 REMEDY = "ask the server's operator for a run that this machine can handle"
 
 
 def machine_memory() -> int:
-    """Return the size of this machine's memory, or of its largest GPU's if larger, in bytes."""
+    """Return the size of main memory or of the largest GPU memory, if that is larger, in bytes."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     main = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(main, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
 
 
 def too_costly(config: RunConfig) -> str | None:
-    """Return which setting of a run exceeds what this machine can handle, or None.
+    """Return a message about a setting of a run that this machine cannot handle, or None.
 
-    The text is the predicate of a sentence about the run, as in `deployment.terms`.
+    The message is the predicate of a sentence about the run, as in `deployment.terms`.
     """
     for key, value in _numbers(config.visible_to("")):
         limit = LIMITS.get(key, MAX_OTHER)
@@ -87,7 +90,7 @@ def too_costly(config: RunConfig) -> str | None:
 
 
 def _too_wide(config: RunConfig, skeleton: PreTrainedModel) -> str | None:
-    """Return which rank or width of an adapter exceeds the widest layer of the base, or None."""
+    """Return a message about an adapter's rank or width that exceeds the widest layer, or None."""
     ranks = {
         key: value
         for key, value in _numbers(config.method.described())

@@ -33,11 +33,14 @@ class Forgotten:
 
 
 def check_participant(folder: RunFolder, client: str) -> None:
-    """Raise CoterieError unless the folder is a server's, and the client may take part in its run.
+    """Check that a run folder belongs to a server, and that a client may take part in its run.
 
     Args:
-        folder: The run folder of a server.
+        folder: The run folder.
         client: The client's name.
+
+    Raises:
+        CoterieError: The folder belongs to no server, or the client may not take part in the run.
     """
     description = folder.description
     names = sorted(description["clients"])
@@ -78,9 +81,10 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
 
 
 def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
-    """Return another client's line of metrics.jsonl without values by this client's name.
+    """Return a line of metrics.jsonl about another client, without its values about this client.
 
-    Scores are returned unchanged, as they contain no names of clients.
+    Only values that are mappings by client name can be about this client. Scores are returned
+    unchanged, because they contain no names of clients.
     """
     if line["name"].startswith(TEST):
         return {**line}
@@ -88,10 +92,10 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
 
 def _state_without(name: str, state: State, client: str) -> State:
-    """Return a state of a checkpoint without a client."""
+    """Return the state with a given name in a checkpoint, without the data about a client."""
     if name == "server":
         return state.without(client)
-    if name == TRANSFORMS:  # each remembers something of clients
+    if name == TRANSFORMS:  # every transform may have a state for each client
         less = state.without(client)
         return replace(
             less, parts={n: _state_without(name, p, client) for n, p in less.parts.items()}

@@ -11,7 +11,10 @@ from coterie.engines.server_part import ServerPart
 from coterie.messages import Message, MessageError
 
 INITIAL_WAIT = 5.0
-"""Time in seconds that the server waits for a method's preparation, which is usually enough."""
+"""Time in seconds that the server waits for a method's preparation to end.
+
+Most preparations end within this time. Longer ones continue in their threads.
+"""
 
 
 class Joins:
@@ -38,7 +41,7 @@ class Joins:
             )
 
     def begin(self, name: str, hello: bytes) -> None:
-        """Start to prepare the server for a client.
+        """Start to prepare the server for a client that is joining.
 
         Raises:
             MessageError: The hello is invalid, or the preparation for the client's previous hello
@@ -52,10 +55,10 @@ class Joins:
         wait([future], INITIAL_WAIT)
 
     def ended(self) -> Iterator[tuple[str, Exception | None]]:
-        """Yield each client whose preparation has ended, once. Without an error, it has joined.
+        """Yield each client for which the preparation has ended since the last call.
 
         Yields:
-            The client's name, and the error or None.
+            The client's name, and the error, or None if the client has joined.
         """
         for name, (future, message, hello) in sorted(self._pending.items()):
             if not future.done():

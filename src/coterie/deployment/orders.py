@@ -23,7 +23,7 @@ back to an earlier checkpoint.
 MAX_NEW_RUNS = 3
 """The maximum number of new runs that a client begins during the life of its process."""
 MAX_UNFINISHED = 8
-"""The maximum number of unfinished runs in a client's folder; each takes disk space."""
+"""The maximum number of unfinished runs in a client's folder, as every run takes disk space."""
 TRAINED = "trained.json"
 """The file in a client's run folder with the number of times that each round was trained."""
 DELETE = "delete the folders that are no longer needed, and start this client again to take part"
@@ -35,7 +35,7 @@ def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str,
     Args:
         config: The server's run.
         client: The name of the client that is to join.
-        public: The digest of the run's public text, or None if it has none.
+        public: The digest of the run's public text, or None if the run has no public text.
     """
     used = plugins_of(config.objects)
     files = {
@@ -73,9 +73,9 @@ class Orders:
         """The ids of the runs that the client has begun since the user was last asked."""
 
     def refusal(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Return why this client refuses to begin a run, or None after counting the run.
+        """Return why this client refuses to begin a run, or None if it accepts the run.
 
-        A run that the client has begun before is continued and not counted again.
+        An accepted run is counted, unless the client has begun it before and now continues it.
         """
         if reason := too_costly(config):
             return reason
@@ -101,10 +101,11 @@ class Orders:
         return None
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
-        """Increment the number of trainings of a round, which is stored in the run's folder.
+        """Count that a round is trained once more; the count is stored in the run folder.
 
         Raises:
-            CoterieError: The round was trained too often, or the runs take too much disk space.
+            CoterieError: The round has been trained too often, or the run folders take too much
+                disk space.
         """
         path = folder.path / TRAINED
         counts = read.read_json(folder.path, TRAINED, read.Trained) if os.path.lexists(path) else {}

@@ -10,7 +10,7 @@ from coterie.deployment.seats import Seat
 class Quorum:
     """The number of clients that a round needs.
 
-    Clients that were expelled do not count. Clients that have stopped count towards the quorum.
+    Expelled clients do not count towards the quorum. Clients that have stopped training early do.
 
     Args:
         config: The run.
@@ -34,12 +34,12 @@ class Quorum:
 
     @property
     def needed(self) -> int:
-        """The number of clients that a round needs besides those that have stopped."""
+        """The number of clients, at least 1, that a round needs besides those that have stopped."""
         return max(1, self.size - self.stopped)
 
     @property
     def stopped(self) -> int:
-        """The number of clients that have stopped, as their models no longer improve."""
+        """The number of clients that have stopped training, as their models no longer improve."""
         return sum(seat.stopped for seat in self.seats.values())
 
     def ready(self) -> list[str]:
@@ -61,8 +61,8 @@ class Quorum:
 
         Args:
             members: The clients of the round.
-            waiting: Members that have not replied.
-            diverged: Members that have diverged, and so will not upload.
+            waiting: Clients of the round that have not replied.
+            diverged: Clients of the round that have diverged, and so will not upload.
             end: The deadline of the round, in seconds of the monotonic clock.
         """
         if not waiting:
@@ -84,7 +84,7 @@ class Quorum:
         return bool(joined) and all(self.seats[name].stopped for name in joined)
 
     def met(self) -> bool:
-        """Return whether the clients that have stopped are a quorum by themselves."""
+        """Return whether the clients that have stopped are enough for a quorum by themselves."""
         return self.stopped >= self.size
 
     @property
@@ -102,7 +102,7 @@ class Quorum:
         """Return whether a round has enough uploads to count.
 
         A round needs its quorum. Once every client with a refused upload has been asked again,
-        refused uploads count towards the quorum if they do not outnumber the valid ones, so that
+        refused uploads count towards the quorum if they do not outnumber the valid uploads, so that
         clients with invalid uploads cannot block the run.
 
         Args:

@@ -16,7 +16,7 @@ class Seat:
     """The status of one client, as the server sees it."""
 
     present: str | None = None
-    """The link's identifier of the client's connection; None without a connection."""
+    """The identifier of the client's connection; None if the client is disconnected."""
     joined: bool = False
     ticket: str | None = None
     """The ticket of the order that the client has not replied to; None if there is none."""
@@ -25,30 +25,32 @@ class Seat:
     failed: bool = False
     """Whether the client failed to carry out its last order."""
     counted: int | None = None
-    """The last round in which the client's upload counted."""
+    """The last round in which the client's upload counted; None if no upload has counted yet."""
     entries: list[Entry] = field(default_factory=list)
     """The metrics that the client sent with its last step; recorded if the step counts."""
     stops: bool = False
     """Whether the client announced with its last step that it stops training."""
     stopped: bool = False
-    """Whether the step with this announcement counted; the client is in no later round."""
+    """Whether the client has stopped training, so that it takes part in no later round.
+
+    A client has stopped once the step with which it sent `stops` has counted."""
 
     def clear(self) -> None:
-        """Reset the failure, so that the client can be asked at once."""
+        """Clear a recorded failure, so that the server can ask the client again at once."""
         self.retry_at, self.failed = 0.0, False
 
     def fail(self) -> None:
-        """Record a failure: the client is asked again later, and a quorum does not wait for it."""
+        """Record a failure: the client is asked again later, and rounds do not wait for it."""
         self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:
-        """Discard what the client sent with its last step, before it is asked for another."""
+        """Discard what the client sent with its last step, before it is asked for another step."""
         self.clear()
         self.entries, self.stops = [], False
 
 
 def seats_state(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
-    """Return the values that a checkpoint stores of seats, and the digest of the clients' base."""
+    """Return the values to save in a checkpoint: facts about all seats, and the base's digest."""
     counted: Json = {name: seat.counted for name, seat in seats.items()}
     stopped: Json = sorted(name for name, seat in seats.items() if seat.stopped)
     return {"counted": counted, "base": base, "stopped": stopped}
@@ -75,10 +77,10 @@ class ServerWatch:
         """Start to follow a run, of which `done` rounds are complete."""
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        """Display the status of all clients; `working` are the clients that have not replied."""
+        """Display the status of all clients; those in `working` have not replied yet."""
 
     def moved(self, client: str, up: int, down: int) -> None:
-        """Count the bytes of a message from (`up`) or to (`down`) a client."""
+        """Count the bytes received from a client (`up`) and sent to the client (`down`)."""
 
     def note(self, text: str) -> None:
         """Display a line about an event."""

@@ -51,14 +51,14 @@ class ServerRun(ServerPart):
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []
-        """Expelled clients whose data the server side of the method still holds."""
+        """Expelled clients whose data are still in the method's server-side object."""
         self.public = public_digest(config)
         self.joins = Joins(self)
         self.kind: Kind = "step"
-        """The order for the clients in `waiting`."""
+        """The kind of the order that is sent to the clients in `waiting`."""
         self.round = 0
         self.waiting: set[str] = set()
-        """Clients that have not completed the order."""
+        """Clients that have not completed the server's current order."""
         self.unlisted: set[str] = set()
         """Clients that have a key but are not part of the run."""
         self.uploads = Uploads(folder.path, self.server, self.aggregation)
@@ -96,14 +96,14 @@ class ServerRun(ServerPart):
         self.folder.finish(result(self.config, self.folder))
 
     def _round(self) -> int | None:
-        """Run a round; return the number of uploads that counted, or None if all have stopped."""
+        """Run a round; return the number of counted uploads, or None if all clients stopped."""
         while members := self._gather():
             if (mean := self._count(members)) is not None:
                 return self._settle(mean)  # else a client was expelled: repeat the round
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum and open the round; return its clients (empty if all have stopped)."""
+        """Wait for a quorum and open a round; return its clients (none if all clients stopped)."""
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
@@ -119,7 +119,7 @@ class ServerRun(ServerPart):
         return members
 
     def _count(self, members: list[str]) -> Message | None:
-        """Return the mean of the uploads once enough count, or None if a client was expelled."""
+        """Wait until enough uploads count; return their mean, or None if a client was expelled."""
         uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
             uploads.require(self.round, self.waiting)
@@ -149,7 +149,7 @@ class ServerRun(ServerPart):
         return not self.leaving
 
     def _settle(self, mean: Message) -> int:
-        """Close the round with the mean of its uploads; return their number."""
+        """Close the round with the mean of its uploads; return the number of counted uploads."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
@@ -169,7 +169,7 @@ class ServerRun(ServerPart):
         return len(counted)
 
     def _is_over(self) -> bool:
-        """Return whether all clients have stopped, or a quorum has and the others stay away."""
+        """Return whether all clients stopped, or a quorum did and no other client is ready."""
         all_stopped = self.quorum.all_stopped(self.joins.hellos)
         if all_stopped or not self.quorum.met():
             return all_stopped
@@ -258,7 +258,7 @@ class ServerRun(ServerPart):
             raise CoterieError("All clients of the run have been expelled; start a new run.")
 
     def _remove_expelled(self) -> None:
-        """Remove the data of expelled clients from the server side of the method."""
+        """Remove the data of expelled clients from the method's server-side object."""
         while self.leaving:
             self.leave(self.leaving.pop())
 
@@ -361,7 +361,7 @@ class ServerRun(ServerPart):
 
     @property
     def _metric_round(self) -> int:
-        """The round that metrics are recorded for: at the end of the run, its last round."""
+        """The round to record metrics for; at the end of the run, this is the last round."""
         return self.round - (self.kind == "finish")
 
     def _refuse(self, event: str, error: Exception) -> None:

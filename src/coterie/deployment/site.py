@@ -22,13 +22,14 @@ class Site:
 
     name: str
     texts: dict[str, str]
-    """Paths by key of the run file: `path`, or `train`, `validation` and `test`."""
+    """Paths of the texts, by key of the run file: `path`, or `train`, `validation` and `test`."""
     out: Path
     """The folder of the client's run folders."""
     base: str | None = None
-    """The base to load; None loads the base that the run names, which must not be a folder."""
+    """The base to load; None loads the base that the run names, which must not be a local folder.
+    """
     public: str | None = None
-    """The path of this machine's copy of the run's public text."""
+    """The path of this machine's copy of the run's public text; None if there is no copy."""
     agreed: Terms | None = None
     """The terms that the user agreed to in advance; if None, `agrees` decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
@@ -46,7 +47,7 @@ class Site:
         The run contains the texts of no other client, and only paths that this client has set.
 
         Raises:
-            CoterieError: The run is invalid, or lacks a file of this machine.
+            CoterieError: The run is invalid, or needs a path that this client has not set.
             MessageError: The order is not from a server of Coterie, or is malicious.
         """
         described = dict(order.config or {})

@@ -90,9 +90,11 @@ def serve_again(
         keys: The keys of the server and the clients.
         address: The address to listen on, HOST:PORT.
         watch: Callbacks that follow the run.
-        from_round: The number of rounds after which to resume. Default: the newest checkpoint.
+        from_round: The number of complete rounds to resume after; None: as in the newest
+            checkpoint.
         without: Clients to expel.
-        update: A run whose `deployment` section and device replace those of the recorded run.
+        update: A run whose `deployment` section and device replace those of the recorded run;
+            None: no changes.
 
     Raises:
         CoterieError: The run cannot be resumed.

@@ -19,11 +19,11 @@ from coterie.privacy.ledger import Budget, Ledger
 Terms = Mapping[str, Any]
 """Plain data: the run as a client sees it, and the hashes of its plugins and public text."""
 ABSENT = "nothing"
-"""The placeholder for a setting that one side does not have, in messages."""
+"""The value shown in messages for a setting that is missing from the agreed or requested terms."""
 
 
 def agreed_terms(config: RunConfig, client: str) -> Terms:
-    """Return the terms that a client agrees to with a run file."""
+    """Return the terms that a client agrees to by providing a run file in advance."""
     return _terms(config.visible_to(client))
 
 
@@ -93,16 +93,17 @@ def version_mismatch(order: Order) -> str | None:
 
 
 def extra_plugin(order: Order, config: RunConfig) -> str | None:
-    """Return which plugin the client would use although the server does not, or None."""
+    """Return a message if the client would use a plugin that the server does not, else None."""
     if extra := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
         return f"uses {extra[0]!r} without a plugin; start this client without --plugin"
     return None
 
 
 def differences(agreed: Terms, requested: Terms) -> list[str]:
-    """Return a description of each setting whose requested value differs from the agreed one.
+    """Return a description of each setting whose requested value differs from the agreed value.
 
-    Top-level keys that `agreed` lacks, such as the hashes of plugins, are left to other checks.
+    Top-level keys that `agreed` lacks, such as the hashes of plugins, are not compared here, as
+    other functions check them.
     """
     before = dict(flat(agreed))
     after = {key: v for key, v in flat(requested) if key.partition(".")[0] in agreed}

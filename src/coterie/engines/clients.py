@@ -1,4 +1,4 @@
-"""Interface of a run's clients to the round loop, and their states between checkpoints."""
+"""Interface between the round loop and a run's clients; clients' states between checkpoints."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ Download = Callable[[ClientId], bytes]
 
 
 class NewStates:
-    """Clients' states since the newest checkpoint, in files of the run folder.
+    """Clients' states that are newer than the newest checkpoint, in files in the run folder.
 
-    The files remain if the process is killed. They are then deleted, and the round is repeated from
-    the checkpoint.
+    If the process is killed, the files remain. The next process deletes them, and repeats the round
+    from the checkpoint.
 
     Args:
         folder: The run folder.
@@ -57,14 +57,14 @@ class NewStates:
                 write_bytes(self.path / f"{file}.safetensors", state.encode())
 
     def newest(self, client: ClientId) -> tuple[State | None, State | None]:
-        """Return the newest states of a client and of its best model; None before they exist."""
+        """Return the newest states of a client and of its best model; None if not saved yet."""
         state = self._find(f"client-{client}")
         if state is None and self.folder.rounds():
             state = self.folder.load(f"client-{client}")
         return state, self.kept(client)
 
     def kept(self, client: ClientId) -> State | None:
-        """Return the newest state of a client's best model; None before its first round."""
+        """Return the newest state of a client's best model; None if none has been saved yet."""
         return self._find(f"kept-{client}") or self.folder.find(f"kept-{client}")
 
     def drop(self, client: ClientId) -> None:
@@ -79,7 +79,7 @@ class NewStates:
 
         Args:
             client: The client's name.
-            newer: States in memory, by file. They take precedence over states on disk.
+            newer: States in memory, by file name. They take precedence over states on disk.
 
         Yields:
             The name of each file, and its state or None, as in `ClientPart.states`.
@@ -100,7 +100,7 @@ class NewStates:
 
 @dataclass(eq=False)
 class Clients(ABC):
-    """The clients of a run. Subclasses determine in which processes they work.
+    """The clients of a run. Subclasses determine in which processes the clients work.
 
     Args:
         config: The run.
@@ -117,7 +117,7 @@ class Clients(ABC):
     recorder: Recorder
 
     in_process: ClassVar[bool]
-    """Whether the clients are in this process. If so, they can join before `at_work`."""
+    """Whether the clients are in this process. If so, they can join outside `at_work`."""
 
     def __post_init__(self) -> None:  # noqa: D105
         self.new = NewStates(self.folder)
@@ -145,8 +145,8 @@ class Clients(ABC):
             lost: Clients whose last upload did not count.
 
         Yields:
-            The name of each client, and its upload or the error if it diverged. The client's
-            metrics are recorded before.
+            The name of each client, and its upload, or the error if the client diverged. The
+            client's metrics are already recorded when its upload is yielded.
         """
 
     @abstractmethod
@@ -169,7 +169,7 @@ class Clients(ABC):
             yield from self.new.pop(name, self._newer(name))
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return the states of a client in memory, by file."""
+        """Return the states of a client that are in memory, by file name."""
         return {}
 
     @abstractmethod
@@ -182,4 +182,4 @@ class Clients(ABC):
 
     @abstractmethod
     def covered(self) -> set[tuple[str, ...]]:
-        """Return descriptions of the layers that the adapters modify, for each kind of adapter."""
+        """Return descriptions of the layers that adapters modify: lines per kind of adapter."""

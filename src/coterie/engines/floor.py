@@ -1,4 +1,4 @@
-"""The floor of a run's scores: the scores of always giving the commonest answer."""
+"""The floor of a run's scores: the scores of a model that always gives the commonest answer."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -9,15 +9,15 @@ from coterie.evaluation.commonest import commonest
 from coterie.federation.participants import Participant, text_digest
 
 FLOOR = "commonest"
-"""The key of the floor's scores by sample in a run folder."""
+"""The name under which a run folder contains the floor's score of each sample."""
 
 
 def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, Any]]:
-    """Score the commonest answer of a client's training data on each of its test texts.
+    """Score the commonest answer in a client's training data on each of the client's test texts.
 
     Returns:
-        Scores by sample, by the name of the text, in the format of a run folder. Only texts with
-        answers that are chosen from a list are included.
+        The scores of all samples, by the name of the test text, in the format of
+        `RunFolder.keep_items`. Only texts whose answers are chosen from a list are included.
     """
     items: dict[str, dict[str, Any]] = {}
     train = client.data.train
@@ -31,7 +31,7 @@ def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, A
 
 
 def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the floor of a finished run as a result.
+    """Return the floor of a finished run, in the format of `RunFolder.outcome`.
 
     Args:
         outcome: The run's outcome, from `RunFolder.outcome`.
@@ -40,7 +40,12 @@ def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_result(items: Mapping[str, Mapping[str, Any]], seed: int | None) -> dict[str, Any]:
-    """Return scores by text and sample as a result, like `RunFolder.outcome`, with their means."""
+    """Return scores in the format of `RunFolder.outcome`, which includes each text's mean score.
+
+    Args:
+        items: The scores of all samples, by the name of the test text.
+        seed: The run's seed; None if it is unknown.
+    """
     scores = {
         name: {
             key: fmean(share for share in shares if share is not None)

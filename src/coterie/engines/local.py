@@ -22,7 +22,7 @@ IN_MEMORY = 8
 
 
 class LocalClients(Clients, Mapping[ClientId, ClientSide]):
-    """Clients in this process: a mapping from their names to their sides of the method.
+    """Clients in this process: a mapping from their names to the method's client-side objects.
 
     A client is created when it is needed. At most IN_MEMORY clients are in memory. If there are
     more, a new client replaces the client that was created last, whose state is written to disk.
@@ -41,7 +41,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self._covered: set[tuple[str, ...]] = set()
 
     def __getitem__(self, name: ClientId) -> ClientSide:
-        """Return a client's side of the method in its newest state."""
+        """Return the method's client-side object of a client, in its newest state."""
         return self.part(name).side
 
     def __iter__(self) -> Iterator[ClientId]:
@@ -53,7 +53,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         return len(self.participants)
 
     def part(self, name: ClientId) -> ClientPart:
-        """Return a client's part of the run in its newest state."""
+        """Return the `ClientPart` of a client, in its newest state."""
         if name not in self.parts:
             if len(self.parts) >= IN_MEMORY:
                 self.new.put(self.parts.popitem()[1])
@@ -120,7 +120,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         Args:
             name: The client's name.
             state: The client's state; None for the initial state.
-            kept: The state of the client's best model, if any.
+            kept: The state of the client's best model; None if there is none.
 
         Returns:
             The client and its first message, which describes the initial state.
@@ -129,11 +129,12 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         hello = part.hello()
         if state is not None:
             part.restore(state, kept)
-        self.participants[name] = part.participant  # keep its reference, which is slow to compute
+        self.participants[name] = part.participant  # its reference data are slow to compute
         part.scores = self.scores[name]
         return part, hello
 
 
 LocalRun = Rounds[LocalClients]
 local_run = partial(Rounds, LocalClients)
-"""Create a run whose clients work in this process. The arguments are those of `Rounds`."""
+"""Create a run whose clients work in this process; takes the arguments of `Rounds` after `clients`.
+"""

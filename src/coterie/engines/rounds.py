@@ -42,7 +42,7 @@ class Rounds(ServerPart, Generic[C]):
         participants: The clients' data.
         folder: The run folder.
         callbacks: The callbacks that follow the run.
-        own: The data of a server that has a model.
+        own: The server's data; None if the server has no model.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Rounds(ServerPart, Generic[C]):
     ) -> None:
         self.names = [p.name for p in participants]
         self.callbacks = callbacks
-        recorder = Recorder(partial(_log, callbacks))  # not a method of self: a reference cycle
+        recorder = Recorder(partial(_log, callbacks))  # a method would cause a reference cycle
         super().__init__(config, base.model, self.names, own, folder, recorder)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
@@ -207,10 +207,10 @@ def _lost(folder: RunFolder) -> set[ClientId]:
 
 
 def score_summary(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
-    """Return the mean score of an exchange over texts, for progress messages.
+    """Return the mean score of an exchange over all texts, for progress messages.
 
-    If the entries contain scores of clients' best models, the mean is over these, and the mean of
-    the last models follows.
+    If the entries contain scores of clients' best models, the mean of these scores comes first, and
+    the mean score of the clients' last models follows in brackets.
 
     Args:
         config: The run.

@@ -32,23 +32,23 @@ from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder
 
 AT_THE_END = "diverged on the last download; the previous model is kept"
-"""The reason recorded for a client that diverged on the last download. Its upload counted."""
+"""The reason recorded for a client that diverged on the last download, after its upload counted."""
 TRANSFORMS = "transforms"
 """The name of the transforms' state in checkpoints."""
 JUMP = 1.0
-"""The increase over the best validation loss at which a client warns, in nats per token.
+"""The increase over the best validation loss above which a warning is recorded, in nats per token.
 
 In one round, over-fitting increases the loss by far less, and a damaged shared model by more."""
 
 
 class ClientPart:
-    """A client's side of the method with its messages, transforms and evaluation.
+    """A client's part of a run: its method object, messages, transforms and evaluation.
 
     All engines and deployments use this class, so the results and metrics are the same.
 
     Args:
         config: The run.
-        base: The run's base, for a participant without a base.
+        base: The run's base, which is used if the participant has no base of its own.
         participant: The client's data.
         recorder: The recorder of metrics.
         ledger: The ledger of the client's privacy budget; None: an empty ledger in memory.
@@ -74,12 +74,13 @@ class ClientPart:
         context = client_context(config, self.base, participant, log, ledger)
         self.side = config.method.client(context)
         self.keeper: Keeper | None = None
-        """The client's best model; None if `keep` is not `best` or the side does not train."""
+        """The client's best model; None if `evaluation.keep` is not `best`, or without training."""
         if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
             self.keeper = Keeper(config, self.base, participant, self.side)
         self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
-        """The last scores, by point (trained or aggregated) and text."""
+        """The last scores, by point (`trained`: after local training; `aggregated`: after the
+        download) and then by the name of the test text."""
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -145,12 +146,13 @@ class ClientPart:
     ) -> None:
         """Apply the download after the last round, and score the aggregated and the best model.
 
-        The trained model is scored first, unless it was already. The client ends with the
-        aggregated model if the method reports it, else with the trained model.
+        The trained model is scored first, unless it has been scored already. Afterwards, the
+        client has the aggregated model if the method reports the aggregated model's scores, and
+        the trained model otherwise.
 
         Args:
             download: The serialised download.
-            kept: The state of the best model in the newest checkpoint, if any.
+            kept: The state of the best model in the newest checkpoint; None if there is none.
             exchange: The number of the last exchange.
             counted: Whether the client's upload in the last exchange counted.
         """
@@ -207,7 +209,7 @@ class ClientPart:
 
         Args:
             state: The client's state.
-            kept: The state of the client's best model, if any.
+            kept: The state of the client's best model; None if there is none.
         """
         self.side.restore(state)
         if TRANSFORMS in state.parts:
@@ -216,9 +218,9 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Write the scores of all test items, and of the commonest answer, to the client's folder.
+        """Write the scores of all test samples, and of the commonest answer, to a run folder.
 
-        They are neither logged nor sent. Nothing is written if no model was scored.
+        These scores are neither logged nor sent. If no model was scored, nothing is written.
 
         Args:
             folder: The client's folder.
@@ -258,7 +260,7 @@ class ClientPart:
     def _score_kept(self, kept: State | None, rounds: int) -> None:
         """Record which model is the best, and score it unless it is the last model.
 
-        The state of the side does not change.
+        The client has the same state before and after the call.
         """
         assert kept is not None, "the best model is in memory or in the newest checkpoint"
         self.log(self.name, metric.KEPT, kept.values["round"])
@@ -306,7 +308,7 @@ def scored(
     """Score a model on the test texts of a participant.
 
     Returns:
-        The scores by text.
+        The scores, by the name of the test text.
     """
     window, evaluation = config.data.window, config.evaluation
     return {
@@ -338,10 +340,10 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
         folder: The run folder.
 
     Returns:
-        The last scores by text, traffic in bytes and time in seconds. If clients keep their best
-        models, the scores of the reported point are those of the best models, and `kept` has the
-        number of rounds of each. `left_out` has the reasons why uploads did not count, by client
-        and round.
+        The last scores by text, the traffic in bytes and the time in seconds. If clients keep their
+        best models, the scores that the method reports (`trained` or `aggregated`) are those of the
+        best models, and `kept` has the number of rounds after which each client had its best model.
+        `left_out` has the reasons why uploads did not count, by client and round.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}

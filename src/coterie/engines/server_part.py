@@ -20,13 +20,15 @@ from coterie.training.context import ClientId
 
 
 class ServerPart:
-    """The server's side of the method with its messages and checkpoints; base class of round loops.
+    """The server's part of a run: its method object, messages and checkpoints.
+
+    This is the base class of round loops.
 
     Args:
         config: The run.
         base: The run's base, possibly without weights.
         clients: The names of the clients.
-        own: The data of a server that has a model.
+        own: The server's data; None if the server has no model.
         folder: The run folder.
         recorder: The recorder of metrics.
     """
@@ -77,7 +79,7 @@ class ServerPart:
             counted: The clients whose uploads count.
 
         Raises:
-            CoterieError: If the aggregate is not finite. Nothing has been saved then.
+            CoterieError: If the aggregate is not finite. In this case, nothing has been saved.
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:
@@ -131,10 +133,10 @@ class ServerPart:
 def contribution(
     server: ServerSide, aggregation: Aggregation, name: str, upload: Message
 ) -> Contribution:
-    """Return an upload's contribution to the mean, and pass the other fields to the server's side.
+    """Return an upload's contribution to the mean, and pass its other fields to the server.
 
     Args:
-        server: The server's side of the method.
+        server: The method's server-side object.
         aggregation: The run's aggregation.
         name: The client that sent the upload.
         upload: The upload as it was received.

@@ -80,7 +80,10 @@ class Session:
         return self._federations[key]
 
     def floor(self, config: RunConfig) -> dict[str, Any]:
-        """Return the floor of the scores of a run with this session's data, as a result."""
+        """Return the scores of always giving the commonest answer to this session's test questions.
+
+        The scores have the format of `RunFolder.outcome`.
+        """
         alone = config.model_copy(update={"pooled": False})
         clients = [floor_items(alone, client) for client in self.participants(alone)]
         items = {name: scores for texts in clients for name, scores in texts.items()}
@@ -97,7 +100,7 @@ class Session:
         """Check that the methods of runs support the clients.
 
         Raises:
-            CoterieError: If a method does not.
+            CoterieError: If a method does not support the clients of its run.
         """
         for config in configs:
             clients = self.participants(config)
@@ -141,7 +144,7 @@ class Session:
     def finish(
         self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()
     ) -> None:
-        """Start or continue a run, unless it has a result.
+        """Start or continue a run, unless it is finished.
 
         Args:
             folder: The run folder.

@@ -57,21 +57,22 @@ log = logging.getLogger(__name__)
 LOG = "simulation.log"
 """The file in the run folder with the log messages of Flower and Ray."""
 STORE = 2**27
-"""Size of Ray's shared memory for messages, in bytes. Ray moves further messages to disk."""
+"""Size of Ray's shared memory for messages, in bytes. Ray moves messages that do not fit to disk.
+"""
 RAY_FOLDER = os.environ.get("RAY_TMPDIR", "/tmp")
 """The folder of Ray's logs and sockets. Paths of sockets have at most about 100 characters."""
 RECORD = "coterie"
 Order = dict[str, Any]
-"""The run folder, the plugins, the client, whether its last upload counted, the action `do` (hello,
-step, undo or finish), the number of the exchange, and the download."""
+"""An order to a client: the run folder, the plugins, the client's name, whether its last upload
+counted, the action `do` (hello, step, undo or finish), the exchange's number, and the download."""
 Answer = dict[str, Any]
-"""The upload or hello, metrics in JSON, and the error of a client that diverged or failed."""
+"""A client's answer: its upload or hello, its metrics in JSON, and its error if it failed."""
 Metric = dict[str, Json]
 """The arguments of `Recorder.log`, by name."""
 
 
 class SimulatedClients(Clients):
-    """Clients in a pool of processes, as many as this machine has processors for."""
+    """Clients in a pool of processes, which is as large as the number of processors allows."""
 
     in_process = False
 
@@ -155,7 +156,7 @@ class SimulatedClients(Clients):
 def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answer]"]]:
     """Start actors, and stop them at the end of the block.
 
-    On Linux, Ray ends with the thread that enters the block.
+    On Linux, Ray's processes end when the thread that entered the block ends.
 
     Args:
         count: The number of actors.
@@ -206,7 +207,7 @@ app = ClientApp()
 
 
 def client_app() -> ClientApp:
-    """Return the app that actors run. Ray passes this function by name."""
+    """Return the app that actors run. Ray passes only this function's name to the actors."""
     return app
 
 

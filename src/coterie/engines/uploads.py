@@ -27,7 +27,7 @@ class Uploads:
 
     Args:
         folder: The folder of the temporary file.
-        server: The server's side of the method.
+        server: The method's server-side object.
         aggregation: The run's aggregation.
         strict: Whether to raise the error of an invalid upload instead of excluding the upload.
     """
@@ -38,13 +38,13 @@ class Uploads:
         self.folder, self.server = folder, server
         self.aggregation, self.strict = aggregation, strict
         self.refused: dict[str, str] = {}
-        """The reasons for exclusion, by client."""
+        """The reasons why uploads are excluded, by client."""
         self.diverged: set[str] = set()
         """Excluded clients that diverged and so have no upload."""
         self.asked_again: set[str] = set()
         """Clients that were asked for a second upload."""
         self._measures: dict[str, dict[str, Any]] = {}
-        """The measures of each upload, by client and transform."""
+        """The results of transforms' `measure` hooks for each upload, by client and transform."""
         self._places: dict[str, tuple[int, int]] = {}
         """The start and the length of each upload in the file, by client."""
         with writing(folder):
@@ -129,14 +129,14 @@ class Uploads:
             )
 
     def ask_again(self, name: str) -> bool:
-        """Remove an upload that is requested again; return whether this is the first repetition."""
+        """Remove an upload that is requested again; return whether it is the first new request."""
         self.drop(name)
         first = name not in self.asked_again
         self.asked_again.add(name)
         return first
 
     def drop(self, name: str) -> bool:
-        """Remove a client's upload or its error; return whether there was either."""
+        """Remove a client's upload or reason for exclusion; return whether there was either."""
         self.diverged.discard(name)
         self._measures.pop(name, None)
         refused, place = self.refused.pop(name, None), self._places.pop(name, None)
@@ -155,7 +155,7 @@ class Uploads:
             recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
-        """Aggregate the uploads that count, and update `refused`.
+        """Aggregate the uploads that count, and add newly excluded uploads to `refused`.
 
         Returns:
             The aggregate. It is empty in a phase that a transform declares, as the transform

@@ -54,7 +54,7 @@ CHECKSUMS = "checksums.json"
 WITHOUT = "without.json"
 """The file with the names of the clients that were expelled from a deployed run."""
 LEFTOVERS = (".lock", ".run.json.*tmp")
-"""Patterns of the files that a killed start leaves."""
+"""Patterns of the files that remain if a process is killed while it creates a run folder."""
 
 
 def describe(
@@ -95,7 +95,7 @@ class RunFolder:
     def create(
         cls, path: Path, description: Mapping[str, Json], force: bool = False
     ) -> "RunFolder":
-        """Create the folder of a new run; raise CoterieError if `refuse` does."""
+        """Create a new run's folder; raise CoterieError if a folder must not be overwritten."""
         folder = cls(path)
         folder.refuse(force)
         with writing(path):
@@ -130,7 +130,7 @@ class RunFolder:
             return False
 
     def _is_empty(self) -> bool:
-        """Return whether the path is a folder without other files than those in `LEFTOVERS`."""
+        """Return whether the path is a folder in which all files match patterns in `LEFTOVERS`."""
         with writing(self.path):
             left = (any(fnmatchcase(p.name, g) for g in LEFTOVERS) for p in self.path.iterdir())
             return self.path.is_dir() and all(left)
@@ -162,9 +162,9 @@ class RunFolder:
 
     @property
     def outcome(self) -> dict[str, Any] | None:
-        """The result, with the run's `seed` and, in `items`, the scores of each test window.
+        """The result, the `seed` and the `items` of a run; None if the run is not finished.
 
-        Scores are by point and then by the name of the text; see `keep_items`.
+        `items` has the scores of all test windows, by point and then by text; see `keep_items`.
         """
         if (result := self.result) is None:
             return None
@@ -206,10 +206,10 @@ class RunFolder:
         files: Mapping[str, bytes] | None = None,
         keep: int = 2,
     ) -> None:
-        """Write the checkpoint after a number of rounds, and delete all but the newest `keep`.
+        """Write a checkpoint after `rounds` rounds; delete all but the newest `keep` checkpoints.
 
         States are written one at a time. None stands for a state that has not changed since the
-        newest checkpoint. `files` are additional files of the checkpoint.
+        previous checkpoint. `files` are additional files of the checkpoint.
         """
         refuse_links(self.path, "checkpoints")
         newest, previous = self.checkpoint(rounds), self.checkpoint(self.rounds())
@@ -270,7 +270,7 @@ class RunFolder:
         return sorted(p for p in paths if re.fullmatch(r"[0-9]{5,10}", p.name) and p.is_dir())
 
     def go_back(self, rounds: int) -> None:
-        """Delete later checkpoints and the result; raise CoterieError without this checkpoint."""
+        """Return to the checkpoint of `rounds` rounds; delete the result and later checkpoints."""
         checkpoints = self.checkpoints()
         if (newest := self.checkpoint(rounds)) not in checkpoints:
             kept = ", ".join(str(int(folder.name)) for folder in checkpoints) or "none"
@@ -349,7 +349,7 @@ class RunFolder:
         return read.read_lines(self.path, "metrics.jsonl")
 
     def forget_from(self, round: int) -> None:
-        """Delete the metrics that were recorded in `round` or later, as these are repeated."""
+        """Delete the metrics recorded in `round` or later, because these rounds are repeated."""
         self.rewrite(m for m in self.metrics() if m.get("during", m["round"]) < round)
 
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
@@ -366,7 +366,7 @@ class Recorder:
         self.round = 0
 
     def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
-        """Record a metric of a client, or of the run (None); by default, of the current round.
+        """Record a metric of a client (None: of the run) in a round (None: the current round).
 
         Values with NaN or infinity, which JSON cannot represent, are not recorded.
         """
@@ -387,8 +387,8 @@ class Recorder:
         """Delete metrics of the round in progress.
 
         Args:
-            start: The value of `count` before the first metric was recorded.
-            end: The value of `count` after the last one was. Default: delete all later metrics.
+            start: The value of `count` before the first metric to delete was recorded.
+            end: The value of `count` after the last of them; None: delete all later metrics.
             keep: A prefix of the names of metrics that are not deleted.
         """
         span = self._lines[start:end]

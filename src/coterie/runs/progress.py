@@ -12,7 +12,7 @@ from coterie.messages import Json
 
 @contextmanager
 def logged(path: Path, *names: str) -> Iterator[None]:
-    """Write the records of loggers to a log file in the block, and not to the terminal.
+    """Write the records of loggers to a log file instead of the terminal, until the block ends.
 
     Handlers that users have added to loggers of Coterie also receive the records.
 
@@ -41,9 +41,9 @@ class RunStart:
     method: str
     """The method's name in tables."""
     rounds: int
-    """The number of exchanges of the whole run: one a round, unless the method takes more."""
+    """The number of exchanges of the whole run: one per round, unless the method needs several."""
     done: int
-    """The number of exchanges that are complete: 0, or more in a run that continues."""
+    """The number of complete exchanges: 0 for a new run, at least 1 for a run that continues."""
     clients: tuple[str, ...]
     """The names of the clients."""
     tokens: int
@@ -53,28 +53,33 @@ class RunStart:
 
 
 class Callback:
-    """Follows runs while they work; a subclass overrides the hooks that it needs.
+    """An object that follows runs in progress; subclasses override the hooks that they need.
 
     Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. One
     object follows every run of the call, one after another: the baselines, then the run's own
-    method. Hooks are called in the process and thread of the caller, in the order of the list.
+    method. For each event, the objects' hooks are called in the order of the list, in the process
+    and thread of the caller.
 
-    A hook must not change what it is given. An exception that a hook raises stops the run and
-    reaches the caller of `coterie.run`; the folder then holds the rounds that are complete, and
+    A hook must not change its arguments. An exception in a hook stops the run and is passed on to
+    the caller of `coterie.run`. The run folder then contains all complete rounds, and
     `coterie.resume` continues after them. To stop a run on purpose, raise KeyboardInterrupt in
-    `on_round_end`. Rounds are numbered from 0, as in metrics.jsonl; a method with several
-    exchanges a round, such as FedMKT-FedAvg, counts exchanges.
+    `on_round_end`. Rounds are numbered from 0, as in metrics.jsonl. If a method has several
+    exchanges per round, such as FedMKT-FedAvg, the numbers are those of exchanges.
     """
 
     def on_warning(self, text: str) -> None:
-        """Take a warning, such as text that several clients hold, or a client that diverged.
+        """Take a warning, for example that several clients have the same text.
+
+        The hook may be called before `on_run_begin`.
 
         Args:
-            text: a sentence for a person. It may come before `on_run_begin`.
+            text: the warning, a sentence for the user.
         """
 
     def on_run_begin(self, run: RunStart) -> None:
-        """Take note of a run that begins or continues; a finished run has no hooks called.
+        """Take note of a run that begins or continues.
+
+        No hook is called for a run that is already finished.
 
         Args:
             run: the method, the clients and the rounds.
@@ -83,8 +88,8 @@ class Callback:
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
         """Take a metric as soon as it is logged.
 
-        Metrics that a client logged are deleted from metrics.jsonl, but not taken back here, if the
-        server then excludes the client's upload from the round.
+        If the server later excludes the client's upload from the round, the client's metrics are
+        left out of metrics.jsonl, but this hook is not called again.
 
         Args:
             round: the round that the metric belongs to.
@@ -106,12 +111,14 @@ class Callback:
 
         Args:
             round: the round that is complete.
-            scores: the mean score in words; empty if no model was scored in the round.
+            scores: the mean score as text; empty if no model was scored in the round.
         """
 
     def on_run_end(self, error: BaseException | None) -> None:
-        """Take note that a run has ended; it is called once for each `on_run_begin`.
+        """Take note that a run has ended.
+
+        The hook is called once for each call of `on_run_begin`.
 
         Args:
-            error: what stopped the run; None if it is finished.
+            error: the exception that stopped the run; None if the run is finished.
         """

@@ -123,7 +123,7 @@ class About(_Part):
 
 
 class Items(_Part):
-    """The content of scores/POINT/NAME.json."""
+    """The content of scores/POINT/NAME.json: the scores of each window of a test text."""
 
     __pydantic_extra__: dict[str, list[float | None]]  # pyright: ignore
     of: str = ""
@@ -224,7 +224,7 @@ def _check_line(line: Mapping[str, Any]) -> None:
 
 
 def _first(error: ValidationError) -> str:
-    """Format the first error with its location."""
+    """Format the first validation error with its location in the file."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = ".".join(map(str, first["loc"]))
     return f"{location}: {first['msg']}" if location else first["msg"]
