@@ -1,6 +1,6 @@
-"""Audit of a run: the fields that may leave a client, and the bytes that one round sends.
+"""Audit of a run: the fields that messages may contain, and the bytes sent in one round.
 
-The method declares the fields; the bytes are measured on real messages.
+The fields are declared by the method. The bytes are measured on real messages.
 """
 
 import json
@@ -43,8 +43,9 @@ Parameters = Mapping[str, Parameter]
 def audit_run(config: RunConfig) -> Iterator[Table]:
     """Yield the tables of an audit: declared fields, then the contents of one round's messages.
 
-    The round is the first in which a client uploads anything; see `first_exchange`. Clients that
-    send the same fields share their tables, which also list the state that stays on the client.
+    The round is the first in which a client uploads anything; see `first_exchange`. Each client has
+    tables of its messages and of the state that stays on the client. Clients whose tables would be
+    equal share them.
     """
     run = start(Session(config), config)
     yield _declared(run)
@@ -53,7 +54,7 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     stays_note = SHARED if shared else NEVER
     groups: dict[tuple[Row, ...], dict[ClientId, list[Row]]] = {}
     exchanged = first_exchange(run)
-    # A download may contain parameters that this client does not hold yet but other clients do.
+    # A download may contain parameters that only other clients hold so far.
     sides = run.clients.values()
     parameters = {name: p for side in sides for name, p in side.parameters().items()}
     if shared:
@@ -72,7 +73,7 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
 
 
 def _coverage(run: LocalRun) -> Table:
-    """List the layers of the base that each client's adapter covers."""
+    """Return a table of the base's layers that each client's adapter covers."""
     clients: dict[tuple[str, ...], list[ClientId]] = {}
     for name in run.clients:
         lines = run.clients.part(name).covered or ("none",)
@@ -82,7 +83,7 @@ def _coverage(run: LocalRun) -> Table:
 
 
 def _shared_metrics(run: LocalRun) -> Table:
-    """List the metrics that clients log and send with their uploads."""
+    """Return a table of the metrics that clients log and send with their uploads."""
     round = run.server.exchange
     if round < run.config.exchanges:  # the aggregated models are scored in the next exchange
         run.exchange(round, run.names)
@@ -101,7 +102,7 @@ def _kind(value: Json) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> Row:
-    """Merge rows that differ at most in their last cell, which becomes the maximum."""
+    """Merge rows that differ at most in the size in the last cell, and keep the largest size."""
     sizes = sorted({row[-1] for row in rows}, key=lambda size: (len(size), size))
     return (*rows[0][:-1], f"≤{sizes[-1]}" if len(sizes) > 1 else sizes[-1])
 
@@ -121,7 +122,7 @@ def _declared(run: LocalRun) -> Table:
 
 
 def _named(group: str, peers: bool) -> str:
-    """Return a group's name for a table, marked if the tensors come from other clients."""
+    """Return the name of a group of tensors, with a prefix if they come from other clients."""
     return f"others' {group}" if peers else group
 
 
@@ -134,7 +135,7 @@ def _dtypes(field: Field) -> str:
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
-    """Yield a client's rows of all tables: the title of the table, then the cells."""
+    """Yield a client's rows for all tables; every row begins with the title of its table."""
     side = run.clients[name]
     for way, title in WAYS.items():
         message, total = messages[way], len(run.schema.send(way, messages[way]))
@@ -148,7 +149,10 @@ def _account(
 
 
 def _contents(schema: Schema, way: Way, message: Message, parameters: Parameters) -> Iterator[Row]:
-    """Yield a row for each kind of tensor and each value; other clients' tensors are grouped."""
+    """Yield a row for each kind of tensor in a message, and for each value.
+
+    The tensors of all other clients are treated as one group.
+    """
     groups: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
     for peer, group, name, tensor in message.tensors():
         groups.setdefault((peer is not None, group), []).append((name, tensor))
@@ -167,8 +171,8 @@ def _kinds(
 ) -> Iterator[Row]:
     """Yield a row for each kind of tensor of a group.
 
-    The kind of a parameter is its role, expert and place; the kind of a tensor in `described` is
-    its name.
+    The kind of a parameter consists of its role, its expert and its location in the base. The kind
+    of another tensor is its name if the name is in `described`, else empty.
     """
     kinds: dict[tuple[str, str], list[Tensor]] = {}
     for name, tensor in tensors:
@@ -183,7 +187,7 @@ def _kinds(
 
 
 def _kind_of_parameter(parameter: Parameter) -> str:
-    """Return a parameter's role, expert and place: `generalist 0, mlp.up`."""
+    """Return a parameter's role, expert and location in the base: `generalist 0, mlp.up`."""
     # Domain experts are grouped: the same number is a different expert on every layer.
     numbered = parameter.expert is not None and parameter.role != "domain"
     role = f"{parameter.role} {parameter.expert}" if numbered else parameter.role
@@ -191,11 +195,11 @@ def _kind_of_parameter(parameter: Parameter) -> str:
 
 
 def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
-    """Yield rows for a client's state, without the trained tensors that the client uploaded.
+    """Yield the rows of the state that stays on a client.
 
-    Uploaded tensors are in the group `adapter` of the client's state, whichever group of the
-    message carries them. Any other group or inner state is private, even if its tensors have the
-    same names.
+    The trained tensors that the client uploaded are excluded. They are in the group `adapter` of
+    the client's state, whatever their group in the message. Every other group and every inner state
+    is private, even if the names of its tensors are also in the message.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():

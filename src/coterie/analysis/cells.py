@@ -1,6 +1,7 @@
-"""Runs of a comparison or of tuning: each is reused if finished, resumed if begun, else executed.
+"""Execution of the runs of a comparison, and tuning of methods' settings.
 
-Tuning tries every method with the same settings and scores the trials on validation text.
+A finished run is reused, an interrupted run is resumed, and any other run is executed. The tuner
+tries the same combinations of settings for every method, and scores the trials on validation text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,17 @@ from coterie.methods.pretrained import Pretrained
 from coterie.runs import Callback, RunFolder
 
 TRIALS = "trials"
-"""The name of the folder of trials, beside the folders of the runs."""
+"""The name of the folder of trials, inside the folder that contains the run folders."""
 
 
 class Cells:
-    """An executor of several runs that reports the progress and counts the executed runs."""
+    """An executor of several runs, which reports the progress and counts the executed runs.
+
+    Args:
+        total: the number of runs.
+        callbacks: the callbacks of every run that is executed or resumed.
+        report: a function to which messages on the progress are passed.
+    """
 
     def __init__(
         self, total: int, callbacks: Sequence[Callback], report: Callable[[str], None]
@@ -32,16 +39,16 @@ class Cells:
         self.total, self.callbacks, self.report = total, callbacks, report
         self.number = 0
         self.worked_on = 0
-        """Number of runs that were executed or resumed rather than reused."""
+        """The number of runs that were executed or resumed rather than reused."""
 
     def finished(
         self, session: Session, config: RunConfig, path: Path
     ) -> tuple[RunFolder, dict[str, Any]]:
-        """Return the folder of a run and its outcome; execute or resume the run if necessary.
+        """Execute or resume a run unless it is finished, and return the run's folder and outcome.
 
         Args:
-            session: the data and the base.
-            config: the run.
+            session: the session that holds the data and the base.
+            config: the run's configuration.
             path: the folder that contains the run folder.
         """
         self.number += 1
@@ -54,9 +61,12 @@ class Cells:
         return folder, outcome
 
     def _folder(self, session: Session, config: RunConfig, path: Path) -> RunFolder:
-        """Return the folder of a run: the existing one if it can be reused, else a new one."""
+        """Return the folder of a run: the existing folder if it can be reused, else a new folder.
+
+        An existing folder can be reused if the texts have not changed since the run started.
+        """
         description = session.description(config, session.participants(config))
-        matches = sorted(path.glob(f"*-{config.digest()}"))  # the row's name may have changed
+        matches = sorted(path.glob(f"*-{config.digest()}"))  # the row may have been renamed
         folder = RunFolder(matches[0] if matches else path / f"{config.name}-{config.digest()}")
         reusable = folder.is_run and not session.changed(folder, config)
         if reusable:
@@ -68,14 +78,15 @@ class Cells:
 
 
 class Tuner:
-    """A grid search for the settings of methods on a session's data.
+    """A grid search for the best settings of methods on the data of a session.
 
-    A trial is a run with the session's first seed that is scored on validation text.
+    A trial is a run with one combination of the settings. Every trial has the session's first seed
+    and is scored on validation text.
 
     Args:
-        session: the data and the base.
-        tune: values by dotted key, such as {"training.learning_rate": [1e-4, 1e-3]}; all
-            combinations are tried.
+        session: the session that holds the data and the base.
+        tune: the values to try for each key of the run file, such as
+            {"training.learning_rate": [1e-4, 1e-3]}. All combinations of the values are tried.
     """
 
     def __init__(self, session: Session, tune: Mapping[str, Sequence[Any]]) -> None:
@@ -85,7 +96,14 @@ class Tuner:
         self.session = session
 
     def trials(self, row: str, config: RunConfig) -> list[RunConfig]:
-        """Return a row's trials, one per combination; none for a method that trains nothing.
+        """Return the trials of one row of the comparison, a trial for each combination of settings.
+
+        Args:
+            row: the name of the row.
+            config: the row's run.
+
+        Returns:
+            The trials; an empty list if the method trains nothing.
 
         Raises:
             CoterieError: if a combination is invalid for the method.
@@ -104,19 +122,22 @@ class Tuner:
     def choose(
         self, cells: Cells, trials: Sequence[RunConfig], path: Path, point: str | None = None
     ) -> tuple[RunConfig, dict[str, Any]]:
-        """Return the trial with the best mean over clients on validation text, and the record.
+        """Run the trials of a row, and choose the trial with the best score on validation text.
 
-        The first of equal trials wins.
+        A trial's score is the mean over clients. If several trials have the best score, the first
+        of them is chosen.
 
         Args:
-            cells: executes the trials.
-            trials: a row's trials, from `trials`.
+            cells: the executor of the trials.
+            trials: the trials of the row, returned by `trials`.
             path: the folder that contains the run folders.
-            point: "trained" or "aggregated"; by default, the point that the method reports.
+            point: the point of a round at which models are scored, "trained" or "aggregated". None
+                selects the point that the method reports.
 
         Returns:
-            The chosen run, and a record of the choice: its `settings`, the `seed`, and all `trials`
-            with their settings and scores; a trial that diverged has no score.
+            The chosen run, and a record of the choice. The record contains the chosen `settings`,
+            the `seed`, and all `trials` with their settings and scores. A trial that diverged has
+            the entry `diverged` instead of a score.
 
         Raises:
             CoterieError: if all trials diverged.
@@ -146,12 +167,12 @@ class Tuner:
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Return a copy of a run with other values of some keys."""
+    """Return a copy of a run's configuration in which some keys have other values."""
     values = config.as_dict()
     for key, value in settings.items():
         put(values, key, value)
     if not any(key.startswith("method.") for key in settings):
-        # The objects themselves, as they may not be registered.
+        # Keep the method and transform objects, as their classes may not be registered.
         values["method"] = config.method
     if "aggregation.transforms" not in settings:
         put(values, "aggregation.transforms", config.transforms)

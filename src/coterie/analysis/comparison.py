@@ -22,11 +22,11 @@ from coterie.evaluation.metrics import Metric
 from coterie.evaluation.perplexity import PERPLEXITY
 
 DECIMALS = 12
-"""Decimals to which scores are rounded before ranking, so that rounding errors affect no rank."""
+"""The number of decimals of scores in the ranking, so that rounding errors affect no rank."""
 ALONE = "local"
-"""The method with which each client trains alone."""
+"""The name of the method with which each client trains alone."""
 MARK = "="
-"""Mark of a row that does not differ significantly from the reference row."""
+"""The mark of a row that does not differ significantly from the reference row."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,24 +35,24 @@ class Comparison:
 
     name: str
     results: Mapping[str, Sequence[Result]]
-    """Results by method, one per seed."""
+    """For each method, the results of its runs: one result per seed."""
     split: str = "test"
-    """The text that models are scored on: "test" or "validation"."""
+    """The text on which models are scored: "test" or "validation"."""
     asked: str | None = None
-    """The name of the metric to show; by default the metric that suits the data (`metric_of`)."""
+    """The name of the metric to show; None selects the metric that suits the data (`metric_of`)."""
     against: str | None = None
-    """The reference row, which all others are compared with; by default the best row."""
+    """The name of the row with which all others are compared; None selects the best row."""
     tuned: Mapping[str, Summary] = field(default_factory=dict)
-    """Records of tuning by method; see `Tuner.choose`."""
+    """For each tuned method, the record of its tuning; see `Tuner.choose`."""
     floor: Sequence[Result] = ()
-    """Scores of always giving the commonest answer, one result per seed; see `engines.floor`."""
+    """Results of always giving the commonest answer: one per seed; see `coterie.engines.floor`."""
 
     def __repr__(self) -> str:
-        """Return the name and the methods."""
+        """Return the comparison's name and methods."""
         return f"Comparison({self.name!r}, methods={list(self.results)})"
 
     def _repr_html_(self) -> str:
-        """Return the tables for a notebook."""
+        """Return the tables as HTML for a notebook."""
         return "".join(table._repr_html_() for table in self.tables())
 
     @property
@@ -61,24 +61,28 @@ class Comparison:
         return shown_of((r for results in self.results.values() for r in results), self.asked)
 
     def summary(self) -> list[dict[str, Any]]:
-        """Return a row per method as plain data.
+        """Return one row per method as plain data.
 
-        Each row has the mean score over clients and seeds under the metric's name (`perplexity`,
-        `accuracy`, ...), and
+        Under the metric's name (`perplexity`, `accuracy`, ...), each row contains the method's mean
+        score over clients and seeds. Its other entries are:
 
-        - `clients`, `clients_std`: each client's mean and standard deviation over seeds;
-        - `spread`: the standard deviation over clients;
+        - `clients`, `clients_std`: the mean and the standard deviation over seeds of each client's
+          score;
+        - `spread`: the standard deviation over clients of these means;
         - `std`: the standard deviation over seeds of the mean over clients;
-        - `server`: the mean, `std` and `seeds` of the server's own model, which no mean over
-          clients includes; None if the server has no model;
-        - `kept`: by client, the round of the kept model for each seed; empty if every client
-          keeps the last model;
-        - `difference`: a `Difference` and the reference row it is `from`, or the reason why there
-          is none (`unpaired`); None for the reference row;
-        - `at_floor`: whether the method is not significantly better than the commonest answer.
+        - `server`: the mean, `std` and `seeds` of the scores of the server's own model, which is
+          not part of any mean over clients; None if the server has no model;
+        - `kept`: for each client, the rounds of the kept models, one per seed; empty if clients
+          always keep the model of the last round;
+        - `difference`: the fields of a `Difference`, and under `from` the name of the reference
+          row. If the rows cannot be compared, the entry contains the reason under `unpaired`. The
+          entry is None for the reference row;
+        - `at_floor`: whether the method is not significantly better than always giving the
+          commonest answer.
 
-        Shares are between 0 and 1. If answers are chosen from a list, the last row is COMMONEST,
-        which has no rank.
+        Metrics that are shares have values from 0 to 1. If answers are chosen from a list, there is
+        a last row, COMMONEST, with the scores of always giving the commonest answer. It has no
+        rank.
         """
         return self._rows
 
@@ -134,7 +138,7 @@ class Comparison:
 
 
 def _scored(method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
-    """Return a row's scores over clients and over seeds."""
+    """Return a row's means and standard deviations over clients and over seeds."""
     frame = over_runs(results)
     clients = frame.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
     return {
@@ -153,7 +157,7 @@ def _difference_data(outcome: Difference | Unpaired) -> dict[str, Any]:
 
 
 def check_against(against: str | None, rows: Iterable[str]) -> None:
-    """Raise CoterieError if the reference row does not exist."""
+    """Raise CoterieError if a reference row is named but does not exist."""
     if against is not None and against not in rows:
         raise CoterieError(
             f"There is no row {against!r} to compare with; the rows are {', '.join(rows)}."
@@ -161,23 +165,26 @@ def check_against(against: str | None, rows: Iterable[str]) -> None:
 
 
 def _over_seeds(values: Column, key: str) -> dict[str, float]:
-    """Return the mean and the standard deviation over seeds of a series with a value per seed."""
+    """Return the mean, standard deviation and length of a series with one value per seed."""
     return {key: float(values.mean()), "std": std(values), "seeds": len(values)}
 
 
 def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Table:
-    """Return a table of scores: clients, mean, worst client, rank and, last, the server's model.
+    """Return a table of scores with a row per method.
 
-    Columns without any value are omitted.
+    The columns contain the tuned settings, the clients' scores, the mean, the worst client, the
+    rank, the rounds of the kept models, and the score of the server's model. Columns without any
+    value are omitted.
 
     Args:
         title: the table's title, to which the number of seeds is added.
         metric: the metric to show.
-        rows: entries of `Comparison.summary` by method.
+        rows: the rows returned by `Comparison.summary`, by method.
     """
     entries = list(rows.values())
     clients, servers = entries[0]["clients"], [row["server"] for row in entries]
-    counts = sorted({row["seeds"] for row in entries})  # they differ while runs are unfinished
+    # The counts differ while some runs are unfinished.
+    counts = sorted({row["seeds"] for row in entries})
     spread = any(count > 1 for count in counts)
     beside = "bits/byte" if metric is PERPLEXITY else "over clients"
     columns = [
@@ -230,7 +237,7 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
     Args:
         title: the table's title.
         metric: the metric to show.
-        rows: entries of `Comparison.summary` that have a difference.
+        rows: those rows returned by `Comparison.summary` that have a difference.
     """
     entries = [row["difference"] for row in rows]
     cells = [
@@ -250,7 +257,7 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
 
 
 def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
-    """Yield the meaning of the marks, and the rows that could not be compared."""
+    """Yield a sentence that explains the mark, and sentences on rows that were not compared."""
     compared = {name: row["difference"] for name, row in rows.items() if row.get("difference")}
     reference = next((difference["from"] for difference in compared.values()), "")
     if any("value" in difference for difference in compared.values()):
@@ -269,20 +276,20 @@ def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def _tuned_columns(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return a column for each tuned setting: its key and the chosen values."""
+    """Return a column for each tuned setting: the setting's key, and the value chosen per row."""
     chosen = [row.get("tuned", {}).get("settings", {}) for row in rows]
     keys = dict.fromkeys(key for settings in chosen for key in settings)
     return [(key, [str(settings.get(key, "")) for settings in chosen]) for key in keys]
 
 
 def _rank(row: Summary) -> str:
-    """Return the rank, marked if the difference from the reference row is not significant."""
+    """Return a row's rank, with MARK if the difference from the reference is not significant."""
     insignificant = not (row.get("difference") or {}).get("significant", True)
     return f"{row['rank'] or ''}{f' {MARK}' if insignificant else ''}".strip()
 
 
 def _client_cell(row: Summary, client: str, metric: Metric) -> str:
-    """Return a client's score, with its standard deviation over seeds if known."""
+    """Return a client's score, with the standard deviation over seeds if it is known."""
     cell = {metric.name: row["clients"][client], "seeds": 1}
     if "clients_std" in row:
         cell |= {"std": row["clients_std"][client], "seeds": row["seeds"]}
@@ -290,39 +297,44 @@ def _client_cell(row: Summary, client: str, metric: Metric) -> str:
 
 
 def _worst(row: Summary, metric: Metric) -> str:
-    """Return the worst client's score and name."""
+    """Return the score and the name of the worst client in a row."""
     worst = worst_of(row["clients"], metric)
     return f"{metric.cell(row['clients'][worst])} ({worst})"
 
 
 def _beside_mean(row: Summary, metric: Metric) -> str:
-    """Return bits per byte for perplexity, else the standard deviation over clients if known."""
+    """Return the cell that complements a row's mean.
+
+    If the metric is perplexity, the cell contains bits per byte. Otherwise, it contains the
+    standard deviation over clients, or nothing if that is unknown.
+    """
     if metric is PERPLEXITY:
         return f"{row['bits_per_byte']:.3f}"
     return f"± {metric.cell(row['spread'])}" if "spread" in row else ""
 
 
 def _rounds(row: Summary) -> str:
-    """Return the first and the last round of the kept models: `2-5`; empty if unknown."""
+    """Return the range of the kept models' rounds, such as `2-5`; an empty string if unknown."""
     rounds = sorted({round for kept in row.get("kept", {}).values() for round in kept})
     return "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else ""
 
 
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
-    """Return a metric's mean with, for several seeds, the standard deviation in brackets."""
+    """Return a metric's mean, with the standard deviation in brackets for several seeds."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.name]) + spread
 
 
 def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None:
-    """Describe which clients gain and which lose by a run's last method, compared with `local`.
+    """Describe which clients' scores the last method improves or worsens, compared with `local`.
 
     Args:
-        results: results by method, of one seed, as from `RunFolder.outcome`.
-        asked: the name of the metric; see `metric_of`.
+        results: the results of one seed, by method, as returned by `RunFolder.outcome`.
+        asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
 
     Returns:
-        A sentence; None if there is no run of `local` or no scores by window.
+        A sentence; None if the last method is `local`, or if there is no result of `local` or there
+        are no scores by window.
     """
     method, joint = list(results.items())[-1]
     if method == ALONE or ALONE not in results:
@@ -355,7 +367,7 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
 
 
 def _change(value: float, baseline: float, metric: Metric) -> str:
-    """Format a difference: percentage points for shares, else per cent of the baseline."""
+    """Format a difference, in percentage points for shares, else in per cent of the baseline."""
     if metric.share:
         return f"{metric.shown(value):+.1f} points"
     return f"{100 * value / baseline:+.1f} %"

@@ -2,7 +2,7 @@
 
 An experiment is a set of runs on the same texts and base. The label of a run is the method's name,
 followed by the settings in which the runs of that method differ. Runs that differ only in their
-seed share a label, and their metrics are averaged.
+seeds have the same label, and figures show the means of their metrics.
 """
 
 import json
@@ -28,27 +28,27 @@ from coterie.runs import RunFolder
 from coterie.runs.read import Outcome, read_json
 
 MEAN = "mean over clients"
-"""The name of the column of means; no client's name contains a space."""
+"""The name of the column of means. It differs from all clients' names, which have no spaces."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun:
-    """One run, finished or not: its configuration and its metrics so far."""
+    """A finished or unfinished run: its configuration, and the metrics recorded so far."""
 
     path: Path
     config: Mapping[str, Any]
     clients: Mapping[str, Mapping[str, Any]]
-    """Each client's entry in run.json: numbers of tokens and labels, if the run recorded them."""
+    """Each client's entry in run.json, such as the numbers of tokens and of records per label."""
     metrics: Frame
     """A row per line of metrics.jsonl; see `frame.metrics`."""
     result: Mapping[str, Any] | None
-    """The outcome (`RunFolder.outcome`); None if the run is unfinished or has no scores."""
+    """The run's outcome (`RunFolder.outcome`); None if the run is unfinished or has no scores."""
     server: Mapping[str, Any]
     """The server's entry in run.json; empty if the server has no model of its own."""
 
     @classmethod
     def read(cls, folder: RunFolder) -> "ReportedRun":
-        """Read everything but the checkpoints from a run folder."""
+        """Read a run folder, except for the checkpoints."""
         description, result = folder.description, folder.outcome
         if result is not None:
             read_json(folder.path, "result.json", Outcome)
@@ -60,7 +60,7 @@ class ReportedRun:
 
     @property
     def method(self) -> str:
-        """The method's name for tables."""
+        """The name of the run's method in tables and figures."""
         return POOLED if self.config["pooled"] else self.config["method"]["name"]
 
     @property
@@ -70,42 +70,50 @@ class ReportedRun:
 
     @property
     def progress(self) -> str:
-        """The seed and the number of rounds so far, for an unfinished run."""
+        """A text on the progress of an unfinished run: the seed and the number of rounds so far."""
         return f"seed {self.config['seed']}: {self.rounds} of {self.config['rounds']} rounds"
 
     @property
     def split(self) -> str:
-        """The text that models are scored on: "test" or "validation"."""
+        """The text on which models are scored: "test" or "validation"."""
         return self.config["evaluation"].get("split", "test")
 
     @property
     def reports(self) -> str:
-        """The point of a round at which the method's models are scored: trained or aggregated."""
+        """The point of a round at which the method reports scores: "trained" or "aggregated"."""
         if self.result is not None:
             return self.result["reports"]
         return (kind_of(self.method) if self.method in names() else Method).reports
 
     @property
     def score_name(self) -> str:
-        """The name of the metric that holds the scores at the point that the method reports."""
+        """The name of the metric that contains the scores at the point of a round in `reports`."""
         return f"{TEST}{self.reports}"
 
     def by_client(self, name: str) -> Frame:
-        """Return the values of a clients' metric; see `components`."""
+        """Return the values of a metric that is recorded for each client; see `components`."""
         rows = (self.metrics["name"] == name) & self.metrics["client"].notna()
         return components(self.metrics[rows])
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of metrics with a prefix, in the order of their first appearance."""
+        """Return the names of the metrics that begin with a prefix, in the order of the log."""
         return [name for name in self.metrics["name"].unique() if name.startswith(prefix)]
 
     @property
     def has_routers(self) -> bool:
-        """Whether the run recorded router weights over a fixed set of experts per client."""
+        """Whether the run recorded router weights, and every client's set of experts is fixed."""
         return bool(self.names(ROUTING)) and not self.names(ASSIGNMENT)
 
     def expert_names(self, client: str, count: int) -> list[str]:
-        """Return names for a client's experts: the roles, numbered if several share a role."""
+        """Return names for a client's experts.
+
+        The names are the experts' roles, with numbers if several experts have the same role. If the
+        roles are unknown, the names are `expert 1`, `expert 2`, ...
+
+        Args:
+            client: the name of the client.
+            count: the number of the client's experts.
+        """
         try:
             method = method_from(dict(self.config["method"]))
             roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
@@ -120,19 +128,23 @@ class ReportedRun:
         ]
 
     def by_round(self, name: str) -> dict[int, Any]:
-        """Return the values of a metric without a client, by round (1 is the first)."""
+        """Map each round (counted from 1) to the value of a metric of the whole run."""
         rows = self.metrics[(self.metrics["name"] == name) & self.metrics["client"].isna()]
         return dict(zip(rows["round"], rows["value"], strict=True))
 
     @property
     def scores(self) -> list[Mapping[str, float]]:
-        """The method's final scores or, if the run is unfinished, all scores so far."""
+        """The clients' final scores or, if the run is unfinished, all of their scores so far."""
         if self.result is not None:
             return list(self.result[self.result["reports"]].values())
         return list(self.metrics["value"][self.metrics["name"] == self.score_name])
 
     def headline(self, metric: Metric) -> dict[str, float]:
-        """Return the result's scores in the displayed unit, under the columns of `series`."""
+        """Return the final scores in the unit of tables and figures.
+
+        Returns:
+            A mapping from the columns of `series` to scores; empty if the run is unfinished.
+        """
         if self.result is None:
             return {}
         clients = self.result[self.result["reports"]]
@@ -142,10 +154,12 @@ class ReportedRun:
         return {MEAN: sum(shown.values()) / len(shown), **shown, **served}
 
     def series(self, metric: Metric) -> Frame:
-        """Return the method's scores in the displayed unit: a row per round, a column per client.
+        """Return the scores over rounds in the unit of tables and figures.
 
-        Column MEAN is the mean of rounds in which every client has a score; column SERVER is the
-        server's own model, if it was scored.
+        Returns:
+            A frame with a row per round and a column per client. Column MEAN contains the mean over
+            clients, or NaN if a client has no score in the round. Column SERVER contains the scores
+            of the server's own model, if it was scored.
         """
         scored = self.metrics["name"].isin([self.score_name, SERVER_SCORE])
         scores = components(self.metrics[scored].fillna({"client": SERVER}))
@@ -158,47 +172,51 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs on the same texts and base."""
+    """A set of runs on the same texts and base."""
 
     name: str
     runs: Mapping[str, Sequence[ReportedRun]]
-    """Runs by label, one per seed."""
+    """The runs of each label, one per seed."""
 
     @cached_property
     def all(self) -> list[ReportedRun]:
-        """All runs in one list."""
+        """All runs of the experiment."""
         return [run for runs in self.runs.values() for run in runs]
 
     @cached_property
     def drawn(self) -> dict[str, list[ReportedRun]]:
-        """The runs that figures show: a label's finished runs or, if none is finished, all.
+        """The runs of each label that figures show: finished runs, or all if none is finished.
 
-        A mean over seeds would jump in the round in which an unfinished run ends.
+        Finished and unfinished runs are not averaged together, because the mean over seeds would
+        jump in the round in which an unfinished run ends.
         """
         labelled = self.runs.items()
         return {label: [r for r in runs if r.result] or list(runs) for label, runs in labelled}
 
     @property
     def split(self) -> str:
-        """The text that models are scored on: "test" or "validation"."""
+        """The text on which models are scored: "test" or "validation"."""
         return self.all[0].split
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric that figures show: the one that a run file names, else the default."""
+        """The metric that figures show: the metric named in a run file, else the default metric."""
         asked = (run.config["evaluation"].get("metric") for run in self.all)
         scores = (score for runs in self.drawn.values() for run in runs for score in run.scores)
         return metric_of(scores, next(filter(None, asked), None))
 
     @cached_property
     def instructed(self) -> bool:
-        """Whether the clients hold samples (prompts with answers) rather than plain text."""
+        """Whether the clients' data are samples (prompts with answers) rather than plain text."""
         scores = [score for run in self.all for score in run.scores]
         return bool(scores) and all("samples" in score for score in scores)
 
     @cached_property
     def series(self) -> Frame:
-        """The series of all drawn runs: a row per label, run (0, 1, ...) and round."""
+        """The scores over rounds of all drawn runs in one frame; see `ReportedRun.series`.
+
+        The frame has a row per label, run (counted from 0 for each label) and round.
+        """
         frames = {
             (label, n): run.series(self.metric)
             for label, runs in self.drawn.items()
@@ -208,14 +226,17 @@ class Experiment:
 
     @cached_property
     def clients(self) -> list[str]:
-        """Names of the clients whose texts are scored; without scores, of the runs' clients."""
+        """The names of the clients on whose texts models are scored.
+
+        If no run has scores yet, these are the names of all clients.
+        """
         scores = (run.by_client(run.score_name) for run in self.all)
         tested = {client for frame in scores for client in frame.index.unique("client")}
         return sorted(tested or {client for run in self.all for client in run.clients})
 
     @cached_property
     def bases(self) -> tuple[list[str], str | None]:
-        """Descriptions of the clients' bases and of the server's base, if the server has one."""
+        """Descriptions of the clients' bases, and of the server's base (None if it has none)."""
         config = self.all[0].config
         default, server = config["base"], config.get("server")
         by_client = config.get("bases") or {}
@@ -226,18 +247,18 @@ class Experiment:
 
     @property
     def first(self) -> list[tuple[str, ReportedRun]]:
-        """The drawn run with the smallest seed for each label, as pairs with the label."""
+        """For each label, a pair of the label and its drawn run with the smallest seed."""
         return [(label, runs[0]) for label, runs in self.drawn.items()]
 
     @cached_property
     def finished(self) -> dict[str, list[Mapping[str, Any]]]:
-        """Results of finished runs by label."""
+        """For each label with finished runs, the results of these runs."""
         results = {label: [r.result for r in runs if r.result] for label, runs in self.runs.items()}
         return {label: finished for label, finished in results.items() if finished}
 
 
 def experiments(paths: Iterable[Path]) -> list[Experiment]:
-    """Read the runs in folders, and group them by experiment.
+    """Read the runs in some folders, and group the runs by experiment.
 
     Args:
         paths: run folders, folders that contain run folders, or folders of such folders.
@@ -262,7 +283,11 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
 
 
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
-    """Yield run folders, each with the name of its run or of the folder that contains it."""
+    """Yield pairs of a name and a run folder, for all run folders at a path.
+
+    If the path is a run folder, these are the folders of the run and of its baselines, all with the
+    run's name. Otherwise, a run folder's name is the name of the folder that contains it.
+    """
     if RunFolder(path).is_run:
         name = RunFolder(path).description["config"]["name"]  # checks the folder's format first
         for folder in (path, *sorted((path / "baselines").glob("*"))):
@@ -280,7 +305,7 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
 
 
 def _texts_and_base(run: ReportedRun) -> str:
-    """Return the settings that all runs of an experiment have in common, as a key."""
+    """Return a string of the settings that are the same in all runs of an experiment."""
     keys = ("base", "bases", "server", "data", "clients", "divide")
     common = {key: run.config.get(key) for key in keys}
     return json.dumps([run.split, _set_only(common)], sort_keys=True)
@@ -288,14 +313,18 @@ def _texts_and_base(run: ReportedRun) -> str:
 
 def _set_only(value: Any) -> Any:
     if isinstance(value, Mapping):
-        # None, False and an empty mapping mean the same as an absent key.
+        # An absent key is equivalent to the values None, False and {}.
         present = {k: v for k, v in value.items() if v is not None and v is not False and v != {}}
         return {key: _set_only(inner) for key, inner in present.items()}
     return [_set_only(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
-    """Group runs by label: methods in the order of `coterie methods`, then seeds in order."""
+    """Group runs by label.
+
+    Labels are in the order of their methods in `coterie methods`, and the runs of a label are in
+    the order of their seeds.
+    """
     order = [*names(), POOLED]
     labelled: dict[str, list[ReportedRun]] = {}
     methods = dict.fromkeys(run.method for run in runs)
@@ -326,8 +355,12 @@ def chosen_layers(layer: str | None, count: int) -> list[int]:
     """Return the indices of the layers to show.
 
     Args:
-        layer: "first", "middle", "last", or a number from 1; None selects these three.
+        layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
+            first, the middle and the last layer.
         count: the number of layers; 0 for a client with one expert, which has no router.
+
+    Returns:
+        Indices, counted from 0.
 
     Raises:
         CoterieError: if the layer does not exist.

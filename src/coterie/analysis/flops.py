@@ -1,8 +1,11 @@
-"""Floating-point operations of a round: counted on one step per level, then scaled.
+"""Estimates of the floating-point operations in a round of training.
 
-CoMiGS estimates the operations by hand (appendix B.1). Here PyTorch counts every matrix product of
-a forward and a backward pass at batch 1 (2 m n k each; attention ignores its mask). Sums,
-activations and the optimiser, a small part of the work, are not counted.
+CoMiGS estimates the operations by hand (appendix B.1). Here, PyTorch counts the operations of one
+training step on one sample for each level of the schedule, and the counts are scaled to a round.
+
+The count includes every matrix product in the forward and the backward pass. The product of an
+(m, k) matrix and a (k, n) matrix counts as 2 m n k operations, and attention is counted as if it
+had no mask. Sums, activations and the optimiser are a small part of the work and are not counted.
 """
 
 from collections.abc import Mapping
@@ -24,12 +27,14 @@ from coterie.methods.adapter import AdapterClient
 from coterie.training.schedule import Level
 
 Cost = Mapping[str, float]
-"""Floating-point operations of a round, over all clients, by level of the schedule."""
+"""The floating-point operations of all clients in a round, for each level of the schedule."""
 NO_LEVELS = "the method's training is not divided into levels"
 
 
 def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
-    """Return the cost of a round for each label that trains, or the reason why it is unknown.
+    """Return the cost of a round for each label, or the reason why the cost is unknown.
+
+    Labels whose method trains nothing or whose run has not begun are omitted.
 
     Raises:
         CoterieError: if operations cannot be counted for this experiment.
@@ -54,8 +59,9 @@ def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
 
 
 def counting_base(config: RunConfig) -> Base:
-    """Load the base of a run with eager attention, whose matrix products the counter sees."""
-    spec = config.base.model_copy(update={"weights": None})  # the counter skips quantised products
+    """Load the base of a run with eager attention, whose matrix products PyTorch can count."""
+    # PyTorch does not count the matrix products of quantised weights.
+    spec = config.base.model_copy(update={"weights": None})
     base = load_base(spec, None, config.data.window, config.root, config.device)
     base.model.set_attn_implementation("eager")
     return base
@@ -64,14 +70,16 @@ def counting_base(config: RunConfig) -> Base:
 def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
     """Return the cost of a round of a run; None if the method's training has no levels.
 
-    The number of a level's turns (every tau steps) is counted over the whole run and divided by the
-    number of rounds, so that it is 0 if the run has fewer than tau steps.
+    A level has one turn per tau steps of the run, where tau is `Level.every`. The cost is computed
+    with the mean number of turns per round: the number of turns in the whole run, divided by the
+    number of rounds. This mean is 0 if the run has fewer than tau steps.
 
     Args:
         config: the run.
         base: the base of all clients.
-        clients: the names of the test texts on which each client is scored. The one client of a
-            pooled run is scored on all, and its batch is as large as all clients' batches together.
+        clients: for each client, the names of the test texts on which the client is scored. The
+            only client of a pooled run is scored on all test texts, and its batch is as large as
+            the batches of all clients together.
     """
     levels: dict[str, float] = {}
     for name, tests in clients.items():
@@ -89,11 +97,11 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
 
 
 def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int:
-    """Return the operations of one update of a level on one sample.
+    """Count the operations of one update on one sample, for one level of the schedule.
 
     Args:
         base: the base, to which the adapter is attached.
-        adapter: the trained parameters.
+        adapter: the adapter, which contains the trained parameters.
         level: the level of the schedule.
         window: the length of the sample in tokens.
     """
@@ -101,7 +109,7 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)
     adapter.require_grad(lambda p: level.selects(p) or level.leaves(p))
     with FlopCounterMode(display=False) as counter:
-        # A level's penalty is ignored: its products are small compared with a forward pass.
+        # The level's penalty is omitted: it is cheap compared with a forward pass.
         language_model_loss(model, ids).backward()
     for parameter in adapter.tensors().values():
         parameter.grad = None

@@ -9,42 +9,55 @@ from pandas import DataFrame, MultiIndex
 Result = Mapping[str, Any]
 """The content of a run's result.json, with the fields that `RunFolder.outcome` adds."""
 Frame = Any
-"""A pandas DataFrame. It is typed as Any because pandas' annotations leave the type of most values
-open; docstrings describe the rows and columns."""
+"""A pandas DataFrame, typed as Any because pandas' annotations leave most types open.
+
+The docstrings of functions describe the rows and columns of their frames.
+"""
 Column = Any
-"""A pandas Series, typed as Any for the reason given at `Frame`."""
+"""A pandas Series, typed as Any for the same reason as `Frame`."""
 
 
 def metrics(lines: Iterable[Mapping[str, Any]]) -> Frame:
     """Return the lines of metrics.jsonl as a frame.
 
-    Columns are round (1 is the first), client (None for a metric of the whole run), name and value.
+    The columns are `round` (counted from 1), `client` (None for a metric of the whole run), `name`
+    and `value`.
     """
     frame = DataFrame(list(lines), columns=["round", "client", "name", "value"])
     return frame.assign(round=frame["round"] + 1)
 
 
 def components(metrics: Frame) -> Frame:
-    """Return the values of one metric: a row per client and round, in the order of the log.
+    """Return the values of one metric as a frame, with a row for each logged value.
 
-    Columns are the keys of a mapping or the indices of a list; a plain number is in column 0.
+    Rows are in the order of the log, and are indexed by client and round. The columns are the keys
+    of values that are mappings, or the indices of values that are lists. Plain numbers are in
+    column 0.
+
+    Args:
+        metrics: the metric's rows of the frame returned by `metrics`.
     """
     index = MultiIndex.from_frame(metrics[["client", "round"]])
     return DataFrame(metrics["value"].tolist(), index=index)
 
 
 def scores(result: Result, point: str | None = None) -> Frame:
-    """Return a result's scores: a row per client, a column per metric.
+    """Return a result's scores as a frame with a row per client and a column per metric.
 
     Args:
         result: one run's result.
-        point: "trained" or "aggregated"; by default, the point that the method reports.
+        point: the point of a round at which models are scored, "trained" or "aggregated". None
+            selects the point that the method reports.
     """
     return DataFrame.from_dict(result[point or result["reports"]], orient="index")
 
 
 def of_clients(result: Result, clients: Collection[str]) -> Result:
-    """Return the result of some clients only, at the point that the method reports."""
+    """Return a copy of a result that contains the scores of some clients only.
+
+    The scores are those at the point of a round that the method reports. Scores at another point
+    are not filtered by client.
+    """
     point = result["reports"]
     items = result["items"].get(point, {})
     scored = {name: score for name, score in result[point].items() if name in clients}
@@ -53,13 +66,27 @@ def of_clients(result: Result, clients: Collection[str]) -> Result:
 
 
 def over_runs(results: Sequence[Result], point: str | None = None) -> Frame:
-    """Return the scores of several results: a row per run (0, 1, ...) and client; see `scores`."""
+    """Return the scores of several runs in one frame.
+
+    Args:
+        results: the results of the runs.
+        point: the point of a round at which models are scored; see `scores`.
+
+    Returns:
+        A frame with a row per run (counted from 0) and client, and a column per metric.
+    """
     frames = [scores(result, point) for result in results]
     return pd.concat(frames, keys=range(len(frames)), names=["run", "client"])
 
 
 def mean_score(results: Sequence[Result], key: str, point: str | None = None) -> float:
-    """Return the mean of a metric over clients, then over runs."""
+    """Average a metric over the clients of each run, and then over runs.
+
+    Args:
+        results: the results of the runs.
+        key: the name of the metric.
+        point: the point of a round at which models are scored; see `scores`.
+    """
     return float(over_runs(results, point)[key].groupby("run").mean().mean())
 
 

@@ -1,7 +1,8 @@
-"""A base's architecture, the layers that adapters cover, and a client's memory and traffic.
+"""Tables about a base: its architecture, the layers that adapters cover, and a client's needs.
 
-The estimates need none of the base's weights: a training step and an evaluation run on PyTorch's
-fake tensors, which have shapes but no values, while the bytes of all live tensors are counted.
+A client's needs are the memory of its process and the traffic of its uploads. Both are estimated
+without the base's weights: a training step and an evaluation run on PyTorch's fake tensors, which
+have shapes but no values, while the bytes of all live tensors are counted.
 """
 
 import resource
@@ -46,40 +47,49 @@ LAYOUTS = {
     ),
 }
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
-"""Bytes per weight of a quantised linear layer; nf4 includes the quantised scales (QLoRA)."""
+"""Bytes per weight of a quantised linear layer.
+
+The value for nf4 includes the scales, which are quantised, too (QLoRA).
+"""
 CAST = (torch.float32, "bf16")
-"""The checkpoint's dtype and the training precision for which linear layers are cast on loading."""
+"""The checkpoint dtype and the training precision with which linear layers are cast on loading."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one client's process needs in addition to Python and its libraries."""
+    """Estimated bytes of memory and traffic of one client's process.
+
+    The memory of Python and its libraries is not included.
+    """
 
     weights: int
-    """Weights of the base."""
+    """The weights of the base."""
     pages: int
-    """Memory-mapped checkpoint whose weights are converted on loading; the OS can reclaim it."""
+    """The memory-mapped checkpoint, if its weights are converted on loading; otherwise 0.
+
+    The OS can reclaim this memory.
+    """
     adapter: int
-    """Trained parameters, their gradients and the optimiser's state."""
+    """The adapter's parameters, and the gradients and optimiser state of the trained ones."""
     step: int
-    """Peak of activations and logits in a training step."""
+    """The peak of activations and logits in a training step."""
     scoring: int
-    """Peak of activations and logits in scoring a batch, which does not overlap with training."""
+    """The peak of activations and logits in scoring a batch, which never overlaps with training."""
     traffic: int
-    """Tensors of an upload."""
+    """The tensors of an upload."""
 
     @property
     def memory(self) -> int:
-        """The peak of the sum of all parts."""
+        """The peak memory. Only the larger of `step` and `scoring` counts: they never overlap."""
         return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
 
 
 def need_of(config: RunConfig, client: ClientId) -> Need | None:
-    """Estimate the memory that a client of a run needs on a CPU.
+    """Estimate the memory and the traffic of a client of a run that trains on a CPU.
 
     Returns:
-        The estimate; None if the method's clients do more than train an adapter, or if the shapes
-        in the computation depend on values.
+        The estimate. None if the method's clients do more than train an adapter, or if shapes in
+        the computation depend on the values of tensors.
 
     Raises:
         CoterieError: if the base does not exist.
@@ -101,10 +111,10 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
     cast = dtype != stored or spec.quantised or (stored, training.precision) == CAST
     pages = stored.itemsize * sum(p.numel() for p in skeleton.parameters()) if cast else 0
     skeleton.to(dtype)
-    copies = 2 + _moments(training)  # with the gradient
+    copies = 2 + _moments(training)  # the parameter, its gradient and the optimiser's moments
     with FakeTensorMode(allow_non_fake_inputs=True):
         model: Any = skeleton.to_empty(device="cpu")
-        model.tie_weights()  # to_empty has separated them
+        model.tie_weights()  # to_empty has untied the weights
         prepare(model, training.precision, config.data.window)
         weights = _weights(spec, model)
         base = Base(model, tokenizer, training.precision, torch.device("cpu"))
@@ -124,7 +134,7 @@ def _need_of(config: RunConfig, client: ClientId) -> Need | None:
 
 
 def process_memory() -> int:
-    """Return the peak memory of this process in bytes."""
+    """Return the peak memory of this process so far, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -132,11 +142,11 @@ def process_memory() -> int:
 def side_without_texts(
     config: RunConfig, base: Base, client: ClientId, tests: Sequence[str] = ()
 ) -> ClientSide:
-    """Create a client's side without texts.
+    """Create the method's client-side object for a client that has no texts.
 
     Args:
         config: the run.
-        base: the client's base, which may hold fake tensors.
+        base: the client's base, whose weights may be fake tensors.
         client: the client's name.
         tests: names of the test texts on which the client is scored.
     """
@@ -146,13 +156,16 @@ def side_without_texts(
 
 
 def kept_dtype(skeleton: nn.Module) -> torch.dtype:
-    """Return the dtype of a base's checkpoint according to the base's configuration."""
+    """Return the dtype of a base's checkpoint, as stated in the base's configuration."""
     config: Any = skeleton.config
     return config.get_text_config().dtype or config.dtype or torch.float32
 
 
 def _dtype(spec: BaseSpec, checkpoint_dtype: torch.dtype, training: TrainingSpec) -> torch.dtype:
-    """Return the dtype of a base's loaded weights, or of the computation if they are quantised."""
+    """Return the dtype of a base's weights after loading.
+
+    For quantised weights, this is the dtype in which the base computes.
+    """
     if training.precision == "fp32":
         return torch.float32
     if spec.weights is not None:
@@ -172,7 +185,7 @@ def _weights(spec: BaseSpec, model: nn.Module) -> int:
 
 
 def _training(config: RunConfig, side: AdapterClient) -> int:
-    """Measure the peak memory of a training step without the weights and the adapter."""
+    """Measure the peak memory of a training step, excluding the weights and the adapter."""
     training, adapter = side.context.training, side.adapter
     model = side.model()
     adapter.require_grad(trained)
@@ -187,20 +200,25 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _ids(config: RunConfig, count: int) -> Tensor:
-    """Return token ids for a batch: (rows, window + 1); a sample of pairs has several rows."""
+    """Return token ids for a batch, shaped (rows, window + 1).
+
+    Args:
+        config: the run.
+        count: the number of samples. A sample has one row, or two if it is a preference pair.
+    """
     rows = count * config.data.declared.rows
     return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
 
 
 def _evaluation(config: RunConfig, side: AdapterClient) -> int:
-    """Measure the peak memory of scoring a batch without the weights and the adapter."""
+    """Measure the peak memory of scoring a batch, excluding the weights and the adapter."""
     with LiveTensors() as tensors, autocast(side.context.training.precision, "cpu"):
         token_losses(side.model(), _ids(config, config.evaluation.batch))
     return tensors.peak
 
 
 def _moments(training: TrainingSpec) -> int:
-    """Count the tensors of a parameter's shape that the optimiser keeps for each parameter."""
+    """Count the tensors in the optimiser's state of a parameter that have the parameter's shape."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimiser = build(training.optimiser, [parameter], training.learning_rate)
@@ -210,7 +228,10 @@ def _moments(training: TrainingSpec) -> int:
 
 
 class LiveTensors(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of live tensors created inside it."""
+    """A dispatch mode that counts the bytes of the tensors that operations inside it create.
+
+    `now` is the number of bytes of the tensors that are still live, and `peak` the maximum so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +292,8 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
     Args:
         spec: the base.
         config: the run.
-        client: the client whose adapter is shown; None shows the adapters of two common methods.
+        client: the client whose adapter is shown. If this is None or if the method trains no
+            adapters, the adapters of two common methods are shown.
     """
     skeleton: Any = load_skeleton(spec, config.root)
     method = config.method
@@ -292,7 +314,7 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
 
 
 def need_tables(config: RunConfig) -> Iterator[Table]:
-    """Yield a table for each base of a run: the memory of a client's process and its traffic."""
+    """Yield a table for each base of a run: the memory and traffic of a client with the base."""
     libraries = process_memory()
     names = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(names)}.items():

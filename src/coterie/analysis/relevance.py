@@ -1,7 +1,7 @@
 """Relevance of clients' samples to FedAMoLE's domain experts (arXiv 2411.19128, figure 8).
 
-Each point stands for one sample: the vector of its relevance to all domain experts of a layer,
-(experts,), reduced to two dimensions.
+A sample's relevance to the domain experts of a layer is a vector with a value per expert. The
+figure shows this vector as a point, after a reduction to two dimensions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,34 +28,35 @@ from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 
 SAMPLES = 200
-"""Maximum number of points per client."""
+"""The maximum number of points per client."""
 COMPONENTS = "the two principal components (scikit-learn is not installed)"
 
 
 @dataclass(frozen=True)
 class LayerRelevance:
-    """Relevance of the samples to one layer's experts, and the numbers of experts per client."""
+    """The relevance of samples to one layer's experts, and each client's number of experts."""
 
     layer: str
     points: Mapping[str, np.ndarray]
-    """Each client's points, (samples, 2)."""
+    """For each client, the points of its samples, shaped (samples, 2)."""
     reduced_by: str
     """The name of the dimensionality reduction."""
     experts: Mapping[str, int]
-    """The number of experts that would choose each client for the next round."""
+    """For each client, the number of experts that would choose it for the next round."""
 
 
 def sample_relevance(
     experiment: Experiment, layer: str | None
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
-    """Compute the relevance of samples to experts for each label whose experts choose by it.
+    """Compute the relevance of samples for each label whose experts choose clients by relevance.
 
     Args:
-        experiment: the runs, of which each label's run with the smallest seed is read.
-        layer: "first", "middle", "last", or a number from 1; None selects these three.
+        experiment: the runs. For each label, only the run with the smallest seed is read.
+        layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
+            first, the middle and the last layer.
 
     Returns:
-        By label, a value per layer, or the error that explains why there is none.
+        For each label, the relevance on each layer, or an error that explains why it is unknown.
     """
     results: dict[str, Sequence[LayerRelevance] | CoterieError] = {}
     for label, run in experiment.first:
@@ -91,7 +92,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    """Restore the server's state after the last round, with the experts of the next round."""
+    """Restore the server after the last round; experts are already assigned for the next round."""
     names = sorted(folder.description["clients"])
     skeleton = load_skeleton(config.base, config.root)
     context = server_context(config, skeleton, names, None, lambda name, value: None)
@@ -104,9 +105,9 @@ def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
 
 
 def spaced_samples(train: Split, window: int) -> AnyBatch:
-    """Return at most SAMPLES evenly spaced samples of a text.
+    """Return at most SAMPLES samples of a text, at evenly spaced positions.
 
-    A sample of plain text has window + 1 tokens.
+    In plain text, a sample consists of window + 1 tokens.
     """
     samples = train.samples(window, window + 1)
     count = len(samples)
@@ -120,11 +121,11 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
 
     Args:
         server: the server, which has the experts' embeddings.
-        path: the layer.
-        tokens: the samples' token embeddings, (samples, r).
+        path: the path of the layer.
+        tokens: the mean token embedding of each sample, of width r, shaped (samples, r).
 
     Returns:
-        Relevances, (samples, experts).
+        Relevances, shaped (samples, experts).
     """
     names = (expert_name(path, j) for j in range(server.experts))
     means = [server.expert_means[name] for name in names if name in server.expert_means]
@@ -134,14 +135,25 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
 
 
 def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """Reduce all clients' vectors, (samples, experts), jointly to points, (samples, 2)."""
+    """Reduce the vectors of all clients together to points in two dimensions.
+
+    Args:
+        vectors: for each client, the vectors of its samples, shaped (samples, experts).
+        seed: the seed of t-SNE.
+
+    Returns:
+        For each client, points shaped (samples, 2).
+    """
     stacked = np.concatenate(list(vectors.values()))
     ends = np.cumsum([len(rows) for rows in vectors.values()])[:-1]
     return dict(zip(vectors, np.split(_reduced(stacked, seed), ends), strict=True))
 
 
 def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Reduce rows to two dimensions by t-SNE or, without scikit-learn, principal components."""
+    """Reduce rows to two dimensions by t-SNE.
+
+    Without scikit-learn, and for few rows or a single column, use principal components instead.
+    """
     tsne = _tsne()
     if tsne is not None and len(rows) > 3 and rows.shape[1] > 1:
         perplexity = min(30.0, (len(rows) - 1) / 3)
@@ -153,7 +165,7 @@ def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _tsne() -> Callable[..., Any] | None:
-    """Import scikit-learn's TSNE; None if scikit-learn, an optional dependency, is missing."""
+    """Return scikit-learn's class TSNE; None if the optional dependency scikit-learn is missing."""
     try:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""Tables of all keys of run files and methods, with defaults and meanings."""
+"""Tables of the keys of run files and of methods' settings, with defaults and meanings."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -19,7 +19,10 @@ from coterie.training.spec import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
 NAMED = (MethodSpec, OptimiserSpec, KindSpec)
-"""Models that a run file gives as a name or a mapping with `name`; tables show them as one key."""
+"""Models that a run file specifies by a name, or by a mapping that contains the key `name`.
+
+Tables show such a model as one key, without the keys of the mapping.
+"""
 
 
 def methods_table() -> Table:
@@ -52,7 +55,8 @@ def keys(
     Args:
         model: the model whose fields are listed.
         prefix: the path of the model, ending in a dot, if it is nested.
-        defaults: an instance whose values replace the fields' own defaults.
+        defaults: an instance of the model whose values replace the fields' own defaults; None shows
+            the fields' own defaults.
     """
     described = descriptions(model)
     for name, field in model.model_fields.items():
@@ -68,7 +72,15 @@ def keys(
 
 
 def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
-    """Return the description of a section; for a part of a method's settings, its docstring."""
+    """Return the description of a section, that is, of a field whose value is a nested model.
+
+    In a method's settings, a section without a description is described by its model's docstring.
+
+    Args:
+        inner: the model of the section.
+        field: the field.
+        text: the description of the field; empty if it has none.
+    """
     if not issubclass(inner, Settings):
         return text.rstrip(".")
     documented = (inner.__doc__ or "").split("\n\n")[0].strip()
@@ -77,7 +89,7 @@ def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a section of a run file or of a list's entries; None for other fields."""
+    """Return the model of a section, or of the entries of a list; None for any other field."""
     # The keys of a base are listed once, for the run's own `base`.
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in NAMED:
@@ -86,7 +98,11 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
 
 
 def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
-    """Return a field's default in YAML; empty if there is none."""
+    """Return a field's default in YAML.
+
+    Returns:
+        The default: "required" for a field that must be given, and an empty string for None.
+    """
     if defaults is None and field.is_required():
         return "required"
     default = field.get_default(call_default_factory=True)
@@ -100,10 +116,10 @@ def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
 
 
 def _meaning(description: str, field: FieldInfo) -> str:
-    """Return a field's description, followed by its allowed values."""
+    """Return a field's description, followed by the field's allowed values if they are listed."""
     text = description.rstrip(".")
     text += "; or {CLIENT: N, others: N}" if field.annotation == PerClient else ""
-    kinds = (field.annotation, *get_args(field.annotation))  # the type, or a union's members
+    kinds = (field.annotation, *get_args(field.annotation))  # the type and any union's members
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     return f"{text} ({', '.join(map(str, choices))})" if choices else text
 

@@ -4,9 +4,9 @@ Both rows of a pair are scored on the same windows (or samples) of the same text
 resamples the n windows of every client's text n times with replacement, identically for both rows.
 It then resamples the n seeds n - 1 times: n draws would underestimate the variance of the mean over
 seeds by the factor (n - 1) / n (McCarthy and Snowden, "The Bootstrap and Finite Population
-Sampling", 1985). The statistic is the table's: the mean over clients, then over seeds.
-`scipy.stats.bootstrap` cannot be used as it resamples a single set of pairs, without clients or
-seeds.
+Sampling", 1985). As in the tables, the statistic is the mean over clients, then over seeds.
+`scipy.stats.bootstrap` cannot be used, because it resamples a single set of pairs, without clients
+or seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,23 +22,27 @@ from coterie.seeding import generator
 
 Floats = NDArray[np.float64]
 Items = Mapping[str, Mapping[str, Any]]
-"""Scores by window, by client; see `ClientPart.keep_items`."""
+"""For each client, the scores of every window of its text; see `ClientPart.keep_items`."""
 DRAWS = 2000
 BLOCK = 100
-"""Number of draws computed at once, which bounds the memory for long texts."""
+"""The number of draws that are computed at once; it bounds the memory for long texts."""
 LEVEL = 0.95
-"""Confidence level of intervals."""
+"""The confidence level of intervals."""
 COMMONEST = "commonest answer"
 """The name of the row that always gives the commonest answer of the client's training data."""
 
 
 class Unpaired(Exception):
-    """An error for two rows that cannot be compared window by window; the message is the reason."""
+    """Raised if two rows cannot be compared window by window; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two rows' scores, with a 95 % interval and a two-sided p-value."""
+    """The difference between the mean scores of two rows, with its significance.
+
+    `value` is the observed difference, `low` and `high` are the limits of the 95 % confidence
+    interval, and `p` is the two-sided p-value.
+    """
 
     value: float
     low: float
@@ -54,16 +58,16 @@ class Difference:
 def differences(
     rows: Mapping[str, Sequence[Result]], reference: str, metric: Metric
 ) -> dict[str, Difference | Unpaired]:
-    """Compute the difference between each other row and the reference row.
+    """Compute the difference between the reference row and each other row.
 
     Args:
-        rows: results by row, one per seed, as from `RunFolder.outcome`.
-        reference: the name of the row that is subtracted.
+        rows: for each row, the results returned by `RunFolder.outcome`, one per seed.
+        reference: the name of the row that is subtracted from the other rows.
         metric: the metric to compare.
 
     Returns:
-        By row, the difference over the seeds that both rows have, or Unpaired if the windows
-        cannot be paired.
+        For each other row, the difference over the seeds that both rows have, or Unpaired if the
+        rows' windows cannot be paired.
     """
     others = {name: results for name, results in rows.items() if name != reference}
     outcomes: dict[str, Difference | Unpaired] = {}
@@ -93,8 +97,8 @@ def _difference(by_seed: Floats) -> Difference:
     """Compute the interval and the p-value of a difference.
 
     Args:
-        by_seed: the difference for each seed, first as observed, then in each draw of windows,
-            (seeds, 1 + DRAWS).
+        by_seed: differences shaped (seeds, 1 + DRAWS). Column 0 contains the observed differences,
+            and the other columns the differences in each draw of windows.
     """
     count, draws = len(by_seed), by_seed[:, 1:]
     seeds = _generator("seeds").integers(count, size=(max(1, count - 1), DRAWS))
@@ -106,10 +110,16 @@ def _difference(by_seed: Floats) -> Difference:
 
 
 def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floats:
-    """Compute the differences of rows from the reference row, for runs with one seed.
+    """Compute the differences between rows and the reference row, for the runs of one seed.
+
+    Args:
+        pairs: for each row, the scores by client and window.
+        reference: the scores of the reference row by client and window.
+        metric: the metric to compare.
 
     Returns:
-        Differences as observed, then in each draw of windows, (rows, 1 + DRAWS).
+        Differences shaped (rows, 1 + DRAWS). Column 0 contains the observed differences, and the
+        other columns the differences in each draw of windows.
     """
     by_client = []
     for name, items in reference.items():
@@ -121,7 +131,7 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
 
 
 def _paired(result: Result, reference: Result, metric: Metric) -> Items:
-    """Return a result's scores by window; raise Unpaired if the reference has other windows."""
+    """Return a result's scores by window; raise Unpaired if the reference's windows differ."""
     items = _items(result, metric)
     if _texts(items) != _texts(_items(reference, metric)):
         raise Unpaired("they were scored on different clients, texts, tokens or windows")
@@ -129,7 +139,12 @@ def _paired(result: Result, reference: Result, metric: Metric) -> Items:
 
 
 def _items(result: Result, metric: Metric) -> Items:
-    """Return a result's scores by window; raise Unpaired if their mean is not the result."""
+    """Return a result's scores by window.
+
+    Raises:
+        Unpaired: if a client has no scores by window, or if the mean of these scores is not the
+            client's score in the result.
+    """
     items: Items = result.get("items", {}).get(result["reports"], {})
     checked: dict[str, Mapping[str, Any]] = {}
     for name, reported in scores(result)[metric.name].items():
@@ -147,7 +162,7 @@ def _texts(items: Items) -> dict[str, str]:
 
 
 def _sums(items: Mapping[str, Any], metric: Metric) -> Floats:
-    """Return each window's numerator and denominator of the metric, (2, windows).
+    """Return the metric's numerator and denominator for each window, shaped (2, windows).
 
     Samples without a score, such as samples without choices, are omitted.
     """
@@ -155,14 +170,28 @@ def _sums(items: Mapping[str, Any], metric: Metric) -> Floats:
 
 
 def _value(sums: Floats, metric: Metric) -> Floats:
-    """Compute the metric from sums over windows: (..., 2, k) to (..., k)."""
+    """Compute the metric from sums over windows.
+
+    Args:
+        sums: k sums of numerators and k sums of denominators, shaped (..., 2, k).
+        metric: the metric.
+
+    Returns:
+        The k values of the metric, shaped (..., k).
+    """
     return metric.value(sums[..., 0, :] / sums[..., 1, :])
 
 
 def _resampled(sums: Floats, *text: str) -> Floats:
-    """Sum over all windows, then over each draw of windows: (..., n) to (..., 1 + DRAWS).
+    """Sum values over all windows, and over the windows of each draw.
 
-    The draws depend only on the text, so that all rows are resampled identically.
+    Args:
+        sums: the values of n windows, shaped (..., n).
+        text: strings that identify the text. The draws depend only on these strings, so that all
+            rows are resampled identically.
+
+    Returns:
+        Sums shaped (..., 1 + DRAWS): first the sum over all windows, then the sums of the draws.
     """
     count, random = sums.shape[-1], _generator("windows", *text)
     blocks = [sums.sum(-1, keepdims=True)]
@@ -182,13 +211,14 @@ def at_floor(
 ) -> list[str]:
     """Return the names of the rows that are not significantly better than the floor.
 
-    If scores by sample are missing, rows whose mean is better than the floor's are excluded.
+    The floor is the score of always giving the commonest answer. If scores by sample are missing, a
+    row counts as better than the floor if its mean is better.
 
     Args:
-        rows: results by row, one per seed.
+        rows: for each row, the results, one per seed.
         floor: the floor's results, one per seed; see `coterie.engines.floor`. Empty if the data
             have no floor.
-        metric: the metric to compare; a floor without a score for this metric is ignored.
+        metric: the metric to compare. If the floor has no score for it, no names are returned.
     """
     if not has_floor(floor, metric):
         return []

@@ -18,17 +18,18 @@ from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.federation.participants import EVERYONE
 
 Summary = Mapping[str, Any]
-"""The content of a table or of a row as plain data for JSON."""
+"""The content of a table or of a row, as plain data that can be written as JSON."""
 NAMED = re.compile(r" \(\S+\)$")
-"""A client's name in brackets after a number."""
+"""A pattern that matches a client's name in brackets at the end of a cell."""
 KEPT = "the round with the best validation score, whose model was kept (0: the untrained base)."
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text with a title and an optional note; the first cell of a row names the row.
+    """A table whose cells are text, with a title and an optional note.
 
-    On a rich console, a table that is too wide is printed in several blocks of columns.
+    The first cell of a row is the name of the row. On a console of the library Rich, a table that
+    is too wide is printed in several blocks of columns.
     """
 
     title: str
@@ -36,10 +37,10 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     group: int = 1
-    """The number of consecutive columns, after the first, that are kept in one block."""
+    """The number of consecutive columns, after the first column, that are printed in one block."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table for a terminal; text is wrapped, numbers are not."""
+        """Yield the table for a terminal. Cells of text are wrapped; cells of numbers are not."""
         yield ""
         yield Text(self.title, style="bold")
         for block in self._blocks(options.max_width):
@@ -61,13 +62,16 @@ class Table:
         return number == 0 or any(re.search("[a-z]{2}", cell) for cell in cells)
 
     def _width(self, number: int) -> int:
-        """Return a column's width in characters; columns of text can be wrapped."""
+        """Return a column's width in characters: at most 16 for text, which can be wrapped."""
         cells = [self.columns[number], *(row[number] for row in self.rows)]
         longest = max(map(len, cells))
         return min(longest, 16) if self._is_text(number) else longest
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
-        """Yield blocks of column numbers that fit into a width, each with the first column."""
+        """Yield the blocks in which the table is printed, as lists of column numbers.
+
+        Every block contains the first column and, if possible, fits into `width` characters.
+        """
         block = [0]
         for first in range(1, len(self.columns), self.group):
             group = range(first, min(first + self.group, len(self.columns)))
@@ -79,7 +83,7 @@ class Table:
         yield block
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook, with every cell escaped."""
+        """Return the table as HTML for a notebook, with every cell escaped."""
         rows = [("th", self.columns), *(("td", row) for row in self.rows)]
         lines = (
             "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -103,8 +107,8 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
 
     Args:
         title: the table's title.
-        corner: the head of the column that names the rows.
-        figures: a frame with named rows and columns.
+        corner: the head of the first column, which contains the names of the rows.
+        figures: a frame whose index and columns contain the names of the rows and columns.
         form: the format specification of a value, such as ".2f".
     """
     cells = figures.map(lambda value: format(value, form), na_action="ignore").fillna("")
@@ -113,7 +117,12 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
 
 
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
-    """Return the metric to show for results, including the server's scores; see `metric_of`."""
+    """Return the metric that a table of several results shows.
+
+    Args:
+        results: the results. The scores of the servers' models count, too.
+        asked: the name of the metric; None selects the metric that suits the scores (`metric_of`).
+    """
     by_run = [[*result[result["reports"]].values(), result.get("server")] for result in results]
     return metric_of((score for scores in by_run for score in scores if score), asked)
 
@@ -126,15 +135,17 @@ def run_table(
 ) -> Table:
     """Return a table of one run and its baselines, with a row per client and a column per method.
 
-    Cells are perplexity and bits per byte, or another metric. Below the clients are the means, each
-    method's worst client, the standard deviation over clients (except for perplexity) and the
-    server, if it has a model. The round of a client's kept model is in brackets.
+    Cells contain either perplexity with bits per byte, or another metric. The rows below the
+    clients contain the means, each method's worst client, the standard deviation over clients (not
+    for perplexity), and the score of the server's model if the server has one. If clients keep the
+    best of their models, the number in brackets after a score is the round of the kept model.
 
     Args:
-        results: results by method.
-        split: the text that models are scored on: "test" or "validation".
-        asked: the name of the metric; by default the metric that suits the data (`metric_of`).
-        floor: the floor's result, which becomes the last column; see `coterie.engines.floor`.
+        results: the result of each method.
+        split: the text on which models are scored: "test" or "validation".
+        asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
+        floor: the scores of always giving the commonest answer, for the last column; see
+            `coterie.engines.floor`. None omits the column.
     """
     metric = shown_of(results.values(), asked)
     if floor is not None and has_floor([floor], metric):
@@ -168,12 +179,12 @@ def run_table(
 
 
 def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
-    """Return the client with the worst score; the first of equal clients."""
+    """Return the name of the client with the worst score; in a tie, the first such client."""
     return max(scores.keys(), key=lambda client: metric.order(scores[client]))
 
 
 def left_out(results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield a sentence for each client with excluded uploads."""
+    """Yield a sentence for each method and client whose uploads were excluded from rounds."""
     for method, result in results.items():
         for client, rounds in result.get("left_out", {}).items():
             reason, number = list(rounds.values())[-1], len(rounds)
@@ -187,12 +198,12 @@ def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
 
 
 def _round_suffix(kept: Mapping[str, int], client: str) -> str:
-    """Return the round of a client's kept model in brackets; empty if unknown."""
-    round = kept.get(client, kept.get(EVERYONE))  # EVERYONE is the one client of a pooled run
+    """Return the round of a client's kept model in brackets; an empty string if it is unknown."""
+    round = kept.get(client, kept.get(EVERYONE))  # EVERYONE is the only client of a pooled run
     return "" if round is None else f" ({round})"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names for a sentence: `a, b and c`."""
+    """Join names with commas and `and`, as in a sentence: `a, b and c`."""
     parts = list(names)
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -1,4 +1,4 @@
-"""Texts routed by clients' models: each token with the expert that its router scores highest."""
+"""Texts routed by clients' models, with the expert that the router scores highest per token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,22 @@ from coterie.inference.finished import load, tokenizer
 from coterie.messages.names import ROUTING
 
 LENGTH = 90
-"""Maximum number of tokens per text."""
+"""The maximum number of tokens per text."""
 
 
 @dataclass(frozen=True)
 class Coloured:
-    """A text routed by one client's model at one layer."""
+    """A text routed by one client's model at one layer.
+
+    `model_of` is the name of the client with the model, and `text_of` the name of the text.
+    """
 
     model_of: str
     text_of: str
     layer: str
     experts: Sequence[str]
     pieces: Sequence[tuple[str, int]]
-    """Pieces of the text, each with its expert's number."""
+    """Pieces of the text, each with the index of its expert in `experts`."""
 
     @property
     def generalists(self) -> float:
@@ -49,12 +52,14 @@ def coloured_texts(
     """Route all texts by all clients' models, for each label with routers.
 
     Args:
-        experiment: the runs, of which each label's run with the smallest seed is read.
-        layer: "first", "middle", "last", or a number from 1; None selects these three.
-        folder: a folder of texts, NAME.txt, that replace the clients' test texts.
+        experiment: the runs. For each label, only the run with the smallest seed is read.
+        layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
+            first, the middle and the last layer.
+        folder: a folder of files NAME.txt that are routed instead of the clients' test texts; None
+            selects the test texts.
 
     Returns:
-        By label, the routed texts, or the error that explains why there are none.
+        For each label with routers, the routed texts, or an error that explains why there are none.
     """
     results: dict[str, Sequence[Coloured] | CoterieError] = {}
     for label, run in experiment.first:
@@ -75,7 +80,7 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
     for client in sorted(run.clients):
         model, encoder = load(run.path, client), tokenizer(run.path, client)
         context = context_token(encoder)
-        if folder is None:  # a text of a client with another base has other tokens
+        if folder is None:  # other bases may have other tokenizers
             base = config.base_of(client)
             shown = {
                 n: _beginning(t, context) for n, t in tests.items() if config.base_of(n) == base
@@ -99,7 +104,16 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
 
 
 def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list[Tensor]]:
-    """Return the beginnings of a folder's .txt files by name, in a model's tokens."""
+    """Return the first LENGTH tokens of every .txt file in a folder.
+
+    Args:
+        folder: the folder.
+        encoder: the tokenizer of the model that will route the texts.
+        context: the id of the token that precedes every text.
+
+    Returns:
+        For each file name without its ending, a list of one sequence of token ids.
+    """
     files = sorted(folder.glob("*.txt"))
     if not files:
         raise CoterieError(f"{folder} has no .txt files; give a folder with one text per file.")
@@ -113,7 +127,8 @@ def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list
 def _beginning(text: Split, context: int) -> list[Tensor]:
     """Return the first LENGTH tokens of a text, preceded by the context token.
 
-    Samples (for pairs, the prompt with the chosen answer) are separate sequences, as in training.
+    If the text consists of samples, each sample is a separate sequence, as in training. For a
+    preference pair, the sample is the prompt with the chosen answer.
     """
     samples = text.beginnings
     if samples is None:
@@ -128,10 +143,13 @@ def _beginning(text: Split, context: int) -> list[Tensor]:
 
 @torch.no_grad()
 def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run a model on texts, and return all tokens but each text's first, with their experts.
+    """Run a model on texts, and return the tokens with their highest-scoring experts.
+
+    The first token of every text is the context token, which is omitted.
 
     Returns:
-        Token ids, (tokens,), and by layer the expert with the highest score, (tokens,).
+        Token ids, shaped (tokens,), and for each layer's path the experts' indices, shaped
+        (tokens,).
     """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH + 1)
     ids, chosen = [], []
@@ -145,7 +163,10 @@ def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict
 
 
 def _pieces(encoder: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
-    """Yield each token's text and expert; tokens that share a character form one piece."""
+    """Yield the text and the expert of each token.
+
+    Tokens that share a character form one piece, which has the expert of its last token.
+    """
     shown = 0
     for end, expert in enumerate(experts, 1):
         text = str(encoder.decode(ids[:end], clean_up_tokenization_spaces=False))

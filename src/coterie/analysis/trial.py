@@ -1,4 +1,4 @@
-"""Trial of a run on this machine: one exchange with one training step, measured."""
+"""Trial of a run on this machine: measurements of one exchange with one training step."""
 
 import time
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from coterie.runs import RunFolder
 from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
-"""Each client's hello, one upload, and the download that follows the upload."""
+"""For each client: the hello with which it joins, one upload, and the following download."""
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:
-    """Create the sides of a run with one training step per round, and let them join.
+    """Create the client-side and server-side objects of a short run, and let the clients join.
 
-    Models are scored only if clients send their scores to the server. The batch size is not
-    reduced, as a message may contain tensors of the batch's size. The public text is not reduced
-    either: FedMKT's server passes over all of it once.
+    The short run has one training step per round. It scores models only if clients send their
+    scores to the server. The batch size is not reduced, because the shapes of tensors in messages
+    may depend on it. The public text is not reduced either, so that FedMKT's server trains on all
+    of it once.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
@@ -37,8 +38,9 @@ def start(session: Session, config: RunConfig) -> LocalRun:
 def first_exchange(run: LocalRun) -> Messages:
     """Return the messages of the first exchange in which a client uploads anything.
 
-    Exchanges run as in training; messages are encoded and checked but not sent. Methods that begin
-    with local rounds need several exchanges; a method that sends nothing needs one.
+    Exchanges run as in training. Messages are encoded and checked, but not sent over a network. If
+    the method begins with local rounds, several exchanges are run. If the method sends nothing, one
+    exchange is run.
     """
     schema, names = run.schema, sorted(run.names)
     messages: Messages = {
@@ -59,20 +61,20 @@ def first_exchange(run: LocalRun) -> Messages:
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a trial; messages are those of the client with the largest."""
+    """Measurements of a trial; the sizes of messages are the maxima over clients."""
 
     up: int
-    """Size of an upload in bytes."""
+    """The size of an upload in bytes."""
     down: int
-    """Size of a download in bytes."""
+    """The size of a download in bytes."""
     step: float
-    """Mean duration of a training step in seconds."""
+    """The mean duration of a client's training step in seconds."""
     peak: int
-    """Peak memory of this process in bytes."""
+    """The peak memory of this process in bytes."""
 
 
 def run_trial(session: Session, config: RunConfig) -> Trial:
-    """Run one exchange and one further training step, and discard the results.
+    """Measure one exchange and one further training step of a run, and discard the models.
 
     Raises:
         CoterieError: if the run cannot start on this machine.

@@ -1,6 +1,6 @@
-"""Figures of FedAMoLE's assignment: each client's experts, their number, and pairwise overlap.
+"""Figures of the experts that FedAMoLE's clients hold: which, how many, and how many are shared.
 
-FedAMoLE's experts choose their clients in every round, separately on every layer.
+In every round and separately on every layer, FedAMoLE's experts choose the clients that hold them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 
 
 def holdings(run: ReportedRun) -> Frame:
-    """Return which client held which expert, as a run's server recorded it.
+    """Return which client held which expert, as recorded by a run's server.
 
     Returns:
-        A frame of booleans with a column per expert and a row per round, layer (its path) and
-        client. Rounds in which a layer was not recorded are omitted.
+        A frame of booleans with a column per expert, and a row per round, layer (its path) and
+        client. Rounds for which the record lacks a layer are omitted.
     """
     by_layer = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*map(set, by_layer.values())))
@@ -45,9 +45,16 @@ def holdings(run: ReportedRun) -> Frame:
 
 
 def shared(held: Frame) -> Frame:
-    """Compute |A & B| / |A | B| of every two clients' experts in a round, averaged over layers.
+    """Compute the overlap of every two clients' experts in a round, averaged over layers.
 
-    The value is NaN if neither client holds an expert on any layer.
+    On a layer, the overlap of two clients' sets of experts A and B is |A & B| / |A | B|.
+
+    Args:
+        held: the rows of one round of the frame returned by `holdings`.
+
+    Returns:
+        A frame with a row and a column per client. A value is NaN if neither client holds an expert
+        on any layer.
     """
     shares = []
     for _, layer in held.astype(float).groupby("layer", observed=True):
@@ -58,7 +65,7 @@ def shared(held: Frame) -> Frame:
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield three figures per label with assigned experts, from the run with the smallest seed."""
+    """Yield the figures of labels with assigned experts, from the runs with the smallest seeds."""
     runs = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
     holdings_by_label = {label: held for label, held in runs.items() if held.size}
     if not holdings_by_label:
@@ -120,13 +127,21 @@ def _held_experts(label: str, held: Frame) -> Picture:
 
 
 def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> str:
-    """Return a sentence that names the selected layers or rounds, if some are omitted."""
+    """Return a sentence that says which layers or rounds are shown.
+
+    The sentence is empty if all of them are shown.
+
+    Args:
+        kind: "layers" or "rounds".
+        shown: the layers or rounds that are shown.
+        values: all layers or rounds.
+    """
     sentence = f" Only the first, middle and last of {len(values)} {kind} are shown."
     return sentence if len(shown) < len(values) else ""
 
 
 def _ids(held: Column) -> str:
-    """Format the numbers of the experts that a client holds: 0, 3, 7."""
+    """Format the numbers of the experts that a client holds, such as `0, 3, 7`."""
     return ", ".join(map(str, np.flatnonzero(held))) or "none"
 
 

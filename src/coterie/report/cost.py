@@ -22,7 +22,7 @@ MEGA, GIGA = 1e6, 1e9
 
 
 def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of the bytes per client and round for each label."""
+    """Yield a figure that shows the bytes sent per client and round for each label."""
     runs = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
     if runs:
         yield _traffic(experiment, runs)
@@ -31,7 +31,15 @@ def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _bytes(run: ReportedRun, way: str) -> Column:
-    """Return the bytes by client and round."""
+    """Return the size in bytes of each client's message in each round.
+
+    Args:
+        run: the run.
+        way: the name of the metric: BYTES_UP for uploads, or BYTES_DOWN for downloads.
+
+    Returns:
+        A series, indexed by client and round.
+    """
     # Further messages of a round serve evaluation only and do not count.
     first = run.by_client(way).groupby(["client", "round"]).first()
     return first[0] if len(first) else pd.Series([0])
@@ -81,7 +89,10 @@ def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture
 
 
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield floating-point operations per round by label, relative to FedAvg if it was run."""
+    """Yield a figure of the floating-point operations per round of each label.
+
+    If FedAvg was run, the figure also shows the operations relative to FedAvg.
+    """
     title = "Floating-point operations"
     try:
         results = costs_by_label(experiment)

@@ -1,4 +1,4 @@
-"""Figures of scores over rounds or at the end, training loss, and scores by router schedule.
+"""Figures of scores over rounds, final scores, training loss, and scores by router schedule.
 
 The figure of router schedules shows how scores depend on how often and for how many steps routers
 are trained (CoMiGS, figure 7).
@@ -19,7 +19,7 @@ from coterie.report.plots import SPREAD, entry, evenly, heat_map, over_rounds, s
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
 MOST = 12
-"""Maximum number of readable lines in one panel."""
+"""The maximum number of lines that are legible in one panel."""
 
 
 def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
@@ -47,7 +47,7 @@ LAST = (
 
 
 def keeps(experiment: Experiment) -> bool:
-    """Return whether a finished run's scores are those of kept models."""
+    """Return whether any finished run reports the scores of kept models."""
     return any(result.get("kept") for runs in experiment.finished.values() for result in runs)
 
 
@@ -56,9 +56,10 @@ def _title(experiment: Experiment) -> str:
 
 
 def _last(experiment: Experiment) -> Frame:
-    """Return the final scores: a row per label and run, with the columns of the series.
+    """Return the final scores, with a row per label and run and the columns of `Experiment.series`.
 
-    The scores of a finished run are those of its result (of the kept models, if models are kept).
+    A finished run's final scores are the scores in its result, which belong to the kept models if
+    clients keep their best models. An unfinished run's final scores are its latest scores.
     """
     last = experiment.series.groupby(["label", "run"], sort=False).last()
     for label, runs in experiment.drawn.items():
@@ -69,7 +70,7 @@ def _last(experiment: Experiment) -> Frame:
 
 
 def _best(experiment: Experiment) -> list[str]:
-    """Return the labels with the best final means, at most MOST, in the order of the table."""
+    """Return up to MOST labels with the best final means, in the order of the summary table."""
     means = _last(experiment)[MEAN].groupby("label", sort=False).mean().dropna()
     selected = means.map(experiment.metric.order).nsmallest(MOST).index
     return [label for label in means.index if label in selected]
@@ -123,7 +124,7 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
             for row, name in enumerate(best):
                 mean, spread = figures[panel].loc[name]
                 if np.isnan(mean):
-                    continue  # the server has no model in this method, but in another one
+                    continue  # the server has a model in some of the methods only
                 colour = canvas.colour(styles[name])
                 axis.errorbar(
                     mean, row, xerr=np.nan_to_num(spread), color=colour, fmt=styles[name].marker,
@@ -148,7 +149,15 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
 
 
 def _steps(run: ReportedRun, level: str) -> Column:
-    """Return the mean loss over clients by update (1 is the first)."""
+    """Return the training loss of each update, averaged over clients.
+
+    Args:
+        run: the run.
+        level: the name of the metric, which is LOSS followed by the level of the schedule.
+
+    Returns:
+        A series, indexed by the number of the update (counted from 1).
+    """
     frame = run.by_client(level).reindex(columns=[0])
     frame["update"] = frame.groupby("client").cumcount() + 1
     losses = frame.reset_index().pivot(index="update", columns="client", values=0)
@@ -156,7 +165,7 @@ def _steps(run: ReportedRun, level: str) -> Column:
 
 
 def smooth(values: Column, width: int) -> Column:
-    """Return the running mean over `width` values; at the ends, over fewer."""
+    """Return the running mean over `width` values, or over fewer values near both ends."""
     width = max(1, min(width, len(values)))
     return values.rolling(width, center=True, min_periods=1).mean()
 
@@ -208,7 +217,7 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a heat map per method whose finished runs differ in the routers' schedule."""
+    """Yield a heat map for each method with finished runs that differ in the routers' schedule."""
     records, metric = [], experiment.metric
     for run in experiment.all:
         router = run.config["method"].get("router") or {}
@@ -227,7 +236,14 @@ def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
-    """Draw mean scores, a row per `router.steps` and a column per `router.every`."""
+    """Return a heat map of mean scores.
+
+    Args:
+        experiment: the experiment.
+        method: the name of the method.
+        cells: mean scores, with a row per value of `router.steps` and a column per value of
+            `router.every`.
+    """
     metric, (steps, every) = experiment.metric, cells.shape
 
     def draw(canvas: Canvas) -> Figure:

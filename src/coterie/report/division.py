@@ -10,13 +10,14 @@ from coterie.analysis.tables import frame_table, listed
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, number
 
 HEIGHT = 0.42
-"""Height of a client's row in inches; the largest bubble nearly fills it."""
+"""The height of a client's row in inches; the largest bubble nearly fills the row."""
 
 
 def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a chart with a bubble per client and label (records), or per client and split (tokens).
+    """Yield a bubble chart of the amount of each client's data.
 
-    Labels are shown if the run recorded them.
+    If the run recorded labels, each bubble shows the number of a client's records with one label.
+    Otherwise, each bubble shows the number of tokens in one split of a client's data.
     """
     entries = next((run.clients for run in experiment.all if not run.config["pooled"]), {})
     for key, unit in (("labels", "records"), ("tokens", "tokens")):

@@ -59,7 +59,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The written page, the folder of figures, and the sections with their omitted figures."""
+    """A written report: the path of the page, the folder of figures, and the page's sections."""
 
     page: Path
     figures: Path
@@ -77,16 +77,18 @@ def write_report(
 ) -> Report:
     """Write report.html and figures/ for the runs in some folders.
 
-    Figures of an earlier report in figures/ are removed.
+    Figures that an earlier report wrote to figures/ are removed.
 
     Args:
         paths: run folders, or folders that contain run folders.
         out: the folder to write to.
         with_texts: whether to include the clients' private texts.
-        layer: the layer of figures of single layers: "first", "middle", "last", or a number from 1;
-            None selects these three.
+        layer: the layer that figures of single layers show: "first", "middle", "last", or the
+            number of a layer, counted from 1. None selects the first, the middle and the last
+            layer.
         with_samples: whether to include a point for each of the clients' private samples.
-        texts_from: a folder of texts that are shown in place of the clients' texts.
+        texts_from: a folder of texts to show instead of the clients' texts; None shows no other
+            texts.
         sections: sections to place before the experiments.
 
     Raises:
@@ -181,10 +183,10 @@ def _html(sections: Sequence[Section], private: str) -> str:
 
 @cache
 def _svg(picture: Picture, theme: Theme, narrow: bool = False) -> bytes:
-    """Render a figure as SVG, once for the page and the file."""
+    """Render a figure as SVG. The result is cached, as both the page and a file contain it."""
     return picture.render(Canvas(theme, narrow), "svg")
 
 
 def _source(picture: Picture, theme: Theme, narrow: bool) -> str:
-    """Return a figure as a data URI."""
+    """Return a figure as a data URI that contains an SVG image."""
     return f"data:image/svg+xml;base64,{b64encode(_svg(picture, theme, narrow)).decode()}"

@@ -22,7 +22,13 @@ def scale_of(metric: Metric) -> str:
 
 
 def scale(axes: Axes, way: str, metric: Metric) -> None:
-    """Make the x or y axis logarithmic if the metric is; call after plotting."""
+    """Make an axis logarithmic if the metric is plotted logarithmically; call after plotting.
+
+    Args:
+        axes: the axes.
+        way: "x" or "y", the axis that shows the metric.
+        metric: the metric.
+    """
     if metric.logarithmic:
         axes.set(**{f"{way}scale": "log"})
         plain_log(axes.xaxis if way == "x" else axes.yaxis)
@@ -37,17 +43,20 @@ def plain_log(axis: Axis) -> None:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced indices below `count`, including the first and last."""
+    """Return at most `most` evenly spaced indices from 0 to `count` - 1, including both ends."""
     return sorted({round(index) for index in np.linspace(0, count - 1, min(count, most))})
 
 
 def entry(label: str) -> str:
-    """Format a label for a legend; matplotlib would omit labels that begin with `_`."""
+    """Format a label for a legend.
+
+    A label that begins with `_`, which matplotlib would omit, gets an invisible first character.
+    """
     return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
 
 
 def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> None:
-    """Draw column `mean` over the index, with markers and a band of one `std`."""
+    """Draw a frame's column `mean` as a line over the index, with a band of ±1 `std`."""
     colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
     spread = figures["std"].fillna(0.0)  # NaN for a single seed
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
@@ -55,7 +64,7 @@ def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> 
 
 
 def lines_by_client(canvas: Canvas, axis: Axes, figures: Frame) -> None:
-    """Draw a line over the index for each column of a frame, which is a client."""
+    """Draw a line for each client, which is a column of the frame, over the frame's index."""
     for position, client in enumerate(figures):
         axis.plot(figures[client], **canvas.series(position), markersize=3.5, label=entry(client))
 
@@ -69,15 +78,15 @@ def over_rounds(
     metric: Metric,
     y: str,
 ) -> Figure:
-    """Draw scores over rounds, with a panel for the mean and each client, and a line per label.
+    """Draw scores over rounds, with a panel for the mean and for each client, and a line per label.
 
     Args:
         canvas: the canvas to draw on.
-        figures: scores, a row per label and round; columns by panel, then `mean` and `std` over
-            seeds.
+        figures: scores, with a row per label and round. Each panel has two columns: the `mean` and
+            the `std` over seeds.
         labels: the labels to draw.
-        panels: the panels to draw.
-        look: each label's look.
+        panels: the names of the panels to draw.
+        look: the look of each label.
         metric: the metric of the scores.
         y: the name of the y axis.
     """
@@ -101,9 +110,10 @@ def cells(
         canvas: the canvas to draw on.
         axis: the axes to draw in.
         figures: the values.
-        low: the value of the palest colour.
-        high: the value of the fullest colour.
-        form: a format specification, such as ".2f", for values written into the cells.
+        low: the value that has the first colour of the colour map.
+        high: the value that has the last colour of the colour map.
+        form: the format specification, such as ".2f", of the values that are written into the
+            cells. An empty string writes no values.
     """
     image = axis.imshow(figures, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
     axis.set_xticks(range(len(figures.columns)), map(str, figures.columns))
@@ -122,7 +132,7 @@ def cells(
 
 
 def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: str) -> None:
-    """Draw a frame of values with a colour bar; the names of its axes become axis labels."""
+    """Draw a frame as a heat map with a colour bar; the names of the frame's axes become labels."""
     values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     image = cells(canvas, axis, figures, low, max(high, low + 1e-9), ".2f")
@@ -132,7 +142,15 @@ def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: 
 def of_pairs(
     canvas: Canvas, matrices: Mapping[str, Frame], low: float, high: float, label: str
 ) -> Figure:
-    """Draw matrices of clients by clients, given by title, with one colour bar."""
+    """Draw matrices of clients by clients, in panels with a common colour bar.
+
+    Args:
+        canvas: the canvas to draw on.
+        matrices: the matrix of each panel, by the title of the panel.
+        low: the value that has the first colour of the colour map.
+        high: the value that has the last colour of the colour map.
+        label: the label of the colour bar.
+    """
     clients = [str(client) for client in next(iter(matrices.values())).columns]
     names = 0.075 * max(map(len, clients))  # inches
     across = (1 if names > 0.6 else 2, 4)

@@ -1,4 +1,4 @@
-"""Figure of samples by their relevance to FedAMoLE's experts, with each client's experts.
+"""Figure of samples' relevance to FedAMoLE's experts, and of each client's number of experts.
 
 A point reveals something about a private sample, so a report includes the figure only on request.
 """
@@ -22,7 +22,7 @@ TITLE = "Samples and experts"
 def relevance(
     results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
 ) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label whose experts choose by relevance.
+    """Yield a figure for each label whose experts choose clients by relevance.
 
     Args:
         results: the return value of `sample_relevance`.

@@ -1,4 +1,4 @@
-"""Figure of routers' weights over rounds, by layer, for every client and expert."""
+"""Figure of router weights over rounds: a panel per client and expert, and a line per layer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +28,7 @@ def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     layers = runs[0].names(ROUTING)
     seeds = [pd.concat({layer: run.by_client(layer) for layer in layers}) for run in runs]
-    # A row per layer, client and round, a column per expert; clients may differ in their experts.
+    # A row per layer, client and round; a column per expert. Clients may have different experts.
     means: Frame = pd.concat(seeds).groupby(level=[0, 1, 2]).mean()
     counts = means.groupby("client").first().count(axis=1)
     experts = {client: runs[0].expert_names(client, count) for client, count in counts.items()}
@@ -43,7 +43,8 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     def draw(canvas: Canvas) -> Figure:
         colours = canvas.depths(deepest)
         most = max(map(len, experts.values()))
-        across = (min(most, 4), min(most, 8)) if most > 2 else (2, 4)  # at most 4 or 8 are legible
+        # More than 4 panels side by side (8 on a wide page) would be illegible.
+        across = (min(most, 4), min(most, 8)) if most > 2 else (2, 4)
         figure, axes = canvas.panels(
             len(panels), 1.7, across, "round", "mean weight", sharex=True, sharey=True
         )

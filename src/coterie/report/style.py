@@ -1,4 +1,4 @@
-"""Themes, sizes and colours of figures; a method has the same colour in all figures.
+"""Themes, sizes and colours of figures. A method has the same colour in all figures of a report.
 
 The colours are those of Okabe and Ito, which are distinguishable with every kind of colour vision,
 darkened or lightened for contrast with the page. Methods also differ in their markers.
@@ -25,7 +25,7 @@ from coterie.analysis.tables import Table
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page, light or dark."""
+    """The colours of a light or a dark page."""
 
     name: str
     paper: str
@@ -33,9 +33,12 @@ class Theme:
     quiet: str
     lines: str
     colours: tuple[str, ...]
-    """Colours of methods; the first is for untrained models, the second for pooled training."""
+    """The colours of methods. The first is for untrained models, the second for pooled training."""
     depths: tuple[float, float]
-    """The range of the colour map viridis that contrasts with the paper; colours of layers."""
+    """The start and the end of the part of the colour map viridis that contrasts with the paper.
+
+    The colours of layers are taken from this part.
+    """
 
 
 LIGHT = Theme(
@@ -61,20 +64,23 @@ FIXED = {
     "comigs-2g": 5,
     "comigs-2s": 6,
 }
-"""Indices of the colours of frequent methods; other methods get the remaining colours."""
+"""Indices of frequent methods' colours in `Theme.colours`; other methods get other colours."""
 MARKERS = "osD^vPXdp<>*hH8"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
 UNPRINTABLE = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that are invalid in an SVG file, into which matplotlib writes names as comments."""
+"""Characters that are invalid in an SVG file.
+
+They may occur in the names of clients and labels, which matplotlib writes as comments.
+"""
 SMALLEST_SEED = "From the run with the smallest seed."
 """The last sentence of the caption of a figure that does not average over seeds."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """The index of the colour, the marker and the dash of a label in all figures."""
+    """A label's colour (an index in `Theme.colours`), marker and dash pattern in all figures."""
 
     colour: int
     marker: str
@@ -82,10 +88,10 @@ class Look:
 
 
 def looks(labels: Sequence[str]) -> dict[str, Look]:
-    """Assign a look to every label; looks are distinct while there are unused markers."""
+    """Assign a look to every label; all looks differ unless there are more labels than markers."""
     used = {FIXED[label] for label in labels if label in FIXED}
     free = [n for n in range(2, len(LIGHT.colours)) if n not in used]
-    free.sort(key=lambda n: n in FIXED.values())  # colours of absent methods are used last
+    free.sort(key=lambda n: n in FIXED.values())  # colours of absent FIXED methods come last
     assigned: dict[str, Look] = {}
     others = 0
     for number, label in enumerate(labels):
@@ -101,7 +107,10 @@ def looks(labels: Sequence[str]) -> dict[str, Look]:
 
 @dataclass(frozen=True)
 class Canvas:
-    """The theme and the width (a wide page or a phone) for which a figure is drawn."""
+    """The theme and the width for which a figure is drawn.
+
+    A narrow canvas has the width of a phone. Any other canvas has the width of a wide page.
+    """
 
     theme: Theme
     narrow: bool = False
@@ -168,7 +177,11 @@ class Canvas:
         figure.legend(handles, names, loc=position, ncols=min(columns, len(names)))
 
     def series(self, number: int) -> dict[str, Any]:
-        """Return the colour, marker and dash of a client, given by number."""
+        """Return matplotlib's arguments for the colour, marker and dash pattern of a client.
+
+        Args:
+            number: the position of the client among all clients, counted from 0.
+        """
         colours = self.theme.colours[2:]
         return {
             "color": colours[number % len(colours)],
@@ -177,17 +190,17 @@ class Canvas:
         }
 
     def depths(self, layers: int) -> ListedColormap:
-        """Return a colour for each layer, from the first to the last."""
+        """Return a colour map with one colour for each layer, from the first layer to the last."""
         return ListedColormap(colormaps["viridis"](np.linspace(*self.theme.depths, layers)))
 
     def heat(self) -> Colormap:
-        """Return the colour map of heat maps; lighter colours are lower values in both themes."""
+        """Return the colour map of heat maps; low values are close to the colour of the paper."""
         light = self.theme is LIGHT
         name, low, high = ("Blues", 0.0, 0.85) if light else ("viridis", 0.12, 0.95)
         return ListedColormap(colormaps[name](np.linspace(low, high, 256)))
 
     def rc(self) -> Any:
-        """Return matplotlib's settings for this theme."""
+        """Return matplotlib's rcParams for this theme."""
         theme = self.theme
         return {
             "font.family": ["DejaVu Sans"],
@@ -216,10 +229,10 @@ class Canvas:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A figure of a report, which is drawn for every theme and width."""
+    """A figure of a report, which is drawn separately for every theme and width."""
 
     name: str
-    """The stem of the file names."""
+    """The figure's name, from which the names of its files are formed."""
     title: str
     caption: str
     alt: str
@@ -243,7 +256,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A figure that cannot be drawn from the runs, with the reason."""
+    """A figure that cannot be drawn from the runs: its title, and the reason why."""
 
     title: str
     why: str

@@ -21,22 +21,29 @@ from coterie.report.style import DASHES, SMALLEST_SEED, Canvas, LeftOut, Picture
 
 TITLE = "Distillation between server and clients"
 MOST = 10
-"""Maximum number of rounds in the table."""
+"""The maximum number of rounds in the table."""
 Lesson = Mapping[str, Any]
-"""A participant's record of one distillation: the number of `samples`, `positions`, `mass`, ..."""
+"""A participant's record of one distillation.
+
+The number of samples whose predictions the participant learnt is under `samples`, the share of
+aligned token positions under `positions`, and the teacher's mean probability under `mass`.
+"""
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """Records of distillation of all participants of a run, by round (1 is the first)."""
+    """The records of distillation of a run's participants, by round (counted from 1)."""
 
     clients: Sequence[str]
     public: int | None
-    """The number of public samples, if the run recorded it."""
+    """The number of public samples; None if the run did not record it."""
     server: Mapping[int, Lesson]
-    """The server's records, with samples by client in `by`; empty if the server only teaches."""
+    """The server's record of each round; empty if the server only teaches.
+
+    Under `by`, a record contains the number of samples learnt from each client.
+    """
     learnt: Mapping[str, Mapping[int, Lesson]]
-    """Each client's records; a client that does not share its metrics is absent."""
+    """For each client, its record of each round. Clients that share no metrics are absent."""
 
     @property
     def rounds(self) -> list[int]:
@@ -48,8 +55,9 @@ class Lessons:
 def lessons(run: ReportedRun) -> Lessons:
     """Read the records of distillation of a run.
 
-    A record's `after` is the number of rounds that were complete when the participant learnt. If a
-    client learns twice after a round, first to be scored and then to train, the last record counts.
+    A record's `after` is the number of rounds that were complete when the participant learnt. A
+    client may learn twice after the same round: once to be scored, and once more to train. Only the
+    later of these records is returned.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
@@ -62,7 +70,7 @@ def lessons(run: ReportedRun) -> Lessons:
 
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure per label with distillation, from the run with the smallest seed."""
+    """Yield a figure for each label with distillation, from the run with the smallest seed."""
     by_label = {label: lessons(run) for label, run in experiment.first}
     pictures = [_picture(label, records) for label, records in by_label.items() if records.rounds]
     reason = "no run recorded distillation between a server and its clients"
@@ -101,7 +109,7 @@ def _picture(label: str, records: Lessons) -> Picture:
 
 
 def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
-    """Draw the server's samples by round as bars, stacked by client."""
+    """Draw the number of samples that the server learnt, as a bar per round, stacked by client."""
     rounds = sorted(records.server)
     below = np.zeros(len(rounds))
     for n, client in enumerate(records.clients):
@@ -112,7 +120,7 @@ def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
 
 
 def _lines(axis: Axes, canvas: Canvas, records: Lessons) -> None:
-    """Draw each client's samples by round as a line."""
+    """Draw the number of samples that each client learnt, as a line over rounds per client."""
     for n, client in enumerate(records.clients):
         by_round = sorted(records.learnt.get(client, {}).items())
         counts = {round: lesson["samples"] for round, lesson in by_round}
@@ -142,7 +150,7 @@ def _table(records: Lessons) -> Table:
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Return the cells of a record: samples, share of aligned positions, and probability."""
+    """Return a record's cells: number of samples, share of aligned positions, mean probability."""
     if not lesson["samples"]:
         return ["0", "", ""]
     return [str(lesson["samples"]), *(f"{lesson[k]:.1%}" for k in ("positions", "mass"))]

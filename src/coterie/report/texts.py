@@ -1,7 +1,7 @@
 """Figure of texts with every token coloured by the expert that the router scores highest.
 
-Rows are texts, columns are clients' models (CoMiGS, figures 2, 14-19). Clients' texts are private,
-so a report includes them only on request.
+Rows are texts, and columns are clients' models (CoMiGS, figures 2 and 14-19). Clients' texts are
+private, so a report includes them only on request.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,24 +21,27 @@ TINTS = {
     "light": ("#ffd0a8", "#bcdcf5", "#bfe8d2", "#f3cbe5", "#f2e3a0", "#d9d2f5", "#d7dade"),
     "dark": ("#7d4213", "#1d4e79", "#17604a", "#74345c", "#665300", "#4b3c86", "#4a525d"),
 }
-"""Background colours by expert, legible with the theme's ink; the first is the paper's orange."""
+"""Background colours of experts in each theme, on which text in the theme's `ink` is legible.
+
+The first colour is the orange of CoMiGS's figures.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class TextPicture(Picture):
-    """Texts routed by several models at one layer; the page shows them as text, not as an image."""
+    """Texts routed by several models at one layer. The page shows them as text, not as an image."""
 
     texts: Mapping[str, Mapping[str, Coloured]] = field(default_factory=dict)
-    """Routed texts by the name of the text, then by the client whose model routed the text."""
+    """Routed texts, by the name of the text and then by the client whose model routed the text."""
 
     @property
     def columns(self) -> list[str]:
-        """Names of the clients whose models routed the texts."""
+        """The names of the clients whose models routed the texts."""
         return list(dict.fromkeys(model for row in self.texts.values() for model in row))
 
     @property
     def experts(self) -> Sequence[str]:
-        """Names of the experts of the client with the most experts."""
+        """The names of the experts of the client with the most experts."""
         names = (text.experts for row in self.texts.values() for text in row.values())
         return max(names, key=len)
 
@@ -94,11 +97,11 @@ def _picture(label: str, layer: str, coloured: Sequence[Coloured]) -> TextPictur
 
 
 SIZE = 8.5
-"""Font size in points."""
+"""The font size in points."""
 WIDE, HIGH = 0.602 * SIZE / 72, 1.65 * SIZE / 72
-"""Width of a character of DejaVu Sans Mono and height of a line, in inches."""
+"""The width of a character of DejaVu Sans Mono, and the height of a line, in inches."""
 ACROSS = 34
-"""Maximum number of characters per line."""
+"""The maximum number of characters per line."""
 
 
 def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
@@ -144,7 +147,15 @@ def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
 
 
 def wrapped(pieces: Iterable[tuple[str, int]], across: int) -> list[list[tuple[str, int]]]:
-    """Wrap a text, given as pieces with experts, into lines of at most `across` characters."""
+    """Wrap a text into lines of at most `across` characters, without splitting pieces.
+
+    Args:
+        pieces: the pieces of the text, each with the index of its expert.
+        across: the maximum number of characters per line, unless a single piece is longer.
+
+    Returns:
+        The pieces of each line, each with the index of its expert.
+    """
     lines: list[list[tuple[str, int]]] = [[]]
     for piece, expert in pieces:
         for text in piece.replace("\t", " ").replace("\n", "↵\n").splitlines(keepends=True):

@@ -16,7 +16,11 @@ from coterie.report.style import Canvas, LeftOut, Picture, number
 
 METRIC = "trust"
 Matrices = Mapping[int, Frame]
-"""Trust weights by round: a row per client that averages, a column per client averaged over."""
+"""For each round, a frame of trust weights.
+
+A row contains the weights with which one client averages all clients' updates. A column contains
+the weights that all clients give to one client's update.
+"""
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
@@ -34,10 +38,10 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
-    """Average the weights over seeds.
+    """Average the trust weights of several runs over seeds.
 
-    Weights of a client that set none in a round are NaN. Clients average once more after the last
-    round's training; the later weights of that round are used.
+    If a client set no weights in a round, the client's row is NaN. After the training of the last
+    round, clients average once more; of the two sets of weights in that round, the later is used.
     """
     by_run = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
     weights: Frame = pd.concat(by_run).fillna(0.0)
@@ -63,7 +67,7 @@ def _heat_maps(label: str, weights: Matrices) -> Picture:
 
 
 def _others(label: str, weights: Matrices) -> Picture:
-    """Draw the weights without the diagonal, whose high values would hide the differences."""
+    """Return heat maps without the diagonal, whose high values would hide other differences."""
     others = {n: frame.mask(np.eye(len(frame), dtype=bool)) for n, frame in weights.items()}
     low, high = _ends(others)
     return Picture(
@@ -77,7 +81,7 @@ def _others(label: str, weights: Matrices) -> Picture:
 
 
 def _ends(weights: Matrices) -> tuple[float, float]:
-    """Return the lowest and the highest weight of all rounds."""
+    """Return the lowest and the highest weight over all rounds."""
     values = pd.concat(weights)
     return float(values.min(axis=None)), float(values.max(axis=None))
 

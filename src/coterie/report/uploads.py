@@ -1,4 +1,7 @@
-"""Figure of the size of uploads: the norm of each change relative to the round's median."""
+"""Figure of the size of uploads: the norm of each upload's change, relative to the round's median.
+
+The change is the difference between an upload and the preceding download.
+"""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +19,7 @@ TITLE = "Size of uploads"
 
 
 def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure with a panel per label and a line per client; crosses: excluded uploads."""
+    """Yield a figure with a panel per label and a line per client; excluded uploads are crosses."""
     runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
     if runs:
         yield _ratios(runs)
@@ -25,7 +28,13 @@ def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _changes(run: ReportedRun) -> Frame:
-    """Return `ratio`, `cosine` and `excluded` of each upload, a row per client and round."""
+    """Return statistics of a run's uploads.
+
+    Returns:
+        A frame with a row per client and round. Column `ratio` contains the norm of the change,
+        divided by the round's median; `cosine` the cosine similarity to the sum of the other
+        clients' changes; and `excluded` whether the upload was excluded from the round.
+    """
     rows = run.metrics[run.metrics["name"] == LEFT_OUT]
     excluded = pd.MultiIndex.from_frame(rows[["client", "round"]])
     changes = run.by_client(CHANGE).groupby(["client", "round"]).last().astype(float)
