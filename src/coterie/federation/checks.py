@@ -17,11 +17,11 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
 
     Args:
         config: The run.
-        clients: The names of the clients; in a pooled run, of its one client.
+        clients: The names of the clients; in a pooled run, the name of the only client.
         public: Whether the run has a public text.
 
     Raises:
-        CoterieError: The run is impossible; the message names the keys to change.
+        CoterieError: The run is invalid. The message names the keys of the run file to change.
     """
     if config.server is not None and SERVER in clients:
         raise CoterieError(

@@ -1,4 +1,4 @@
-"""The participants of a run, their data, and the contexts of their sides."""
+"""The participants of a run, their data, and the contexts that a method receives for them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from coterie.privacy.ledger import Ledger
 from coterie.training.context import ClientContext, ClientId
 
 EVERYONE = "everyone"
-"""The name of the one client of a pooled federation."""
+"""The name of the only client in a pooled run; it has the data of all clients."""
 
 HELD_OUT = ("validation", "test")
 NOTHING = Tokens(torch.zeros(0, dtype=torch.int32), 0)
@@ -38,20 +38,20 @@ class Participant:
     """A client, or a server with a model of its own, and its data."""
 
     name: ClientId
-    """The client's name; `everyone` in a pooled federation, `server` for the server."""
+    """The client's name; `everyone` for the client of a pooled run, `server` for the server."""
     data: ClientData
     """The training, validation and test text as tokens."""
     tests: dict[ClientId, Split]
-    """The texts that the model is scored on, by their name in tables."""
+    """The texts that the model is scored on, by the name of the participant that owns a text."""
     public: Split | None = None
     """The public text, if the run has one."""
     labels: Mapping[str, int] | None = None
     """The number of records per label in the training text, before limits apply.
 
-    None unless labelled texts were divided among the clients.
+    None unless the run divided labelled texts among the clients.
     """
     base: Base | None = None
-    """The participant's base if it is loaded; by default, the run's base is used."""
+    """The participant's own loaded base; None if the participant uses the run's base."""
 
     def digest(self) -> str:
         """Hash all tokens, to detect changes to the files since the run began.
@@ -66,7 +66,7 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            The digest, and counts of each split, as JSON values.
+            The digest of the data, and the counts of tokens and other units in each split.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -100,14 +100,14 @@ def digest_of(splits: Iterable[Split]) -> str:
 def text_digest(text: Split, window: int) -> str:
     """Hash a text and the length of its windows.
 
-    Scores by window are comparable between runs if the hashes of the texts are equal.
+    Two runs' scores can be compared window by window if the two hashes are equal.
 
     Args:
         text: The text.
         window: The number of tokens that a window predicts.
 
     Returns:
-        A hexadecimal hash and the length.
+        The hexadecimal hash of the text and the length of its windows, joined by a hyphen.
     """
     return f"{digest_of([text])}-{window}"
 
@@ -123,7 +123,7 @@ class Federation:
 
 
 Inspect = Callable[[Reading], None]
-"""A function that inspects the clients' texts, which are discarded once they are tokenised."""
+"""A function that inspects the clients' texts before the texts are discarded."""
 
 
 def participants_of(
@@ -159,7 +159,7 @@ def gathered(
         config: The run.
         tokenizer: The tokenizer of the run's base.
         inspect: Called once with all clients' texts.
-        begin: Called at the beginning of each step with its description, such as "Reading".
+        begin: Called at the start of each step with the step's description, such as "Reading".
 
     Returns:
         The clients, and the server if it has a model of its own.
@@ -230,7 +230,7 @@ def served(config: RunConfig) -> Participant | None:
 def _tokenizers(
     config: RunConfig, tokenizer: Tokenizer, names: Sequence[str]
 ) -> dict[str, Tokenizer]:
-    """Load each participant's tokenizer, once per base."""
+    """Load each participant's tokenizer; participants with the same base share one tokenizer."""
     loaded = {config.base: tokenizer}
     for name in names:
         base = config.base_of(name)
@@ -247,7 +247,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 
     Args:
         config: The run.
-        set_aside: The records that `divide` set aside for the public text, if any.
+        set_aside: The records that `divide` set aside for the public text; None for no records.
     """
     if set_aside is not None:
         return set_aside.train
@@ -259,7 +259,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 def _public(
     config: RunConfig, tokenizers: Mapping[str, Tokenizer], items: list[Any] | None
 ) -> Mapping[str, Split | None]:
-    """Tokenise the public text with each participant's tokenizer, once per base."""
+    """Tokenise the public text for each participant; those with the same base share the result."""
     if items is None:
         return dict.fromkeys(tokenizers)
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
@@ -310,7 +310,7 @@ def described_templates(
 def _plain(item: Any) -> Any:
     """Return a text or sample as plain data, without fields that differ between machines.
 
-    These are the path of its file, and the fields of the record that its prompt was rendered from.
+    It omits the path of the item's file and the record's fields from which a prompt was rendered.
     """
     if isinstance(item, str):
         return item
@@ -320,9 +320,9 @@ def _plain(item: Any) -> Any:
 def _server(
     config: RunConfig, tokenizer: Tokenizer, public: Split | None, set_aside: Texts[Any] | None
 ) -> Participant:
-    """Create the server, which trains on the public text.
+    """Create the participant for a server with a model of its own; it trains on the public text.
 
-    Its tests are empty if there is no text to score its model on.
+    The participant's tests are empty if there is no text on which to score the server's model.
     """
     assert config.server is not None
     items: dict[str, list[Any]] = {}
@@ -348,13 +348,13 @@ def client_context(
     log: Log,
     ledger: Ledger | None = None,
 ) -> ClientContext:
-    """Create the context of a client's side.
+    """Create the context that the client-side object of a method receives.
 
-    In a pooled run, a step of the only client reads as many samples as one step of every client.
+    In a pooled run, the only client's batch has as many samples as all clients' batches together.
 
     Args:
         config: The run.
-        base: The client's base. An adapter that is attached to it is removed.
+        base: The client's base. If an adapter is attached to the base, it is detached.
         participant: The client and its data.
         log: Called with each metric of the client.
         ledger: The record of the client's privacy budget; by default, an empty one.
@@ -383,13 +383,13 @@ def server_context(
     server: Participant | None,
     log: Log,
 ) -> ServerContext:
-    """Create the context of the server's side.
+    """Create the context that the server-side object of a method receives.
 
     Args:
         config: The run.
-        base: The run's base, with or without weights. An adapter that is attached to it is removed.
+        base: The run's base, with or without weights. If an adapter is attached, it is detached.
         clients: The names of the clients.
-        server: The server's data and base, if it has a model of its own.
+        server: The server's data and base; None if the server has no model of its own.
         log: Called with each metric of the server.
     """
     detach(base)

@@ -37,7 +37,7 @@ class Reading:
     public: Sequence[Any] = ()
     """The documents or samples of the public text."""
     public_split: Split | None = None
-    """The public text in the tokens of the first client's base."""
+    """The public text, tokenised with the first client's tokenizer; None if the run has none."""
 
     def quality(
         self, config: RunConfig, most: int, progress: Progress = lambda done, of: None
@@ -47,10 +47,10 @@ class Reading:
         Args:
             config: The run.
             most: The number of characters that are searched for near duplicates.
-            progress: Called during the search with the work done and the total.
+            progress: Called during the search with the amount of work done and the total amount.
 
         Returns:
-            The measurements, by client where they concern one.
+            The measurements, with the client's name where a measurement concerns one client.
         """
         omitted = survey(_sources(config), config.data, config.divide, config.root)
         splits = [
@@ -77,7 +77,7 @@ class Reading:
 
 
 def _sources(config: RunConfig) -> list[tuple[str, str]]:
-    """List the files and folders of a run file, each after its owner."""
+    """List the files and folders that a run file names, as pairs of an owner and a path."""
     sources: list[tuple[str, str | None]] = [
         (f"Client {client.name}", source)
         for client in config.clients

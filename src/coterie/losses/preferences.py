@@ -15,29 +15,29 @@ class Reference:
     """The reference model's log-likelihoods of pairs of answers, and the settings of the loss."""
 
     logprobs: Tensor
-    """The log-likelihoods of each pair's chosen and rejected answer with their end tokens: (n, 2).
+    """The log-likelihoods of the chosen and rejected answers of n pairs: (n, 2) float64, in nats.
 
-    In nats, float64.
+    The log-likelihood of an answer includes the answer's end token.
     """
     beta: float
-    """The reward per nat by which an answer is likelier than under the reference model."""
+    """The reward for one nat of difference from the reference's log-likelihood (DPO's beta)."""
     label_smoothing: float
-    """The probability that the two answers of a pair are swapped."""
+    """The assumed probability that the chosen and rejected answers of a pair are swapped."""
     rounding: Tensor
-    """The largest difference between a pair's rewards that rounding can cause: (n,) float64."""
+    """The largest difference of a pair's rewards that rounding alone can cause: (n,) float64."""
 
     def only(self, rows: Tensor | slice) -> Self:
-        """Return the reference for some pairs, selected by an index tensor or a slice."""
+        """Return the reference of selected pairs; `rows` is an index tensor or a slice."""
         return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
 class Rewards(NamedTuple):
-    """The rewards of pairs of answers."""
+    """The rewards of the answers of n pairs."""
 
     values: Tensor
     """The rewards of each pair's chosen and rejected answer: (n, 2)."""
     rounding: Tensor
-    """The largest margin of each pair that rounding can cause: (n,)."""
+    """The largest margin that rounding alone can cause for each pair: (n,)."""
 
     @property
     def margins(self) -> Tensor:
@@ -46,19 +46,20 @@ class Rewards(NamedTuple):
 
     @property
     def preferred(self) -> Tensor:
-        """The accuracy on each pair: 1 if the chosen answer has the higher reward, else 0: (n,).
+        """The accuracy on each pair, (n,): 1 if the chosen answer has the higher reward, else 0.
 
-        0.5 if the rewards differ only by rounding, as with the reference model itself.
+        The accuracy is 0.5 if the two rewards differ by no more than rounding can cause. This is
+        the case if the trained model is still equal to the reference model.
         """
         margins = self.margins
         return (1 + margins.sign() * (margins.abs() > self.rounding.to(margins.device))) / 2
 
     @staticmethod
     def figures(parts: "Sequence[Rewards]") -> dict[str, float]:
-        """Return means over all pairs of a training step.
+        """Return the means of rewards, margins and accuracies over all pairs of a training step.
 
         Args:
-            parts: The rewards of the pieces in which the step's batch was processed.
+            parts: The rewards of the pieces into which the step's batch was split.
 
         Returns:
             The mean rewards `chosen` and `rejected`, the mean `margin`, and the `accuracy`.
@@ -75,7 +76,9 @@ class Rewards(NamedTuple):
 
 
 def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
-    """Compute the rewards beta (log pi(y|x) - log pi_ref(y|x)).
+    """Compute the reward of each answer: beta (log pi(y|x) - log pi_ref(y|x)).
+
+    Here x is the prompt, y the answer, pi the trained model, and pi_ref the reference model.
 
     Args:
         logprobs: The trained model's log-likelihoods of the chosen and rejected answers: (n, 2), in
@@ -91,14 +94,15 @@ def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
 
 
 def preference_losses(rewards: Tensor, label_smoothing: float) -> Tensor:
-    """Compute -(1 - eps) log sigmoid(h) - eps log sigmoid(-h) of each pair's margin h.
+    """Compute -(1 - eps) log sigmoid(h) - eps log sigmoid(-h) for each pair's margin h.
 
-    Without label smoothing (eps = 0) this is equation 7 of the paper, and with it "conservative
-    DPO" (E. Mitchell, "A note on DPO with noisy preferences and relationship to IPO", 2023).
+    Without label smoothing (eps = 0), this is equation 7 of the paper. With label smoothing, it is
+    "conservative DPO" (E. Mitchell, "A note on DPO with noisy preferences and relationship to IPO",
+    2023).
 
     Args:
         rewards: The rewards of each pair's chosen and rejected answer: (n, 2).
-        label_smoothing: The fraction eps of pairs whose answers are swapped.
+        label_smoothing: The assumed fraction eps of pairs whose two answers are swapped.
 
     Returns:
         The loss of each pair: (n,).

@@ -3,8 +3,8 @@
 If the output head is frozen, the gradient with respect to a token's hidden state follows directly
 from the token's logits: it is (softmax - one-hot) times the head's weight, or, for soft targets,
 (softmax - probabilities) times the head's weight. Logits are therefore computed for a few tokens at
-a time, used for the loss and the gradient, and discarded. Otherwise a batch of 8 x 128 tokens with
-GPT-2's vocabulary would need 200 MB for each copy of the float32 logits.
+a time, used for the loss and the gradient, and discarded. Logits of a whole batch of 8 x 128 tokens
+would take 200 MB per float32 copy with GPT-2's vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +22,17 @@ from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
-"""The largest number of logits computed at a time; 24 million take 96 MB in float32."""
+"""The largest number of logits computed at a time, by device type (24 million take 96 MB)."""
 
 PIECE_COST = {"cpu": 50, "cuda": 1000}
-"""The cost of one more piece of a batch, as a number of padding tokens.
+"""The number of padding tokens that cost as much as splitting a batch into one more piece.
 
-Every operation has a fixed cost per piece, so some padding is cheaper than another piece.
+Every operation has a fixed cost per piece, so some padding is cheaper than one more piece.
 """
 
 
 class Batch(NamedTuple):
-    """Samples on which a loss is computed: tokens 0 .. time-1 are read, 1 .. time predicted."""
+    """Samples for a loss: the model reads tokens 0 .. time-1 and predicts tokens 1 .. time."""
 
     ids: Tensor
     """The tokens: (batch, time + 1) int64."""
@@ -47,11 +47,11 @@ class Batch(NamedTuple):
         return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch on a device."""
+        """Return the batch with all of its tensors on a device."""
         return self._make(None if part is None else part.to(device) for part in self)
 
     def by_length(self) -> Self:
-        """Return the samples in ascending order of length; without padding, the batch itself."""
+        """Return the batch sorted by ascending sample length; if `real` is None, unchanged."""
         return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
 
     def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
             cost: The cost of a piece, in tokens.
 
         Yields:
-            The row numbers of a piece's samples, and the piece.
+            The row numbers of a piece's samples in this batch, and the piece.
         """
         all_rows = torch.arange(len(self.ids), device=self.ids.device)
         if self.counted is None or self.real is None:
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
             yield rows, type(self)(self.ids[rows, : time + 1], counted, real)
 
     def only(self, rows: Tensor | slice) -> Self:
-        """Return some of the samples, selected by row numbers or a slice."""
+        """Return a batch of selected samples; `rows` are row numbers or a slice."""
         return self._make(None if part is None else part[rows] for part in self)
 
     def split(self, size: int) -> Iterator[Self]:
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy in nats per token, a scalar with a gradient."""
+        """Return the mean cross-entropy (a scalar with a gradient, in nats per token), and None."""
         return language_model_loss(model, *self), None
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
 
 
 def _cheapest_ends(lengths: Sequence[int], piece_cost: int) -> list[int]:
-    """Return the end of each piece in the cheapest split of samples with ascending lengths."""
+    """Return the end index of each piece in the cheapest split of samples in ascending lengths."""
     costs, starts = [0], [0]
     for end, length in enumerate(lengths, start=1):
         cost, start = min((costs[s] + (end - s) * length + piece_cost, s) for s in range(end))
@@ -134,11 +134,11 @@ def language_model_loss(
 ) -> Tensor:
     """Compute the mean cross-entropy of the counted tokens.
 
-    Only counted tokens pass through the output head.
+    The output head computes logits only for counted tokens.
 
     Args:
         model: The model.
-        ids: (batch, time + 1) int64; tokens 0 .. time-1 are read, 1 .. time predicted.
+        ids: (batch, time + 1) int64; the model reads tokens 0 .. time-1 and predicts 1 .. time.
         counted: The mask `Batch.counted`.
         real: The mask `Batch.real`.
 
@@ -165,8 +165,8 @@ def soft_target_loss(
     Args:
         model: The model.
         batch: Samples with n counted tokens.
-        targets: The target tokens: (n, k) int64.
-        probs: Their probabilities: (n, k) float32, where each row sums to 1; or a scalar.
+        targets: The k target tokens of each counted token: (n, k) int64.
+        probs: The targets' probabilities: (n, k) float32, where each row sums to 1; or a scalar.
         temperature: The divisor of the model's logits.
         weights: Factors of the tokens' losses before the mean: (n,); None: all are 1.
 
@@ -178,7 +178,7 @@ def soft_target_loss(
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the negative log-likelihood of each sample's counted tokens: (samples,), in nats.
+    """Compute the sum of each sample's counted negative log-likelihoods: (samples,), in nats.
 
     The result has a gradient.
     """
@@ -196,7 +196,7 @@ def token_losses(
 
     Args:
         model: The model.
-        ids: (batch, time + 1) int64; tokens 0 .. time-1 are read, 1 .. time predicted.
+        ids: (batch, time + 1) int64; the model reads tokens 0 .. time-1 and predicts 1 .. time.
         counted: The mask `Batch.counted`.
         real: The mask `Batch.real`.
 
@@ -207,7 +207,7 @@ def token_losses(
 
 
 def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute each token's negative log-likelihood, 0 if it is not counted: (batch, time)."""
+    """Compute each token's negative log-likelihood: (batch, time); 0 for tokens not counted."""
     losses = _hard_losses(model, batch)
     if batch.counted is None:
         return losses.view(batch.ids[:, 1:].shape)
@@ -215,7 +215,7 @@ def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the negative log-likelihood of each counted token: (n,)."""
+    """Compute the negative log-likelihood of each of n counted tokens: (n,)."""
     targets = _select_counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
     return _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
 
@@ -223,7 +223,7 @@ def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 def _soft_target_losses(
     model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Compute each counted token's cross-entropy: (n,). See `soft_target_loss` for arguments."""
+    """Compute each counted token's cross-entropy, (n,); arguments as in `soft_target_loss`."""
     probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
@@ -284,7 +284,7 @@ class _HeadLosses(torch.autograd.Function):
 def _losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute each token's loss and, on request, its gradient w.r.t. the token's hidden state."""
+    """Compute each token's loss and, if `with_grad`, the loss's gradient for the hidden state."""
     losses, grads = [], []
     pieces = _pieces(hidden, weight)
     # All pieces share three buffers: allocating memory of this size costs more than the arithmetic.
@@ -316,12 +316,12 @@ def _pieces(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
-    """Select the rows of (batch * time, ...) that belong to counted tokens."""
+    """Select counted tokens' rows from a (batch * time, ...) tensor; `counted` None: all rows."""
     return rows if counted is None else rows[counted.flatten()]
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the hidden states of the counted tokens, as inputs of the output head.
+    """Compute the hidden states from which the output head predicts the counted tokens.
 
     Args:
         model: The model.
@@ -340,9 +340,9 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the model's own logits of the counted tokens: (tokens, vocabulary).
+    """Compute the counted tokens' logits with the model's forward pass: (tokens, vocabulary).
 
-    A soft prompt that the model places before the tokens gets no logits.
+    Logits at the positions of a soft prompt that the model puts before the tokens are left out.
     """
 
     def logits(ids: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Apply a function to a batch in pieces of similar lengths, so that little is padding.
+    """Apply a function to a batch in pieces of similar sample lengths, which saves padding.
 
     Args:
         compute: A function from ids (samples, time) to values (samples, time, dim).
@@ -377,7 +377,7 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """Return the output head if a token's logits are exactly `W h` of its hidden state, else None.
+    """Return the output head if logits are exactly `W h` for a hidden state h, else None.
 
     Some models add a bias, a scale or a cap, and PEFT models may place a soft prompt before the
     tokens.
@@ -392,7 +392,7 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def _divided(values: Tensor, temperature: float) -> Tensor:
-    """Divide by the temperature; a temperature of 1 returns the values without a copy."""
+    """Divide values by a temperature; if it is 1, return the values themselves, not a copy."""
     return values if temperature == 1 else values / temperature
 
 

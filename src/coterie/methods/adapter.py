@@ -1,9 +1,9 @@
 """Methods that train an adapter and average its shared parameters on the server.
 
-A method chooses what is attached to the base (its settings, or `adapter`), which parameters are
-`shared` and which of these an upload `sends`, when each parameter is updated (`levels`), and a term
-that is added to the loss (`penalty`). Both sides are the same for all of these methods. The engine
-computes the mean; see aggregation/mean.py.
+A method determines the adapter (by its settings, or `adapter`), the parameters that are shared
+(`shared`), the shared parameters in an upload (`sends`), when each parameter is updated (`levels`),
+and a term that is added to the loss (`penalty`). The client and server classes are the same for all
+of these methods. The engine computes the mean; see aggregation/mean.py.
 """
 
 from collections.abc import Mapping
@@ -44,14 +44,14 @@ DESCRIPTIONS: dict[Role, str] = {
     "weight": "differences from the base's weights",
     "prompt": "soft prompt, or the encoder that computes it",
 }
-"""A description of the shared parameters of each role, for schemas."""
+"""The description of the shared parameters of each role in a schema."""
 
 
 class AdapterMethod(Method):
     """A method that trains an adapter and replaces its shared parameters by their mean.
 
-    By default, the adapter is described by those of the parts `mlp`, `attention`, `lora` and
-    `router` that the method's settings have.
+    By default, the parts `mlp`, `attention`, `lora` and `router` of the settings determine the
+    adapter; a method may lack any of these parts.
     """
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
@@ -145,7 +145,7 @@ class AdapterMethod(Method):
         """Return the training schedule of a client.
 
         Args:
-            client: The client's side, whose adapter exists already.
+            client: The client-side object, whose adapter has already been created.
 
         Returns:
             The levels. By default, one level that trains all parameters on the training text.
@@ -157,10 +157,10 @@ class AdapterMethod(Method):
         """Return the term that is added to a client's loss.
 
         Args:
-            client: The client's side, whose adapter exists already.
+            client: The client-side object, whose adapter has already been created.
 
         Returns:
-            A function that computes the term at every step, or None.
+            A function that computes the term at every step, or None if there is no term.
         """
         return None
 
@@ -175,7 +175,7 @@ class AdapterMethod(Method):
 
     @property
     def averages_exactly(self) -> bool:
-        """Whether the method has the setting `exact` and it is true: products B A are averaged."""
+        """Whether products B A are averaged exactly: `exact: true` in the method's settings."""
         return bool(getattr(self, "exact", False))
 
     def check(self, run: RunFacts) -> None:
@@ -211,7 +211,7 @@ class AdapterMethod(Method):
 
 
 class AdapterClient(ClientSide, Generic[M]):
-    """A client that receives the shared parameters, trains its adapter, and uploads them."""
+    """A client that receives and uploads shared parameters, and trains its whole adapter."""
 
     def __init__(self, method: M, context: ClientContext) -> None:
         self.method, self.context = method, context
@@ -220,10 +220,10 @@ class AdapterClient(ClientSide, Generic[M]):
         self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
         """The tensors of the shared parameters, by name."""
         self.buffers: dict[str, dict[str, Tensor]] = {}
-        """Buffers: groups of tensors, other than the adapter, that must survive a restart.
+        """Groups of tensors, other than the adapter, that must survive a restart.
 
-        A group in `Schema.down` is overwritten by every download, and a group in `Schema.up` is
-        uploaded; the tensors of either have the names and shapes of the shared parameters.
+        A group named in `Schema.down` is overwritten by downloads, and one named in `Schema.up` is
+        uploaded; tensors of such a group have the names and shapes of the shared parameters.
         """
         self.training = LocalTraining(context, self.adapter, method.levels(self))
 
@@ -277,7 +277,7 @@ class AdapterClient(ClientSide, Generic[M]):
             self.adapter.set_residual(state["residual"])
 
     def _on_device(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device of the trained tensor with the same name, else the base's."""
+        """Copy a tensor to the device of the trained tensor of that name; if none, of the base."""
         original = self.adapter.tensors().get(name)
         device = self.context.base.device if original is None else original.device
         return tensor.to(device, copy=True)
@@ -293,7 +293,7 @@ class AdapterServer(ServerSide, Generic[M]):
         self.shared: dict[str, Tensor] = {}
         """The shared tensors, by name."""
         self.parameters: dict[str, Parameter] = {}
-        """The descriptions of the shared tensors, by name."""
+        """The parameter that describes each shared tensor, by the tensor's name."""
         for client in method.representatives(context.clients) if method.shared_roles else ():
             adapter = method.adapter(context.base, context.seed, client)
             for name, parameter in adapter.parameters().items():
@@ -301,13 +301,13 @@ class AdapterServer(ServerSide, Generic[M]):
                     self.parameters[name] = parameter
                     self.shared[name] = parameter.tensor.detach()
         self.buffers: dict[str, dict[str, Tensor]] = {}
-        """Buffers: groups of tensors, beside the shared parameters, that must survive a restart.
+        """Groups of tensors, other than the shared parameters, that must survive a restart.
 
-        A group in `Schema.down` is sent to the clients; its tensors have the names of the shared
-        parameters.
+        A group named in `Schema.down` is sent to the clients; the tensors of such a group have the
+        names of the shared parameters.
         """
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        """The shapes of the shared tensors that each client holds, by name."""
+        """The shapes of each client's shared tensors, by the client's and the tensor's name."""
         self.residuals = Residuals(self.parameters if method.averages_exactly else {})
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
@@ -325,11 +325,11 @@ class AdapterServer(ServerSide, Generic[M]):
             hello: The message that the client sent to join.
 
         Returns:
-            The shapes, by the tensors' names.
+            The shape of each tensor, by the tensor's name.
 
         Raises:
-            MessageError: The hello has no shapes, or they differ from those that the server
-                expects.
+            MessageError: The hello has no shapes, or shapes that differ from the shapes that the
+                server expects.
         """
         declared = hello.values.get("shapes", {})
         if not isinstance(declared, dict) or not all(

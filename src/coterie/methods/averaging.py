@@ -1,8 +1,8 @@
 """The baselines: local fine-tuning, federated averaging and its variants.
 
-Local and FedAvg train two sets of LoRA pairs on every MLP and average the outputs of the two, so
-they have as many trained parameters as a mixture of two experts (CoMiGS, arXiv 2409.13931, section
-4.1).
+Local and FedAvg train two sets of LoRA pairs on every MLP and average the outputs of the two sets.
+They therefore have as many trained parameters as a mixture of two experts (CoMiGS, arXiv
+2409.13931, section 4.1).
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ class LocalFull(AdapterMethod):
 
 
 class FedAvg(AdapterMethod):
-    """Federated averaging of all trained parameters; the averaged model is the result."""
+    """Federated averaging of all trained parameters; each client's result is the averaged model."""
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "arXiv 1602.05629"
@@ -88,9 +88,9 @@ class FedProx(FedAvg):
 
 
 class FFALora(AdapterMethod):
-    """Federated averaging of B alone: A is frozen at an initial value that all clients have.
+    """Federated averaging of B only: A is frozen at initial values that are equal on all clients.
 
-    The product of A and the mean of B is therefore exactly the mean of the products.
+    The product of the mean of B and A is therefore exactly the mean of the clients' products B A.
     """
 
     name: ClassVar[str] = "ffa-lora"

@@ -7,8 +7,8 @@ leave their client.
 
 This file also has CoMiGS's ablations and closest baselines. They differ in two choices: which
 experts are shared (one, both or none), and how the routers are trained: together with the experts,
-in separate phases on validation batches (CoMiGS), or in separate phases on new training batches
-("-tr"; tables 1 and 4).
+in separate phases on validation batches (as in CoMiGS), or in separate phases on new training
+batches (methods whose names end in "-tr"; the paper's tables 1 and 4).
 """
 
 from dataclasses import replace
@@ -34,11 +34,11 @@ ROUTERS = of_roles("router")
 
 
 class Mixture(AdapterMethod):
-    """A mixture of experts on every MLP, weighted per token by a router that is private."""
+    """A mixture of experts on every MLP; a private router weights the experts for each token."""
 
     paper: ClassVar[str] = "arXiv 2409.13931"
     routers_learn: ClassVar[Literal["validation", "train"]] = "validation"
-    """The text on which routers with separate phases are trained."""
+    """The text on which routers are trained, if they are trained in separate phases."""
 
     attention: Attention | None = Attention()
     lora: Lora = Lora()
@@ -77,7 +77,7 @@ JOINT, PHASED = Router(), PhasedRouter()
 
 
 def _preset(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
-    """Return the values of a preset. If all experts are specialists, nothing is sent."""
+    """Return a preset's class variables and settings. With only specialists, nothing is sent."""
     sharing = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
     return {"summary": summary, "mlp": mlp, "router": router, **sharing}
 
@@ -94,7 +94,7 @@ PRESETS = {
     "fedavg-moe": _preset(Generalists(), JOINT, f"two experts {AVERAGED}; {TOGETHER}"),
     "local-moe": _preset(Specialists(), JOINT, f"two experts; {TOGETHER}; nothing is sent"),
 }
-"""The experts, router and summary of every preset."""
+"""The class variables and default settings of every preset, by the preset's name."""
 PRESETS["pfedmoe"]["paper"] = "arXiv 2402.01350"
 for name, original in (
     ("comigs-tr", "comigs-1g1s"),

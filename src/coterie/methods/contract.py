@@ -1,8 +1,9 @@
-"""The interface of a method, which is all that engines, checks and reports use.
+"""The interface of methods. Engines, checks and reports use nothing else of a method.
 
-A method is data (its settings), a declaration of what may be sent, and two factories: one for the
-side that runs where a client's data are, and one for the side that runs on the server
-(methods/sides.py). A complete method, which shares nothing and trains nothing::
+A method consists of its settings, a declaration of the fields that its messages may contain, and
+two factories: `client` creates an object that runs where a client's data are, and `server` creates
+an object that runs on the server. The base classes of the two objects are in methods/sides.py. The
+following class is a complete method, which shares nothing and trains nothing::
 
     class Silent(Method):
         name = "silent"
@@ -14,8 +15,9 @@ side that runs where a client's data are, and one for the side that runs on the 
         def server(self, context):
             return ServerSide()
 
-Pass an instance to `coterie.run(config, method=Silent())`, or put the class in a file for `--plugin
-FILE.py` and use its name in run files. docs/develop/add-a-method.md describes the interface.
+To use a method in Python, pass an instance to `coterie.run(config, method=Silent())`. To use it in
+run files, put the class in a file, pass the file with `--plugin FILE.py`, and write the class's
+`name` in the run file. docs/develop/add-a-method.md describes the interface.
 """
 
 from collections.abc import Mapping
@@ -34,7 +36,7 @@ from coterie.training.context import ClientContext, ClientId, Log
 from coterie.training.spec import TrainingSpec
 
 SERVER = "server"
-"""The name of a server with a model of its own, used where clients have their names."""
+"""The name of a server that has a model of its own, used wherever a client has its name."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +47,26 @@ class RunFacts:
     public: bool
     """Whether the run has a public text."""
     bases: Mapping[ClientId, BaseSpec] = field(default_factory=dict)
-    """Each client's base."""
+    """The base of each client, by the client's name."""
     server: bool = False
     """Whether the server has a model of its own."""
     instructions: bool = False
-    """Whether the data are prompts with answers, without a chat template."""
+    """Whether the data are prompts with answers that are not rendered by a chat template."""
     optimiser: str = "adamw"
     """The clients' optimiser: the lower-case name of a class in torch.optim."""
     server_optimiser: bool = False
-    """Whether a server optimiser steps towards the aggregates instead of adopting them."""
+    """Whether the server moves towards the aggregates by steps of an optimiser.
+
+    If False, the aggregates replace the server's parameters.
+    """
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """The arguments of a server side; `base` may have no weights (meta tensors)."""
+    """The data and settings that the server-side object of a method receives.
+
+    The model `base` is the run's base; it may be without weights (meta tensors).
+    """
 
     seed: int
     base: nn.Module
@@ -73,27 +81,30 @@ class ServerContext:
 
 
 class Method(BaseModel):
-    """An algorithm for learning together: its settings, what may be sent, and two factories."""
+    """A federated learning method: its settings, the schema of its messages, and two factories."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""
     summary: ClassVar[str]
-    """One line on what the method shares and what stays with the client."""
+    """One line that says what the method shares and what stays on the client."""
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
-    """The model that is a client's result: after local training, or after the last download."""
+    """The model that counts as a client's result.
+
+    "trained" is the model after local training, "aggregated" the model after the last download.
+    """
 
     learns_preferences: ClassVar[bool] = False
     """Whether clients can learn from pairs of answers (`data.preferences`).
 
-    Methods that train only through `LocalTraining` can.
+    A method that trains only through `LocalTraining` can set this to True.
     """
 
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, values: Any) -> Any:
-        """Fill a partially specified section with the method's defaults."""
+        """Add the method's defaults for the keys that are missing in a section of the settings."""
         if not isinstance(values, Mapping):
             return values
         filled = dict(values)
@@ -104,18 +115,20 @@ class Method(BaseModel):
         return filled
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the schema of the method's messages (replaces a deprecated method of pydantic).
+        """Return the schema of the method's messages.
+
+        This method overrides a deprecated method of pydantic models, which has another purpose.
 
         Returns:
-            Every field that may be sent, by direction.
+            The fields that a hello, an upload and a download may contain.
         """
         return Schema()
 
     def shared(self, parameter: Parameter) -> bool:
         """Return whether a parameter may ever leave its client.
 
-        Shared parameters have the same initial values on all clients, and downloads contain all of
-        them.
+        Shared parameters have the same initial values on all clients, and downloads contain all
+        shared parameters.
 
         Args:
             parameter: A parameter of a client's adapter.
@@ -133,68 +146,70 @@ class Method(BaseModel):
             exchange: The number of the exchange; the first is 0.
 
         Returns:
-            By default, whether the parameter is shared.
+            True if the upload contains the parameter. By default, True for shared parameters.
         """
         return self.shared(parameter)
 
     @property
     def mixes_bases(self) -> bool:
-        """Whether clients may have different bases. By default, they may if nothing is uploaded."""
+        """Whether clients may have different bases. By default, True if clients upload nothing."""
         return not self.schema().up
 
     @property
     def budget(self) -> Budget | None:
-        """The epsilon and delta that a run spends on fields other than trained parameters.
+        """The privacy budget (epsilon, delta) of uploaded fields other than trained parameters.
 
-        Infinite if such fields reveal a client's samples without noise; None if there are no such
-        fields.
+        It covers the uploaded fields that are computed from a client's samples, except for trained
+        parameters. Epsilon is infinite if such a field is sent without noise. The budget is None if
+        there is no such field.
         """
         return None
 
     def client(self, context: ClientContext) -> ClientSide:
-        """Create one client's side.
+        """Create the client-side object for one client.
 
         Args:
             context: The client's data and the run's settings.
 
         Returns:
-            The side that runs where the client's data are.
+            The object that runs where the client's data are.
         """
         raise NotImplementedError
 
     def server(self, context: ServerContext) -> ServerSide:
-        """Create the server's side.
+        """Create the server-side object.
 
         Args:
             context: The run's base, clients and settings.
 
         Returns:
-            The side that runs on the server. By default, a side that shares nothing.
+            The object that runs on the server. By default, an object that shares nothing.
         """
         return ServerSide()
 
     def exchanges(self, rounds: int) -> int:
         """Return the number of exchanges in a run.
 
-        Both sides, and all records of a run, count exchanges.
+        In one exchange, every participating client receives a download and sends an upload. The
+        clients, the server and all records of a run number exchanges, not rounds.
 
         Args:
             rounds: The number of rounds in the run file.
 
         Returns:
-            By default, one exchange per round.
+            The number of exchanges. By default, one per round.
         """
         return rounds
 
     def counts(self, message: Message) -> dict[str, int]:
-        """Return the units by which a report may divide the size of a message.
+        """Count the items in a message, so that a report can state the message's size per item.
 
         Args:
             message: An upload or a download.
 
         Returns:
-            The number of units in the message by the unit's name, such as 1,000 by
-            "public sample".
+            The number of items by the name of one item, such as `{"public sample": 1000}`. By
+            default, an empty mapping: sizes are not stated per item.
         """
         return {}
 
@@ -210,16 +225,16 @@ class Method(BaseModel):
 
     @classmethod
     def parts(cls) -> dict[str, BaseModel]:
-        """Return the parts of the settings.
+        """Return the defaults of the parts of the settings; a part is a section with several keys.
 
         Returns:
-            The default value of each part, by name.
+            The default value of each part, by the part's name.
         """
         fields = cls.model_fields.items()
         return {name: f.default for name, f in fields if isinstance(f.default, BaseModel)}
 
     def described(self) -> dict[str, Any]:
-        """Return the method in the form of a run file.
+        """Return the method in the form that `method` has in a run file.
 
         Returns:
             The method's name and its settings, as JSON values.

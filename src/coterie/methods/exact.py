@@ -1,9 +1,10 @@
-"""Exact averages of LoRA pairs: the mean of `B A` is not the product of the means of B and A.
+"""Exact averages of the products B A of LoRA pairs, as in FedEx-LoRA (arXiv 2410.09432).
 
-Follows FedEx-LoRA (arXiv 2410.09432). In addition to the means A and B, the server sends the
-residual of every pair, `mean_i(B_i A_i) - B A`, which clients add to the layer's output without
-training it. FedEx-LoRA adds residuals to the base's weights. In Coterie several clients may use one
-copy of the base, so residuals are stored separately, as low-rank factors.
+The mean of the clients' products B_i A_i differs from the product of the means B and A. In addition
+to B and A, the server therefore sends the residual of every pair, `mean_i(B_i A_i) - B A`. Clients
+apply the residual in the layer's forward pass but do not train it. FedEx-LoRA adds residuals to the
+base's weights. In Coterie, several clients may use one copy of the base, so residuals are stored
+separately, as low-rank factors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,19 +25,23 @@ SETTING: Any = Field(
     description="average the products B A exactly, at more traffic (FedEx-LoRA); false: "
     "average A and B",
 )
-"""The setting `exact`, with a description because presets have no docstrings under fields."""
+"""The pydantic field of the setting `exact`.
+
+It has an explicit description, because the fields of presets have no docstrings.
+"""
 NEGLIGIBLE = 1e-7
-"""The relative size below which a residual's singular values are dropped: float32's precision."""
+"""The relative size below which singular values of a residual are dropped (float32 precision)."""
 
 
 def with_residuals(averaged: Schema) -> Schema:
-    """Extend the schema of averaged pairs: residuals are sent down, and each client's pairs up.
+    """Extend the schema of a method that averages LoRA pairs, for exact averages.
 
     Args:
-        averaged: The schema of a method that averages LoRA pairs.
+        averaged: The schema of the method.
 
     Returns:
-        A schema in which the server also receives each client's pairs.
+        A schema in which downloads also contain residuals, and in which the server receives each
+        client's LoRA pairs in addition to their mean.
     """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
     residual = MessageField(
@@ -53,11 +58,12 @@ def residual_shapes(
     Args:
         parameters: The parameters of the client's adapter, by name.
         shared: The shapes of the shared tensors, by name.
-        residual: The residuals' factors. A and B of a residual must have equal ranks, but the rank
-            is arbitrary; their widths must be those of the shared pair.
+        residual: The low-rank factors of the residuals, under the names of the pairs' A and B. The
+            two factors of a residual must have the same rank, which may be any number. The other
+            dimension of a factor must be the same as in the shared pair.
 
     Returns:
-        The shapes, by name.
+        The shape of each factor, by the factor's name.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for a, b in pairs_of(parameters):
@@ -71,19 +77,20 @@ def residual_shapes(
 class Residuals:
     """The residuals of all shared pairs, on the server.
 
-    The residual of a pair is R, the sum over rounds of `mean_i(B_i A_i) - B A`, where B and A are
-    the means. R is the same for all clients. A client therefore starts a round with the update
-    `B A + R`, which is exactly the mean of the clients' updates at the end of the previous round.
+    The residual R of a pair is the sum over all rounds of `mean_i(B_i A_i) - B A`, where B and A
+    are the means of the round. R is the same for all clients. A client starts a round with the
+    update `B A + R`, which is exactly the mean of the clients' updates at the end of the previous
+    round.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self.pairs = [(a.name, b.name) for a, b in pairs_of(parameters)]
         self.tensors: dict[str, Tensor] = {}
-        """The factors of each R, by the names of the pair's A and B."""
+        """The low-rank factors of each residual R, under the names of the pair's A and B."""
         self.start_round()
 
     def start_round(self) -> None:
-        """Reset the sums at the start of a round."""
+        """Reset the sums of the clients' products B A at the start of a round."""
         self.sums: dict[str, LowRankSum] = {}
 
     def groups(self, names: Iterable[str]) -> Groups:
@@ -93,13 +100,13 @@ class Residuals:
             names: The names of the tensors whose residuals are needed.
 
         Returns:
-            The group `residual`, or no group if there are no pairs.
+            A mapping with the group `residual`, or an empty mapping if the method has no pairs.
         """
         residuals = {name: self.tensors[name] for name in names if name in self.tensors}
         return {"residual": residuals} if self.pairs else {}
 
     def receive(self, upload: Message) -> None:
-        """Add a client's products B A, multiplied by the client's weight in the mean."""
+        """Add a client's products B A, multiplied by the client's weight, to the sums."""
         adapter, weight = upload["adapter"], upload.values.get(TOKENS.name, 1)
         for a, b in self.pairs:
             if a in adapter and b in adapter:
@@ -108,7 +115,7 @@ class Residuals:
                 total.weight += weight
 
     def end_round(self, means: Tensors) -> None:
-        """Add this round's `mean_i(B_i A_i) - B A` to every R, as truncated low-rank factors."""
+        """Add this round's `mean_i(B_i A_i) - B A` to every residual R and truncate R's factors."""
         for a, b in self.pairs:
             if a not in self.sums:
                 continue

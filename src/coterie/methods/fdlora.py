@@ -1,10 +1,11 @@
 """FDLoRA (arXiv 2406.07925): a shared and a private adapter, fused with two weights per client.
 
 Before the first round, every client trains alone; the mean of the resulting adapters initialises
-the shared adapter. A round then consists of an inner loop, each client's local steps on the shared
-adapter, and an outer step of the server: SGD with Nesterov momentum, with `shared - mean(uploads)`
-as the gradient. A client's model is the weighted sum of both adapters. A gradient-free search on
-held-out training samples (the fusion set) chooses the weights w1 and w2:
+the shared adapter. In the inner loop of a round, each client then trains the shared adapter
+locally. In the outer step, the server applies SGD with Nesterov momentum to the shared adapter,
+with `shared - mean(uploads)` as the gradient. A client's model is the weighted sum of both
+adapters. A gradient-free search on held-out training samples (the fusion set) chooses the weights
+w1 and w2:
 
     A = w1 A_shared + w2 A_private,    B = w1 B_shared + w2 B_private
 """
@@ -37,17 +38,17 @@ from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
 FUSION_BATCHES = 5
-"""The number of batches of the fusion set on which a candidate for the weights is scored."""
+"""The number of batches of the fusion set on which a search scores a candidate (w1, w2)."""
 FUSION_BUDGET = 5
-"""The number of candidates that a search scores."""
+"""The number of candidates (w1, w2) that a search scores."""
 LARGEST_WEIGHT = 1.5
-"""The largest absolute value of a weight."""
+"""The largest absolute value of w1 and of w2."""
 L1_PENALTY = 0.05
-"""The factor of the weights' mean absolute value in a candidate's score, in nats."""
+"""The factor of mean(|w1|, |w2|) in the cost of a candidate (w1, w2), in nats."""
 
 
 class FDLora(AdapterMethod):
-    """A shared adapter and a private adapter, and their weighted sum."""
+    """FDLoRA: a client's model uses the weighted sum of a shared and a private adapter."""
 
     name: ClassVar[str] = "fdlora"
     paper: ClassVar[str] = "arXiv 2406.07925"
@@ -110,9 +111,9 @@ class FDLoraClient(AdapterClient[FDLora]):
         )
         self.private_training = self._private_training(context, "private")
         self.began = False
-        """Whether the private adapter has been trained alone; late clients do so when they join."""
+        """Whether the client has trained the private adapter alone, as in its first exchange."""
         self.weights = [1.0, 0.0]
-        """The weights of the shared and of the private adapter, w1 and w2."""
+        """The weight w1 of the shared adapter and the weight w2 of the private adapter."""
 
     def receive(self, download: Message) -> None:
         _nevergrad()  # fail before training if the package is missing
@@ -121,7 +122,7 @@ class FDLoraClient(AdapterClient[FDLora]):
             self._fuse(download.round)
 
     def train(self, exchange: int) -> None:
-        # Exchange 0 is the training alone, and exchange 1 is the paper's round 0. A client that
+        # In exchange 0, every client trains alone; exchange 1 is the paper's round 0. A client that
         # joins later trains alone in its first exchange.
         if not self.began:
             self._train_alone()
@@ -155,12 +156,12 @@ class FDLoraClient(AdapterClient[FDLora]):
         self.weights, self.began = list(state.values["fusion"]), state.values["began"]
 
     def _private_training(self, context: ClientContext, name: str) -> LocalTraining:
-        """Create the private adapter's training; batches are drawn with the given name."""
+        """Create the training of the private adapter; `name` enters the seed of its batches."""
         levels = [replace(level, name=name) for level in self.method.levels(self)]
         return LocalTraining(context, self.private, levels)
 
     def _train_alone(self) -> None:
-        """Train the private adapter before its first round, from the shared initial values."""
+        """Train the private adapter alone, from initial values that are equal on all clients."""
         training = self.context.training
         steps = self.method.local_steps or training.steps
         training = training.model_copy(update={"steps": steps})
@@ -168,7 +169,7 @@ class FDLoraClient(AdapterClient[FDLora]):
         self.began = True
 
     def _update_private(self, round: int) -> None:
-        """Update the private adapter after a round's local steps."""
+        """Update the private adapter after a round's local steps on the shared adapter."""
         if self.method.private == "trained":
             self.private_training.round(round)
         elif (round - 1) % self.method.sync_every == 0:
@@ -176,7 +177,7 @@ class FDLoraClient(AdapterClient[FDLora]):
 
     @torch.no_grad()
     def _fuse(self, round: int) -> None:
-        """Choose the weights that minimise `loss + 0.05 mean(|w1|, |w2|)` on the fusion set."""
+        """Choose the w1 and w2 that minimise `loss + 0.05 mean(|w1|, |w2|)` on the fusion set."""
         context, samples = self.context, self.samples
         chance = generator(context.seed, "fusion", context.name, round)
         batch = context.training.batch
@@ -199,10 +200,10 @@ class FDLoraClient(AdapterClient[FDLora]):
 
 
 class FDLoraServer(AdapterServer[FDLora]):
-    """A server that adopts the first mean and then takes one step of Nesterov SGD per round.
+    """A server that uses the mean in exchange 0 and then takes a Nesterov SGD step per exchange.
 
-    With `delta = shared - mean`, momentum coefficient mu and buffer m, the outer step is
-    `m <- mu m + delta`, `shared <- shared - lr (delta + mu m)`.
+    With `delta = shared - mean`, the learning rate lr, the momentum coefficient mu and the momentum
+    buffer m, the step is `m <- mu m + delta`, `shared <- shared - lr (delta + mu m)`.
     """
 
     def __init__(self, method: FDLora, context: ServerContext) -> None:
@@ -226,7 +227,8 @@ class FDLoraServer(AdapterServer[FDLora]):
 def _numpy_seeded(seed: int) -> Iterator[None]:
     """Seed NumPy's global generator inside a `with` block, and restore its state afterwards.
 
-    nevergrad seeds its parameters' generators from it, and some of its optimisers draw from it.
+    nevergrad seeds the generators of its parameters from NumPy's global generator, and some of
+    nevergrad's optimisers draw numbers from the global generator directly.
     """
     state = np.random.get_state()
     np.random.seed(seed)

@@ -29,18 +29,21 @@ from coterie.training.schedule import Penalty
 
 
 class HetLora(RankMethod):
-    """The weighted mean of zero-padded pairs; clients prune their ranks.
+    """HetLoRA: a weighted mean of zero-padded LoRA pairs, whose ranks the clients prune.
 
-    The server pads A_k and g_k B_k with zeros to the highest rank and averages them with the
-    weights `||g_k B_k A_k||_F / sum_j ||g_j B_j A_j||_F`, separately for every linear layer.
+    The LoRA pair of client k on a linear layer changes the layer's weight by `g_k B_k A_k`, where
+    g_k is the client's gain. For every layer, the server pads A_k and g_k B_k with zeros to the
+    highest rank of any client, and averages them over clients with the weights
+    `||g_k B_k A_k||_F / sum_j ||g_j B_j A_j||_F`.
 
-    The tail of a pair is the rows of A and the columns of B from floor(gamma r) on. A client adds
-    `penalty_weight * ||B_tail||_F ||A_tail||_F`, summed over layers, to its loss. If the product of
-    norms of a pair decreases during a round, the client removes the pair's tail permanently. Its
-    gain remains the gain of its initial rank.
+    The tail of a pair of rank r consists of the rows of A and the columns of B with an index of at
+    least floor(gamma r). A client adds `penalty_weight * ||B_tail||_F ||A_tail||_F`, summed over
+    layers, to its loss. If `||B_tail||_F ||A_tail||_F` of a pair decreases during a round, the
+    client removes the pair's tail permanently. The gain of a pruned pair does not change: it is
+    computed from the pair's initial rank.
 
-    With `form: released` (CoMiGS's released comparison), A_k and B_k have separate weights, each
-    its own norm, and g_k is 1 on the server.
+    With `form: released` (the code of CoMiGS's comparison), A_k is weighted by the norm of A_k, B_k
+    by the norm of B_k, and the server uses g_k = 1.
     """
 
     name: ClassVar[str] = "hetlora"
@@ -65,7 +68,8 @@ class HetLora(RankMethod):
             A: (r, in).
 
         Returns:
-            Two positive weights; if all clients' updates of a pair are zero, they have equal ones.
+            The weight of B and the weight of A, both positive. If the updates of all clients are
+            zero, all clients have equal weights.
         """
         if self.form == "released":
             norms = torch.linalg.norm(B).item(), torch.linalg.norm(A).item()
@@ -84,17 +88,17 @@ class HetLora(RankMethod):
 
 
 class HetLoraClient(RankClient[HetLora]):
-    """A client that prunes a tail by setting it to zero.
+    """A client that prunes the tail of a LoRA pair by setting the tail to zero.
 
-    A row of A and a column of B that are both zero have zero gradients, so they stay zero, and the
-    current rank can be derived from A.
+    If a row of A and the corresponding column of B are both zero, their gradients are zero, so they
+    stay zero. The current rank of a pair can therefore be derived from A.
     """
 
     def receive(self, download: Message) -> None:
         experts = dict(download["experts"])
         check_shapes(experts, _shrunk(experts, shapes_of(self.shared), self.pairs))
         for a, b in self.pairs.items():
-            # The server may send a higher rank than the current one if an upload was lost.
+            # If an upload was lost, the server may still send the rank from before the pruning.
             rank = present_rank(self.shared[a])
             A, B = experts[a][:rank], experts[b][:, :rank]
             missing = len(self.shared[a]) - len(A)
@@ -124,7 +128,7 @@ class HetLoraClient(RankClient[HetLora]):
 
     @torch.no_grad()
     def _zero_from(self, rank: int, a: str) -> None:
-        """Set a pair's values and optimiser moments to zero from a rank on."""
+        """Set a pair's values and optimiser moments to zero at every rank index >= `rank`."""
         A, B = self.shared[a], self.shared[self.pairs[a]]
         for tensor in (A, *self.training.moments(A)):
             tensor[rank:] = 0
@@ -133,12 +137,12 @@ class HetLoraClient(RankClient[HetLora]):
 
 
 class HetLoraServer(RankServer[HetLora]):
-    """A server that averages zero-padded pairs, weighted by norms."""
+    """A server that averages zero-padded LoRA pairs with weights computed from their norms."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
         self.means: dict[str, PaddedMean] = {}
-        """The mean of each A and B, by name."""
+        """The weighted mean of each A and of each B so far, by the tensor's name."""
 
     def expected(self, client: ClientId, experts: Tensors) -> Shapes:
         pairs = {a: self.pairs[a] for a in self.ranks[client]}
@@ -159,15 +163,15 @@ class HetLoraServer(RankServer[HetLora]):
 
 
 def _shrunk(experts: Tensors, initial: Shapes, pairs: Pairs) -> Shapes:
-    """Return the shapes that pruned pairs must have.
+    """Return the shapes that the tensors of pruned LoRA pairs must have in a message.
 
     Args:
-        experts: The pairs of a message. A pair may have any rank from 1 to its initial rank.
-        initial: The shapes before pruning, by name.
-        pairs: The names of the pairs.
+        experts: The message's tensors A and B. A pair may have any rank from 1 to its initial rank.
+        initial: The shape of each tensor before any pruning, by the tensor's name.
+        pairs: The name of each pair's B, by the name of the pair's A.
 
     Returns:
-        The shapes, by name.
+        The shape of each tensor, by the tensor's name.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for a, b in pairs.items():

@@ -2,14 +2,13 @@
 
 Personalised collaborative fine-tuning (arXiv 2404.09753). Clients train alone for `warmup` rounds.
 Then, every `every` rounds, they exchange their adapters through the server, which only forwards
-them. Each client scores the other clients' models locally, converts the scores to trust weights
-w_ij (its row of the trust matrix), and mixes: theta_i <- theta_i + sum_j w_ij Delta_j, where
-Delta_j is the update of client j since its previous exchange (algorithm 1). The strategies differ
-only in the score.
+them. Each client i scores all clients' models locally, converts the scores to trust weights w_ij
+(its row of the trust matrix), and mixes: theta_i <- theta_i + sum_j w_ij Delta_j (algorithm 1).
+Here theta_i is the adapter of client i after the previous exchange, and Delta_j is the change of
+client j's adapter since then. The strategies differ only in the score.
 
-The released code differs from the paper. With `form: released`, clients average weights instead of
-updates, the initial A of each client is drawn separately, and scores are computed differently (see
-each strategy).
+The released code differs from the paper. With `form: released`, clients average adapters instead of
+updates, every client draws its own initial A, and scores are computed as each strategy describes.
 """
 
 import math
@@ -53,14 +52,14 @@ Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
-    """The common base of the strategies. Defaults are those of CoMiGS's baseline."""
+    """The base class of PCL's strategies. The defaults are those of the PCL baseline of CoMiGS."""
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     evidence_fields: ClassVar[tuple[MessageField, ...]] = ()
-    """Uploaded fields from which scores are computed, in addition to adapters and updates."""
+    """The fields besides adapters and updates that clients upload to compute scores."""
     scores_weights: ClassVar[bool] = True
-    """Whether scores are computed from adapters, which are then uploaded in addition to updates."""
+    """Whether scores are computed from adapters. If so, clients upload adapters and updates."""
 
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
@@ -75,7 +74,7 @@ class PCL(AdapterMethod):
     """formulas of the paper, or of its released code"""
 
     def due(self, rounds: int) -> bool:
-        """Return whether clients exchange their models after this many rounds."""
+        """Return whether clients exchange their adapters after this number of completed rounds."""
         return rounds >= self.warmup and (rounds - self.warmup) % self.every == 0
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -92,7 +91,7 @@ class PCL(AdapterMethod):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The uploaded groups of an adapter's tensors: those to mix and those to score."""
+        """The uploaded groups that mixing and scoring need: "adapter", "update", or both."""
         if self.form == "released":
             return ("adapter",)
         return ("adapter", "update") if self.scores_weights else ("update",)
@@ -122,18 +121,18 @@ class PCL(AdapterMethod):
         raise NotImplementedError
 
     def evidence(self, context: ClientContext, rounds: int) -> Groups:
-        """Compute the tensors of `evidence_fields`, by group. The adapter must be attached."""
+        """Compute the groups of `evidence_fields`. The adapter must be attached to the base."""
         return {}
 
     def evidence_shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
-        """Return the shapes of the tensors of `evidence`, by group."""
+        """Return the shapes of the tensors that `evidence` returns, by group."""
         return {}
 
 
 class PCLWeights(PCL):
-    """Strategy 1: the cosine similarity of adapters, each flattened to one vector.
+    """Strategy 1: a score is the cosine similarity of two adapters, each flattened to one vector.
 
-    (Released: the mean cosine similarity of rows.)
+    With `form: released`, a score is the mean cosine similarity of corresponding columns.
     """
 
     name: ClassVar[str] = "pcl-1"
@@ -151,9 +150,9 @@ class PCLWeights(PCL):
 
 
 class PCLValidation(PCL):
-    """Strategy 2: the negative loss of the other clients' models on the client's validation text.
+    """Strategy 2: a score is the negative loss of a model on the scoring client's validation text.
 
-    (Released: the negative perplexity.)
+    With `form: released`, a score is the negative perplexity.
     """
 
     name: ClassVar[str] = "pcl-2"
@@ -175,10 +174,10 @@ class PCLValidation(PCL):
 
 
 class PCLPredictions(PCL):
-    """Strategy 3: the negative mean l1 distance between predictions on a public text.
+    """Strategy 3: a score is the negative mean l1 distance between predictions on a public text.
 
-    A prediction is the sparse vector of the largest logits after a sample's last token. (Released:
-    a client's distances are divided by their sum and multiplied by 10.)
+    A prediction is the sparse vector of the largest logits after a sample's last token. With `form:
+    released`, the distances in a client's row are divided by their sum and multiplied by 10.
     """
 
     name: ClassVar[str] = "pcl-3"
@@ -242,9 +241,10 @@ class PCLUniform(PCL):
 
 
 class PCLTheoretical(PCL):
-    """Trust from known mixtures of topics: w_ij is the dot product of the topic shares of i and j.
+    """Trust from known mixtures of topics.
 
-    Each row is normalised to sum to 1 over the clients that take part.
+    The weight w_ij is the dot product of the topic shares of clients i and j, divided by a number
+    that makes client i's weights sum to 1 over the clients that take part.
     """
 
     name: ClassVar[str] = "pcl-theoretical"
@@ -308,7 +308,7 @@ class PCLClient(AdapterClient[PCL]):
         return self._exchanged(exchange + 1) if self.method.due(exchange + 1) else Message(exchange)
 
     def _exchanged(self, rounds: int) -> Message:
-        """Return the client's upload of the exchange after this many rounds."""
+        """Return the client's upload for the exchange that follows `rounds` completed rounds."""
         start = self.buffers["start"]
         update = {n: p.detach() - start[n] for n, p in self.shared.items()}
         groups: dict[str, Tensors] = {"adapter": copied(self.shared), "update": update}
@@ -318,7 +318,11 @@ class PCLClient(AdapterClient[PCL]):
 
     @torch.no_grad()
     def _mix(self, row: Row, uploads: Uploads) -> None:
-        """Add the mean of all updates weighted by trust (released: adopt the mean of weights)."""
+        """Update the shared parameters with all clients' uploads, weighted by trust.
+
+        The weighted sum of updates is added to the values after the last exchange. With `form:
+        released`, the weighted sum of adapters replaces the values.
+        """
         paper, start = self.method.form == "paper", self.buffers["start"]
         for name, parameter in self.shared.items():
             total = start[name].clone() if paper else torch.zeros_like(parameter)
@@ -329,7 +333,7 @@ class PCLClient(AdapterClient[PCL]):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Return the mean loss of each uploaded adapter, in nats per token (or DPO's, of pairs)."""
+        """Return each adapter's mean loss: in nats per token, or the DPO loss for answer pairs."""
         base, model = self.context.base, self.model()
         own, losses = copied(self.shared), {}
         for peer, upload in uploads.items():
@@ -346,7 +350,7 @@ class PCLServer(AdapterServer[PCL]):
         super().__init__(method, context)
         self.context = context
         self.uploads: dict[ClientId, Groups] = {}
-        """The uploads of the last exchange, which downloads contain."""
+        """The uploads of the last exchange, which the next downloads contain."""
         self._received: dict[ClientId, Groups] = {}
         """The uploads received so far in the round in progress."""
 
@@ -368,8 +372,8 @@ class PCLServer(AdapterServer[PCL]):
         return Message(self.exchange, peers=others)
 
     def reference(self, client: ClientId) -> Groups:
-        # The client's mixture is unknown to the server, so weights are compared with its initial
-        # adapter, and updates with zero.
+        # The server does not know the client's parameters after mixing, so it compares an uploaded
+        # adapter with the client's initial adapter, and an update with zero.
         adapter = self.method.adapter(self.context.base, self.context.seed, client)
         start = {n: tensor for n, tensor in adapter.tensors().items() if n in self.shared}
         return {"adapter": start, "update": {n: torch.zeros_like(t) for n, t in start.items()}}

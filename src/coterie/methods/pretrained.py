@@ -34,7 +34,7 @@ class PretrainedClient(ClientSide):
 
 
 class PretrainedServer(ServerSide):
-    """A server whose own model, if it has one, is its base without an adapter."""
+    """A server that trains nothing. Its model, if it has one, is a base without an adapter."""
 
     def __init__(self, context: ServerContext) -> None:
         self.own = context.own

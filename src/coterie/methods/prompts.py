@@ -1,8 +1,8 @@
-"""Federated soft prompts: the base is frozen, and trained vectors precede the text.
+"""Federated soft prompts: the base is frozen, and trained vectors are placed before the text.
 
 FedPrompt (arXiv 2208.12268) averages the vectors. Federated P-tuning averages the encoder that
-computes the vectors. Published comparisons average only the computed vectors, so their clients'
-encoders are never aggregated.
+computes the vectors. In published comparisons, P-tuning averages only the computed vectors, so the
+clients' encoders are never aggregated.
 """
 
 from typing import ClassVar, Literal
@@ -18,14 +18,15 @@ from coterie.methods.contract import ClientContext, ClientId
 from coterie.methods.registry import fine_tuned
 
 STD = 0.02
-"""The standard deviation of a random prompt: the usual one for initialising embeddings."""
+"""The standard deviation of the initial values of a random prompt, as is usual for embeddings."""
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided "
     "instruction and any given context."
 )
-"""The initial prompt for written answers in FedAMoLE's comparison (arXiv 2411.19128, appendix D.1).
+"""The default text that initialises a prompt, from FedAMoLE (arXiv 2411.19128, appendix D.1).
 
-In that comparison the prompt has as many vectors as the text has tokens.
+FedAMoLE's comparison uses this text for data sets with written answers. The prompt has as many
+vectors there as the text has tokens.
 """
 
 
@@ -50,7 +51,7 @@ class PromptClient(AdapterClient["FedPrompt | FedPTuning"]):
 
 
 class FedPrompt(AdapterMethod):
-    """Prompt tuning; the averaged prompt is the result.
+    """Federated prompt tuning; every client's result is the base with the averaged prompt.
 
     The trained parameter, which is uploaded and averaged, is the difference between the prompt and
     the embeddings of `init_text`. It is initialised with zeros, so a server without the base's
@@ -73,7 +74,7 @@ class FedPrompt(AdapterMethod):
 
     def client(self, context: ClientContext) -> AdapterClient:
         client = PromptClient(self, context)
-        # The server cannot embed the text: that takes the tokenizer and the base's weights.
+        # Only clients embed the text: the server may lack the tokenizer and the base's weights.
         if self.init_text is not None:
             ids = context.base.tokenizer(self.init_text)["input_ids"]
             embeddings = context.base.model.get_input_embeddings()
@@ -84,7 +85,7 @@ class FedPrompt(AdapterMethod):
 
 
 class FedPTuning(AdapterMethod):
-    """P-tuning; the prompt that the averaged encoder computes is the result."""
+    """Federated P-tuning; every client's result is the base with the averaged prompt encoder."""
 
     name: ClassVar[str] = "fedptuning"
     paper: ClassVar[str] = "arXiv 2103.10385"

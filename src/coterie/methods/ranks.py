@@ -1,10 +1,10 @@
 """FlexLoRA, and the code that it shares with HetLoRA: experts with client-specific ranks.
 
 Only the experts on MLPs have client-specific ranks. LoRA pairs on attention have one rank and are
-averaged as usual, as in CoMiGS's comparison (arXiv 2409.13931, table 2). The server holds every
-expert pair at the highest rank and in units of the update: it multiplies an uploaded B by the gain
-g of its sender (alpha / sqrt(r), or alpha / r), and divides a downloaded B by the gain of its
-receiver.
+averaged as usual, as in CoMiGS's comparison (arXiv 2409.13931, table 2). The server stores every
+expert pair at the highest rank of any client. The server's B includes the gain g (alpha / sqrt(r),
+or alpha / r): the server multiplies an uploaded B by the gain of the client that sent it, and
+divides B by the gain of the receiving client before a download.
 """
 
 import math
@@ -29,14 +29,14 @@ from coterie.methods.sides import Holders
 from coterie.training.schedule import Penalty
 
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
-"""HetLoRA's gamma and penalty weight in FlexLoRA's released loss; FlexLoRA itself never prunes."""
+"""The gamma and weight of HetLoRA's penalty in FlexLoRA's released loss; FlexLoRA never prunes."""
 R = TypeVar("R", bound="RankMethod", default="RankMethod", covariant=True)
 Pairs = dict[str, str]
-"""The name of B by the name of A, for the LoRA pairs of experts."""
+"""A mapping from the name of A to the name of B, for the LoRA pairs of the experts."""
 
 
 class RankClient(AdapterClient[R], Generic[R]):
-    """A client that receives and uploads the experts' pairs in a separate group."""
+    """A client whose messages contain the LoRA pairs of the experts in a separate group."""
 
     def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
@@ -53,13 +53,13 @@ class RankClient(AdapterClient[R], Generic[R]):
 
 
 class RankServer(AdapterServer[R], Generic[R]):
-    """A server that holds pairs at the highest rank and sends each client the leading ranks."""
+    """A server that stores pairs at the highest rank and truncates them to each client's rank."""
 
     def __init__(self, method: R, context: ServerContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parameters)}
         self.ranks: dict[ClientId, dict[str, int]] = {}
-        """The current rank of each client's pairs, by the name of A."""
+        """The current rank of each client's pairs, by the client's name and the name of A."""
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
         largest, parameter = super().shape(client, name), self.parameters[name]
@@ -109,10 +109,11 @@ class RankServer(AdapterServer[R], Generic[R]):
 
         Args:
             client: The client's name.
-            experts: The uploaded group of pairs, by name.
+            experts: The uploaded tensors A and B, by their names.
 
         Returns:
-            The shapes, by name. By default, the shapes that the client's hello declared.
+            The shape of each tensor, by the tensor's name. By default, the shapes that the client's
+            hello declared.
         """
         held = self.held[client]
         return {name: held[name] for a in self.ranks[client] for name in (a, self.pairs[a])}
@@ -143,7 +144,7 @@ class RankMethod(AdapterMethod):
     mixes_ranks: ClassVar[bool] = True
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     hello_fields: ClassVar[tuple[MessageField, ...]] = ()
-    """The fields of a client's hello in addition to the shapes."""
+    """The fields of a client's hello besides the shapes of the shared tensors."""
 
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
@@ -184,7 +185,7 @@ class FlexLora(RankMethod):
     `W = sum_k n_k g_k B_k A_k / sum_k n_k = U S V^T`, and client k receives `B = U_r S_r / g_k` and
     `A = V_r^T`, so that `g_k B A` is the best approximation of W with the client's rank r.
 
-    With `form: released` (CoMiGS's released comparison), g_k on the server is alpha / r even if
+    With `form: released` (the code of CoMiGS's comparison), the server uses g_k = alpha / r even if
     training uses another scale, and the clients' losses include HetLoRA's penalty although nothing
     is pruned.
     """
@@ -221,7 +222,7 @@ class FlexLoraClient(RankClient):
 
 
 class FlexLoraServer(RankServer):
-    """A server that sums updates of all ranks and replaces the pairs by the sum's SVD."""
+    """A server that averages updates of all ranks and factorises the mean by SVD into new pairs."""
 
     def __init__(self, method: FlexLora, context: ServerContext) -> None:
         super().__init__(method, context)
@@ -257,7 +258,7 @@ class FlexLoraServer(RankServer):
 
 
 def pruned_rank(rank: int, gamma: float) -> int:
-    """Return the rank after the tail is pruned: floor(gamma r), but at least 1."""
+    """Return the rank that a pair of rank r has after pruning: floor(gamma r), but at least 1."""
     return max(1, math.floor(gamma * rank))
 
 
@@ -277,7 +278,7 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
-    """Return HetLoRA's penalty: `weight` times the sum of `tail` over all expert pairs."""
+    """Return a function that computes HetLoRA's penalty: `weight` times the sum of all tails."""
     pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 
     def tails() -> Tensor:
@@ -288,7 +289,7 @@ def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalt
 
 
 def present_rank(A: Tensor) -> int:
-    """Return the current rank of a pruned pair: the number of A's rows up to the last non-zero."""
+    """Return a pruned pair's current rank: the number of A's rows up to the last non-zero row."""
     rows = A.detach().any(dim=1).nonzero()
     return int(rows[-1]) + 1 if len(rows) else 1
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from coterie.methods.contract import Method
 
 POOLED = "centralized"
-"""The name of a federation of one client that holds all clients' text and trains like `local`.
+"""The name of a pooled run, in which one client has the text of all clients and trains as `local`.
 
-It can be used like a method's name, but it is not a method.
+The name can be used like a method's name, but no method class has this name.
 """
 
 _CLASSES = {
@@ -47,12 +47,12 @@ _CLASSES = {
     "fedamole.method:FedAMoLE": "fedamole",
     "fedmkt.method:FedMKT": "fedmkt fedmkt-fedavg llm2slm",
 }
-"""The file and class of every built-in method, and the names of the methods of that class.
+"""The names of the built-in methods, by the file and class (`FILE:CLASS`) that implement them.
 
-A name that differs from the class's `name` is the name of a preset, in the file's table `PRESETS`.
+A name that differs from the class's `name` is the name of a preset in the file's table `PRESETS`.
 """
 OWN = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-"""The file and class of each built-in method, by name, in the order of tables."""
+"""The file and class of each built-in method, by its name. Tables list methods in this order."""
 
 K = TypeVar("K", bound=type)
 _presets: "dict[str, type[Method]]" = {}
@@ -91,7 +91,7 @@ def register(kind: K) -> K:
 
 
 def _builtin(name: str) -> "type[Method]":
-    """Import a built-in method, or derive a preset from its class."""
+    """Return the class of a built-in method; the class of a preset is derived on first use."""
     file, _, kind = OWN[name].partition(":")
     module = import_module(f"coterie.methods.{file}")
     method = getattr(module, kind)
@@ -103,12 +103,12 @@ def _builtin(name: str) -> "type[Method]":
 
 
 def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type[Method]":
-    """Derive a method that differs from a class only in class variables and default settings.
+    """Derive a method from a class by changing class variables and defaults of settings only.
 
     Args:
         kind: The class that implements the method.
         name: The method's name in run files.
-        changes: Values of class variables, and defaults of settings, by name.
+        changes: The new values of class variables and new defaults of settings, by their names.
 
     Returns:
         The derived class.
@@ -122,7 +122,7 @@ def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type
 
 
 def fine_tuned(name: str) -> dict[str, dict[str, str]]:
-    """Return the preset NAME-ft of a method, which reports each client's locally trained model."""
+    """Return the preset NAME-ft of a method NAME, which reports models after local training."""
     summary = f"as {name}; reports each client's model after local training"
     return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
 
@@ -140,7 +140,7 @@ kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 
 
 def available() -> "dict[str, type[Method]]":
-    """Return the class of every method by name, in the order of `names`."""
+    """Map the name of every method to the method's class, in the order of `names`."""
     return {name: kind_of(name) for name in names()}
 
 
@@ -148,7 +148,8 @@ def method_from(value: object) -> "Method":
     """Create a method from the value of `method` in a run file.
 
     Args:
-        value: A method's name, or a mapping of `name` and settings; a method is returned unchanged.
+        value: A method's name; or a mapping with `name` and settings; or a method, which is
+            returned unchanged.
 
     Returns:
         The method.
@@ -166,18 +167,18 @@ def method_from(value: object) -> "Method":
 
 
 def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
-    """Return the settings that a comparison carries from a method to another kind of method.
+    """Return the settings that a comparison copies from a method to a method of another class.
 
-    A part that differs from its default is carried as a whole. If the two kinds have different
-    classes for the part, only the fields of their nearest common base class are carried. A part
-    that is null is carried only to a kind that allows null.
+    A part that differs from its default is copied as a whole. If the two methods have different
+    settings classes for the part, only the fields of the nearest common base class of these
+    settings classes are copied. A part that is null is copied only if the other method allows null.
 
     Args:
         method: The method with the settings.
         kind: The class of the other method.
 
     Returns:
-        Settings for `kind`, by the names of its parts.
+        The copied settings, by the names of the parts of `kind`.
     """
     defaults, settings = kind.parts(), {}
     for name, default in type(method).parts().items():
@@ -192,6 +193,6 @@ def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
 
 
 def _common_fields(a: BaseModel, b: BaseModel) -> set[str]:
-    """Return the names of the fields of the nearest common base class of two models."""
+    """Return the names of the fields of the nearest common base class of two settings objects."""
     base = next(k for k in type(a).__mro__ if isinstance(b, k) and issubclass(k, BaseModel))
     return set(base.model_fields)

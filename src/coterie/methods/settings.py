@@ -1,6 +1,7 @@
-"""Parts of methods' settings. A method has exactly the parts that have an effect in it.
+"""Parts of methods' settings; a part is a section with several keys, such as `lora`.
 
-A part has the same meaning in every method, so a comparison can carry it between methods unchanged.
+A method has only those parts that affect it. A part has the same meaning in every method, so a
+comparison of methods can copy a part's values from one method to another.
 """
 
 from collections.abc import Mapping
@@ -13,10 +14,13 @@ from coterie.errors import CoterieError
 from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
-"""One number for all clients, or one number per client name; `others` means all other clients."""
+"""One number for all clients, or a mapping from client names to numbers.
+
+In a mapping, the key `others` gives the number of all clients that are not named.
+"""
 
 NOUNS = {"sets": "LoRA sets"}
-"""Nouns that error messages use instead of a setting's name."""
+"""Nouns that error messages use instead of the names of settings, by the setting's name."""
 
 
 class Settings(BaseModel):
@@ -36,19 +40,20 @@ class Mlp(Settings):
     beside"""
 
     counted: ClassVar[tuple[str, str]] = ("generalists", "specialists")
-    """The names of the settings for the number of averaged and of private sets, or empty."""
+    """The settings for the numbers of averaged sets and of private sets; "" if there is none."""
 
     def counts(self, client: ClientId) -> tuple[int, int]:
-        """Return a client's numbers of averaged and of private sets.
+        """Return how many averaged sets and how many private sets a client has.
 
         Args:
             client: The client's name.
 
         Returns:
-            The two numbers; 0 if the part has no setting for a number.
+            The number of averaged sets and the number of private sets. A number is 0 if the part
+            has no setting for it.
 
         Raises:
-            CoterieError: A setting with one number per client has none for the client.
+            CoterieError: A setting with one number per client has no number for this client.
         """
         averaged, private = (
             for_client(getattr(self, key, 0), client, f"number of {NOUNS.get(key, key)}")
@@ -172,18 +177,19 @@ class Trusted(Settings):
             scores: The score of every client that uploaded, by name.
 
         Returns:
-            The weight of each client; the weights sum to 1.
+            The weight of every client in `scores`, which is 0 for a client that is not chosen. The
+            weights sum to 1.
         """
         return trust_row(own, scores, self.top, self.threshold)
 
 
 def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
-    """Raise ValueError if a setting without effect differs from its default.
+    """Raise ValueError if a setting that has no effect differs from its default.
 
     Args:
         settings: The settings to check.
-        beside: The setting because of which the keys have no effect, as `KEY: VALUE`.
-        *keys: The names of the settings without effect.
+        beside: The setting that makes the other settings ineffective, written as `KEY: VALUE`.
+        *keys: The names of the settings that have no effect.
     """
     for key in keys:
         if getattr(settings, key) != type(settings).model_fields[key].get_default():
@@ -191,7 +197,7 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
 
 
 def for_client(counts: PerClient, client: ClientId, noun: str) -> int:
-    """Return the number that a setting has for a client.
+    """Return the number that applies to one client, from a setting that may differ by client.
 
     Args:
         counts: The value of the setting.
@@ -221,8 +227,8 @@ def check_names(part: Settings | None, where: str, clients: tuple[ClientId, ...]
     """Raise CoterieError if a setting with one number per client names an unknown client.
 
     Args:
-        part: The part of the method's settings, or None.
-        where: The name of the part.
+        part: The part of the method's settings; None if the method has none or the part is null.
+        where: The name of the part, for the error message.
         clients: The names of the run's clients.
     """
     for key in () if part is None else type(part).model_fields:

@@ -1,4 +1,4 @@
-"""The two sides of a method: one runs where a client's data are, the other on the server."""
+"""Base classes of a method's two objects: one runs where a client's data are, one on the server."""
 
 from collections.abc import Mapping
 
@@ -9,23 +9,26 @@ from coterie.messages import Groups, Message, Shapes, State
 from coterie.training.context import ClientId
 
 Holders = Mapping[str, Mapping[str, int]]
-"""The number of clients whose uploads contain each tensor of an aggregate, by group and name."""
+"""The number of clients whose uploads contained a tensor, for each tensor of an aggregate.
+
+The outer keys are the names of groups, and the inner keys are the names of tensors.
+"""
 
 
 class ClientSide:
-    """One client's side of a method. The default side shares nothing.
+    """The client-side object of a method, one per client. This base class shares nothing.
 
-    An engine calls `hello` once; then `receive`, `train` and `upload` in every exchange; and
-    `receive` once more after the last exchange. A client's side is never told how often its model
-    is evaluated.
+    An engine calls `hello` once. In every exchange, it then calls `receive`, `train` and `upload`,
+    in this order. After the last exchange, it calls `receive` once more. The engine does not tell
+    the object when or how often the client's model is evaluated.
     """
 
     def hello(self) -> Message:
         """Return the message that the client sends when it joins.
 
         Returns:
-            What the server must know once, such as the client's ranks or vocabulary. The message
-            may contain only fields in `Schema.hello`.
+            A message with the facts that the server needs only once, such as the client's ranks or
+            vocabulary. It may contain only fields in `Schema.hello`.
         """
         return Message()
 
@@ -36,21 +39,22 @@ class ClientSide:
             download: The server's message. Its `round` is the number of completed exchanges.
 
         Raises:
-            MessageError: The download does not fit the client's side, which must be unchanged then.
+            MessageError: The download is not valid for this client. In this case, `receive` must
+                not have changed the object.
         """
 
     def train(self, exchange: int) -> None:
         """Train locally, starting from the last download.
 
-        A method whose client side does not override `train` learns nothing; its models are not
-        compared.
+        If a class does not override `train`, its client learns nothing. The engine then does not
+        compare the client's models of different rounds to find the best one.
 
         Args:
             exchange: The number of the exchange; the first is 0.
         """
 
     def upload(self, exchange: int) -> Message:
-        """Return the upload of an exchange. Must not change any state.
+        """Return the upload of an exchange. Must not change the object's state.
 
         Args:
             exchange: The number of the exchange; the first is 0.
@@ -64,25 +68,28 @@ class ClientSide:
         """Return the client's model, ready for evaluation.
 
         Returns:
-            A model that is valid until the model of another client is requested.
+            A model that is valid until the model of another client is requested, because clients
+            may share one base.
         """
         raise NotImplementedError
 
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the trained parameters.
+        """Return the client's trained parameters.
 
         Returns:
-            Each parameter by name. A parameter for which `Method.shared` is false never leaves the
-            client.
+            The parameters, by their names. A parameter for which `Method.shared` returns False
+            never leaves the client.
         """
         return {}
 
     def state(self) -> State:
-        """Return everything that must survive a restart, whichever method was called last.
+        """Return everything that must survive a restart.
+
+        An engine may call `state` at any time between calls of the other methods.
 
         Returns:
-            Copies from which the client's model can be restored. The state is private and is never
-            sent.
+            A copy of the state, from which `restore` can restore the client. The state is private
+            and is never sent.
         """
         return State()
 
@@ -95,16 +102,17 @@ class ClientSide:
 
 
 class ServerSide:
-    """The server's side of a method. The default side shares nothing."""
+    """The server-side object of a method. This base class shares nothing."""
 
     exchange: int = 0
-    """The number of the exchange in progress, or of the next exchange."""
+    """The number of the exchange in progress or, between exchanges, of the next exchange."""
 
     def prepare(self, client: ClientId, hello: Message) -> None:
-        """Prepare a join outside the lock.
+        """Perform the slow part of a client's join, before `join` and without the server's lock.
 
-        A deployment calls `prepare` in a thread, at the same time as the server's other methods, so
-        it must only store results for `join`.
+        A deployment calls `prepare` in a separate thread while other methods of this object may be
+        running. Therefore, `prepare` may only store results for `join` and must not change anything
+        else.
 
         Args:
             client: The client's name.
@@ -115,7 +123,7 @@ class ServerSide:
         """
 
     def join(self, client: ClientId, hello: Message) -> None:
-        """Add a client, for the first time or again.
+        """Add a client that joins the run for the first time or joins it again.
 
         Args:
             client: The client's name.
@@ -126,10 +134,11 @@ class ServerSide:
         """
 
     def leave(self, client: ClientId) -> None:
-        """Delete a client's data between two rounds, except for its part in past aggregates.
+        """Delete a client's data when the client leaves the run. Called between two rounds.
 
-        By default, the client is removed from the state. A side that holds clients' data outside
-        its state must override this method.
+        Aggregates of past rounds, to which the client has contributed, do not change. By default,
+        the client is removed from the state that `state` returns. A class that stores clients' data
+        outside this state must override `leave`.
 
         Args:
             client: The client's name.
@@ -164,7 +173,8 @@ class ServerSide:
             client: The client's name.
 
         Returns:
-            The shapes by name, for every group that the schema reduces by `mean`.
+            For every group that the schema reduces by `mean`, the shapes of the group's tensors, by
+            the tensors' names.
         """
         return {}
 
@@ -183,10 +193,10 @@ class ServerSide:
         return self.download(client).groups
 
     def replaces(self) -> Groups:
-        """Return the parameters that their aggregate replaces.
+        """Return the parameters of the server that the aggregate of an exchange will replace.
 
-        A server optimiser steps from these parameters towards the aggregate. Aggregates of other
-        groups, such as statistics, are used unchanged.
+        If the run has a server optimiser, the optimiser takes a step from these parameters towards
+        their aggregate. Aggregates of other groups, such as statistics, are used unchanged.
 
         Returns:
             The parameters by group and name.
@@ -200,7 +210,8 @@ class ServerSide:
 
         Args:
             client: The client's name.
-            upload: The fields that the schema reduces by `each`, and all values.
+            upload: The client's upload with all of its values, but only with those groups of
+                tensors that the schema reduces by `each`.
 
         Raises:
             MessageError: The upload is refused.
@@ -211,8 +222,8 @@ class ServerSide:
 
         Args:
             mean: The aggregates of the fields that the schema reduces by `mean`.
-            held: The number of clients whose uploads contain each tensor of `mean`, by group and
-                name.
+            held: For each tensor of `mean`, the number of clients whose uploads contained it, by
+                group and name.
         """
         self.exchange += 1
 

@@ -1,4 +1,4 @@
-"""Functions on named tensors, which both sides of methods use."""
+"""Functions on mappings from names to tensors, used by both client and server code."""
 
 from collections.abc import Mapping
 
@@ -8,21 +8,21 @@ from torch import Tensor
 
 @torch.no_grad()
 def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    """Copy values into the tensors of `target` in place, from the tensors of the same names."""
+    """Copy tensors of `source` in place into the tensors of `target` with the same names."""
     for name, tensor in target.items():
         tensor.copy_(source[name])
 
 
 def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros with the same shapes, dtypes and devices as the tensors, by name."""
+    """Return zeros of each tensor's shape, dtype and device, under the tensor's name."""
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return detached copies of tensors, by name."""
+    """Return detached copies of tensors, under the same names."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors, by name."""
+    """Map the name of each tensor to the tensor's shape."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

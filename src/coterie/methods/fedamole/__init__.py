@@ -1,1 +1,1 @@
-"""FedAMoLE: the method, its settings, its two sides, and the names of experts in messages."""
+"""FedAMoLE: the method, its settings, client and server, and names of experts in messages."""

@@ -32,7 +32,7 @@ MOST_EXPERTS = 2**16
 
 
 class FedAMoLEClient(ClientSide):
-    """A client that receives new experts in every round.
+    """A client that receives newly assigned experts in every round.
 
     The optimiser is therefore reset in every round, as in the released code.
     """
@@ -48,7 +48,10 @@ class FedAMoLEClient(ClientSide):
         self.held: Held = {path: [] for path in self.paths}
         self.adapter = self._adapter_with(self.held, 1)
         self.secrets = Secrets()
-        """Seeds of the noise. The server could subtract noise that depends on the run's seed."""
+        """The secret seeds of the noise.
+
+        The server knows the run's seed, so it could subtract noise that depends on the run's seed.
+        """
         self.means: dict[str, dict[str, Tensor]] = {}
         """The mean embeddings of the last round: the upload's groups `experts` and `tokens`."""
 
@@ -64,7 +67,7 @@ class FedAMoLEClient(ClientSide):
         self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
 
     def _assignment(self, download: Message) -> tuple[Held, int]:
-        """Return the assigned experts and the total number of experts per layer in a download."""
+        """Return the experts that a download assigns, and the number of all experts per layer."""
         count, held = download.values.get("count"), download.values.get("held")
         if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
             raise MessageError("The download has no valid number of experts.")
@@ -93,17 +96,18 @@ class FedAMoLEClient(ClientSide):
         return self.settings.router.load_balance_weight * self.adapter.load_balance()
 
     def _means(self, round: int) -> dict[str, dict[str, Tensor]]:
-        """Compute the mean embeddings over the embedding set, each (r,).
+        """Compute the mean embeddings of the samples in the embedding set.
 
         Returns:
-            The groups `experts`, by layer and expert, and `tokens`, by layer.
+            The group `experts`, with one mean for each layer and expert, and the group `tokens`,
+            with one mean for each layer. A mean has the shape (r,), where r is the LoRA rank.
         """
         context, privacy = self.context, self.settings.embeddings.privacy
         private = None
         if privacy is not None:
             noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
-            # If a round is repeated with other experts, equal noise would cancel out; therefore the
-            # noise also depends on a digest of the download.
+            # If a round is repeated with other experts, equal noise would cancel in the difference
+            # of the two uploads; therefore the noise also depends on a digest of the download.
             secret = self.secrets.of(round)
             chance = generator(secret, "embedding noise", self.digest)
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)

@@ -1,15 +1,15 @@
-"""Names and tensors of FedAMoLE's experts in messages, which both sides use."""
+"""Names and tensors of FedAMoLE's experts in messages, used by clients and the server."""
 
 from torch import Tensor
 
 from coterie.adapters import AmoleAdapter
 
 Held = dict[str, list[int]]
-"""The ascending numbers of a client's domain experts, by the path of the adapted layer."""
+"""The numbers of a client's domain experts in ascending order, by the path of the adapted layer."""
 
 
 def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """Return the tensors of an adapter's parameters by name, as detached views."""
+    """Return detached views of an adapter's parameters, under the parameters' names."""
     return {name: p.tensor.detach() for name, p in adapter.parameters().items()}
 
 

@@ -1,12 +1,12 @@
 """FedAMoLE: domain experts choose their clients (arXiv 2411.19128).
 
 A client has, on every chosen linear layer, one expert that all clients share and some of the E
-domain experts. After local training, it uploads the trained parameters and two kinds of mean
-embeddings over a few of its samples, for every layer: the mean of A_j x for each of its experts,
-and the mean token embedding W_t x. The server averages shared parameters over all clients, and each
-domain expert over the clients that hold it. Then every expert chooses its k_c clients for the next
-round by the relevance of the clients' tokens (reverse selection-based expert assignment, RSEA: one
-exact linear programme per layer).
+domain experts. After local training, it uploads the trained parameters and, for every layer, two
+kinds of mean embeddings over a few of its samples: the mean of A_j x for each of its experts j, and
+the mean token embedding W_t x, where x is the layer's input. The server averages shared parameters
+over all clients, and each domain expert over the clients that trained it. Then every expert chooses
+k_c clients for the next round by its relevance for the clients' tokens (reverse selection-based
+expert assignment, RSEA: one exact linear programme per layer).
 """
 
 import math
@@ -23,7 +23,7 @@ from coterie.privacy.ledger import Budget
 
 
 class FedAMoLE(Method, FedAMoLESettings):
-    """Domain experts that choose their clients."""
+    """FedAMoLE: domain experts choose the clients that train them."""
 
     name: ClassVar[str] = "fedamole"
     paper: ClassVar[str] = "arXiv 2411.19128"

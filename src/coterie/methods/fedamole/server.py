@@ -1,8 +1,8 @@
 """FedAMoLE's server: it averages the experts and assigns them to clients (RSEA).
 
-Shared parameters are averaged over all clients, and each domain expert over the clients that hold
-it. Then each expert chooses k_c clients by the relevance of the clients' tokens, with one exact
-linear programme per layer (arXiv 2411.19128, section 4.4).
+Shared parameters are averaged over all clients, and each domain expert over the clients that
+trained it. Then each expert chooses k_c clients by its relevance for the clients' tokens; one exact
+linear programme per layer computes the choices (arXiv 2411.19128, section 4.4).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class FedAMoLEServer(ServerSide):
         adapter = AmoleAdapter(context.base, layout, context.seed, all_experts)
         self.parameters, self.values = adapter.parameters(), values_of(adapter)
         self.expert_means: dict[str, Tensor] = {}
-        """The latest mean embedding of each expert, by `expert_name`."""
+        """The latest mean embedding of each expert, by the name that `expert_name` returns."""
         self.token_means: dict[ClientId, Tensors] = {}
         """The latest mean token embeddings of each client, by layer."""
         self.received_means: dict[ClientId, Tensors] = {}
@@ -44,9 +44,9 @@ class FedAMoLEServer(ServerSide):
         self.joined: set[ClientId] = set()
         """The clients that experts can choose."""
         self.assigned: dict[ClientId, Held] = {}
-        """The experts assigned to each client."""
+        """The experts assigned to each client, by the client's name and by layer."""
         self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
-        """The exchange and the participants for which experts are assigned."""
+        """The exchange and participants of `assigned`; -1 and () if nothing is assigned yet."""
 
     def join(self, client: ClientId, hello: Message) -> None:
         self.joined.add(client)
@@ -65,7 +65,7 @@ class FedAMoLEServer(ServerSide):
             self.log(f"{ASSIGNMENT}{path}", experts)
 
     def download(self, client: ClientId) -> Message:
-        if client not in self.assigned:  # it joined after the assignment
+        if client not in self.assigned:  # the client joined after the assignment
             experts = self._choices(sorted(self.joined))[client]
             self.assigned = self.assigned | {client: experts}
         values = {"count": self.experts, "held": self.assigned[client]}
@@ -97,7 +97,7 @@ class FedAMoLEServer(ServerSide):
         return {(path, j) for path, held in self.assigned[client].items() for j in held}
 
     def _held_by(self, client: ClientId) -> dict[str, Tensor]:
-        """Return the tensors that a client holds: shared parameters and its domain experts."""
+        """Return a client's tensors: shared parameters and those of its domain experts."""
         experts, parameters = self._experts_of(client), self.parameters
         return {
             name: tensor
@@ -125,7 +125,8 @@ class FedAMoLEServer(ServerSide):
     def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
         """Return the relevance of every expert of a layer for every client: (experts, clients).
 
-        Scores are random if assignments are random or if no embeddings were uploaded yet.
+        Scores are random if the setting `assignment` is random or random-once, or if no client has
+        uploaded embeddings yet.
         """
         tokens = [self.token_means.get(c, {}).get(path) for c in participants]
         if self.settings.chooses and any(mean is not None for mean in tokens):
@@ -143,7 +144,8 @@ class FedAMoLEServer(ServerSide):
             path: The path of the layer.
 
         Returns:
-            The rank r, or the input width of the layer (d).
+            The LoRA rank r if the setting `router.score_scale` is rank, else the layer's input
+            width d.
         """
         rank, width = self.values[f"projection/{path}"].shape
         return rank if self.settings.router.score_scale == "rank" else width

@@ -105,11 +105,11 @@ class FedAMoLESettings(Settings):
 
     @property
     def chooses(self) -> bool:
-        """Whether experts choose clients by embeddings."""
+        """Whether experts choose clients by mean embeddings: `assignment` is not random."""
         return self.assignment in ("rsea", "homogeneous")
 
     def count(self, clients: int) -> int:
-        """Return E, the number of domain experts per layer, in a run with this many clients."""
+        """Return the number E of domain experts per layer in a run with this number of clients."""
         return 3 * clients if self.experts is None else self.experts
 
     def layout(self, experts: int) -> AmoleLayout:
@@ -129,7 +129,7 @@ class FedAMoLESettings(Settings):
         )
 
     def bounds(self, experts: int, clients: int, *, relaxed: bool) -> Bounds:
-        """Return the bounds of an assignment.
+        """Return the bounds that an assignment of experts to clients must meet.
 
         Args:
             experts: The number of domain experts per layer (E).
@@ -138,7 +138,7 @@ class FedAMoLESettings(Settings):
                 of the run's clients do not take part.
 
         Returns:
-            The numbers of clients per expert and of experts per client.
+            The bounds on the number of clients per expert and on the number of experts per client.
         """
         bounds = Bounds(self.clients_per_expert, self.min_experts, self.max_experts)
         if relaxed:

@@ -1,1 +1,1 @@
-"""FedMKT and its presets: the method, its settings, its two sides, and their common code."""
+"""FedMKT and its presets: the method, its settings, client and server, and their common code."""

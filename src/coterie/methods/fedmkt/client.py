@@ -1,4 +1,4 @@
-"""FedMKT's clients: they learn from the server's predictions and upload their own."""
+"""FedMKT's clients: they learn from the server's predictions and upload their own predictions."""
 
 import logging
 from functools import cached_property
@@ -23,12 +23,16 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
 
     @cached_property
     def distiller(self) -> Distiller:
-        """The client's distiller, created on first use because a loaded model has no samples."""
+        """The client's distiller.
+
+        It is created on first use, because it needs the public samples, which are missing if a
+        client is created only to load its model.
+        """
         return Distiller(self.method, self.context, self.adapter)
 
     @cached_property
     def private(self) -> Tensor:
-        """Keys of the client's own samples, whose predictions are never sent: (samples,) int64."""
+        """Keys of the client's private samples: (samples,) int64. Their predictions stay local."""
         data = self.context.data
         keys = keys_of(data.train, data.validation, data.test)
         if overlap := int(torch.isin(self.distiller.positions.samples, keys).sum()):
@@ -50,8 +54,8 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
         return Message(0, {"vocabulary": encode_vocabulary(self.vocabulary)}, values)
 
     def receive(self, download: Message) -> None:
-        # A download has either the mean of the adapters, if these are averaged, or the server's
-        # predictions; the first download has no predictions.
+        # If the last exchange averaged adapters, the download contains their mean; otherwise it
+        # contains the server's predictions. The first download has no predictions.
         if self.method.averages(download.round - 1):
             super().receive(download)
         if not download["knowledge"]:

@@ -1,7 +1,8 @@
 """Selective distillation on the public samples: the code that clients and the server share.
 
-Each side predicts the public samples, selects for every sample the predictions of the teacher with
-the lowest loss, if that is lower than its own loss, and learns from the selected predictions.
+The student, which is a client or the server, predicts the public samples. For every sample, it
+selects the predictions of the teacher with the lowest loss, if the teacher's loss is lower than the
+student's. Then the student learns from the selected predictions.
 """
 
 import logging
@@ -30,19 +31,20 @@ from coterie.training.update import Piece, Updater
 
 log = logging.getLogger(__name__)
 NO_TEACHER = -1
-"""The teacher's number for a sample for which no teacher has a lower loss."""
+"""The value of `Distiller.teachers` for a sample on which no teacher has a lower loss."""
 LEAST_LOGPROB = -60_000.0
-"""The smallest log-probability in a message, which has half precision."""
+"""The smallest log-probability that is sent; messages store log-probabilities as float16."""
 TINY = 1e-30
-"""A divisor for positions at which neither the label nor a teacher has any weight."""
+"""The smallest divisor, used at positions at which neither the label nor a teacher has weight."""
 MOST_LISTED = 20
 """The largest number of samples that a warning lists."""
 
 
 class Distiller:
-    """One side's model, the public samples, and the targets that the model learns on them.
+    """A student model, the public samples, and the targets that the student learns on them.
 
-    There are n samples with p positions in all, and targets with k tokens per position.
+    The student is the model of one client or of the server. There are n samples, whose answers have
+    p token positions in total. A target has k tokens per position.
     """
 
     def __init__(
@@ -56,17 +58,17 @@ class Distiller:
         places = torch.arange(len(self.samples.ids))
         sample = torch.searchsorted(self.samples.starts, places, right=True) - 1
         self.labels = self.samples.ids[places >= self.samples.answers[sample]].long()
-        """The next token at each position: (p,) int64."""
+        """The sample's next token at each position: (p,) int64."""
         head: Any = context.base.model.get_output_embeddings()
         self.vocabulary_size: int = head.weight.shape[0]
-        """The number of tokens that the model can predict; its tokenizer may have more or fewer."""
+        """The number of tokens that the model can predict; the tokenizer may have more or fewer."""
 
     def model(self) -> PreTrainedModel:
         """Return the base with the adapter attached."""
         return self.adapter.attach(self.context.base.model)
 
     def knowledge(self) -> Knowledge:
-        """Compute this side's current predictions.
+        """Compute the student's current predictions.
 
         Samples whose predictions are not finite are excluded and listed in the log.
 
@@ -97,13 +99,13 @@ class Distiller:
         ).only(finite & first_of_each(self.positions.samples))
 
     def begin(self, own: Knowledge) -> None:
-        """Reset the targets to the labels or to this side's predictions (setting `own`).
+        """Reset the targets to the labels or the student's predictions, as the settings specify.
 
         Args:
-            own: This side's predictions.
+            own: The student's predictions.
 
         Raises:
-            Diverged: `own` is empty.
+            Diverged: `own` has no samples.
         """
         if not len(own.samples):
             raise Diverged(
@@ -113,9 +115,9 @@ class Distiller:
         rows = self.positions.known(own)
         # A sample without finite predictions has an infinite loss, so any teacher is accepted.
         self.own_losses = own.losses[rows.clamp(min=0)].masked_fill(rows < 0, torch.inf)
-        """This side's loss on each sample, in nats per byte: (n,)."""
+        """The student's loss on each sample, in nats per byte: (n,)."""
         self.best_losses = self.own_losses.clone()
-        """The lowest loss on each sample so far: (n,)."""
+        """The lowest loss of the student and the teachers so far, on each sample: (n,)."""
         self.teachers = torch.full_like(rows, NO_TEACHER)
         """The number of the teacher with the lowest loss on each sample, or NO_TEACHER: (n,)."""
         self.targets = SoftTargets.of(self.labels, self.settings.logits)
@@ -123,19 +125,20 @@ class Distiller:
         if self.settings.own in ("self", "mean"):
             self.targets = self._targets_from(own, torch.arange(len(self.labels)))
         if self.settings.own == "mean":
-            # Indexing copies the targets, which offers change in place.
+            # Indexing copies the targets, because `offer` changes `targets` in place.
             self.own_targets = self.targets[torch.arange(len(self.labels))]
 
     def offer(self, teacher: int, knowledge: Knowledge, ids: Tensor | None = None) -> None:
-        """Select a teacher's predictions for the samples on which its loss is the lowest so far.
+        """Use a teacher's predictions as targets on samples where its loss is the lowest so far.
 
-        This is DualMinCE: the teacher with the lowest loss, if that is lower than this side's loss.
+        This implements DualMinCE: after all offers, the targets of a sample come from the teacher
+        with the lowest loss, if the teacher's loss is lower than the student's.
 
         Args:
             teacher: The teacher's number.
             knowledge: The teacher's predictions.
-            ids: The map from the teacher's vocabulary to this side's; None if `knowledge` already
-                has tokens of this side's vocabulary.
+            ids: The map from the teacher's vocabulary to the student's; None if `knowledge` already
+                has tokens of the student's vocabulary.
         """
         rows = self.positions.known(knowledge)
         if (rows < 0).all():
@@ -155,7 +158,7 @@ class Distiller:
     def _targets_from(
         self, knowledge: Knowledge, positions: Tensor, ids: Tensor | None = None
     ) -> SoftTargets:
-        """Return the targets at some positions according to a teacher's predictions.
+        """Return the targets that a teacher's predictions give at the selected positions.
 
         A position that is aligned with none of the teacher's positions has the label as its target.
         """
@@ -180,8 +183,8 @@ class Distiller:
         """Train the adapter on the public samples with a new optimiser.
 
         The loss is lambda * cross-entropy to the labels + (1 - lambda) * cross-entropy to the
-        targets, each a mean over a batch (the paper's objectives 2 and 3). Samples without finite
-        predictions of this side are excluded.
+        targets, where both cross-entropies are means over a batch (the paper's objectives 2 and 3).
+        Samples on which the student's predictions are not finite are excluded.
 
         Args:
             round: The number of the round.
@@ -216,8 +219,9 @@ class Distiller:
     def _sample_weights(self, batch: Tensor) -> Tensor:
         """Return the weight of each sample's distillation loss in a batch: (n,).
 
-        With `own: none`, samples without a teacher have the weight 0, and the others a weight that
-        makes the loss a mean over their positions in the batch. Otherwise all weights are 1.
+        With `own: none`, samples without a teacher have the weight 0. The other samples have equal
+        weights that make the distillation loss a mean over the positions of the other samples in
+        the batch. With any other value of `own`, all weights are 1.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -256,7 +260,11 @@ class Distiller:
             )
 
     def _mixed_targets(self) -> SoftTargets:
-        """Return the targets; with `own: mean`, mix in this side's own, weighted by exp(-loss)."""
+        """Return the targets from which the student learns.
+
+        With `own: mean`, they are the mean of the student's own predictions and the selected
+        targets, weighted by exp(-loss).
+        """
         if self.settings.own != "mean":
             return self.targets
         weight = (self.best_losses - self.own_losses).sigmoid().nan_to_num()
@@ -267,9 +275,10 @@ class Distiller:
         """Return how much of the teachers' predictions became targets.
 
         Returns:
-            `samples`: the number of samples with a teacher; `positions`: the fraction of their
-            positions that are aligned with a position of the teacher; `mass`: the mean probability
-            of the teacher's tokens at those positions that remained after the translation.
+            `samples`: the number of samples with a teacher. `positions`: the fraction of these
+            samples' positions that are aligned with a position of the teacher. `mass`: the
+            teacher's probability mass that remained after the translation into the student's
+            vocabulary, averaged over the aligned positions.
         """
         positions = self.positions.of_samples(self.teachers >= 0)
         mass = self.targets.mass[positions]
@@ -281,14 +290,14 @@ class Distiller:
         }
 
     def _per_sample(self, values: Tensor) -> Tensor:
-        """Sum values over the positions of each sample: (p,) to (n,)."""
+        """Sum values over the positions of each sample, from the shape (p,) to the shape (n,)."""
         starts = self.positions.starts
         samples = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
         return torch.zeros(len(self.samples)).index_add(0, samples, values)
 
 
 def keys_of(*splits: Split) -> Tensor:
-    """Return the keys of all samples in some splits: (samples,) int64."""
+    """Return the keys (hashes) of all samples in the splits: (samples,) int64."""
     samples = [split.beginnings for split in splits]
     keys = [sample_keys(part.instructions) for part in samples if part is not None]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *keys])

@@ -7,14 +7,14 @@ have the same public set of prompts with answers. In a round (the paper's algori
 2. clients predict the public answers and upload, for each sample, their loss and their most likely
    tokens at every position;
 3. the server translates these tokens into its own vocabulary (`alignment`), selects for each sample
-   the predictions of the client with the lowest loss, if that is lower than its own loss
-   (DualMinCE), and minimises lambda * cross-entropy to the labels + (1 - lambda) * cross-entropy to
-   the selected predictions;
-4. the server sends its new predictions in each client's tokens, and clients select and learn in the
-   same way.
+   the predictions of the client with the lowest loss, if the client's loss is lower than the
+   server's (DualMinCE), and minimises lambda * cross-entropy to the labels + (1 - lambda) *
+   cross-entropy to the selected predictions;
+4. the server translates its new predictions into each client's vocabulary and sends them; clients
+   select from the server's predictions and learn from the selected predictions in the same way.
 
-Losses are compared in nats per byte of the answer, which does not depend on the tokenizer. Weights
-are never sent, and neither are predictions on private samples.
+Losses are compared in nats per byte of the answer, a unit that does not depend on the tokenizer.
+Weights are never sent, and neither are predictions on private samples.
 """
 
 from dataclasses import replace

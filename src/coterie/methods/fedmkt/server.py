@@ -1,4 +1,4 @@
-"""FedMKT's server: it learns from the clients' best predictions and sends them its own."""
+"""FedMKT's server: it learns from the clients' best predictions and sends its own predictions."""
 
 import logging
 from collections.abc import Mapping
@@ -37,13 +37,17 @@ class FedMKTServer(AdapterServer[FedMKTSettings]):
         self.knowledge: Knowledge | None = None
         """The server's current predictions; None before the end of the first round."""
         self.clients: dict[ClientId, tuple[int, VocabularyMap, VocabularyMap]] = {}
-        """Each client's vocabulary size, and its maps to and from the server's vocabulary."""
+        """Each client's vocabulary size, and two token maps: client to server, server to client."""
         self.prepared = dict(self.clients)
-        """The entries of `clients` for clients that are about to join."""
+        """Entries that `prepare` has computed and `join` will move to `clients`."""
 
     @cached_property
     def distiller(self) -> Distiller:
-        """The server's distiller, created on first use because a loaded model has no samples."""
+        """The server's distiller.
+
+        It is created on first use, because it needs the public samples, which are missing if a
+        server is created only to load its model.
+        """
         distiller = Distiller(self.method, self.own, self.adapter)
         scored = keys_of(self.own.data.validation, self.own.data.test)
         if overlap := int(torch.isin(distiller.positions.samples, scored).sum()):

@@ -36,7 +36,7 @@ class FedMKTSettings(AdapterMethod):
     warping: by the paper's dynamic programme over edit distances"""
 
     def averages(self, exchange: int) -> bool:
-        """Return whether adapters are averaged in an exchange, instead of exchanging predictions.
+        """Return whether clients upload adapters to be averaged, instead of uploading predictions.
 
         Args:
             exchange: The number of the exchange; the first is 0. The first download counts as the

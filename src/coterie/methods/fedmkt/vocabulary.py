@@ -1,4 +1,4 @@
-"""A client's vocabulary in a message: its fields, encoding and decoding."""
+"""The vocabulary of a client's tokenizer in a message: fields, encoding and decoding."""
 
 from collections.abc import Mapping
 from itertools import accumulate
@@ -10,9 +10,9 @@ from coterie.alignment.vocabulary import Vocabulary
 from coterie.messages import Field, Json, MessageError
 
 MOST_TOKENS, LONGEST_TOKEN, MOST_BYTES = 2**19, 2**10, 2**23
-"""The limits of a vocabulary's tokens, a token's bytes and all tokens' bytes.
+"""The largest number of tokens in a vocabulary, of bytes in a token, and of bytes in all tokens.
 
-Each is twice the largest value among current tokenizers.
+Each limit is twice the largest value among current tokenizers.
 """
 VOCABULARY = (
     Field(
