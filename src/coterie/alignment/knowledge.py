@@ -163,7 +163,7 @@ class Positions:
         return matched(self.samples, teacher.samples)
 
     def by_offsets(self, teacher: Knowledge) -> Tensor:
-        """Match each of the p positions with the teacher's position after the same characters.
+        """Match each of the student's p positions with the teacher's at the same character.
 
         Returns:
             (p,) int64: the index of the teacher's position, or -1 if there is none.

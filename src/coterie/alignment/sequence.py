@@ -60,7 +60,7 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Combine the ends of positions in several texts with the texts' keys into unique numbers.
+    """Compute a unique number for each position, from its text's key and its offset in the text.
 
     Args:
         ends: (p,) number of characters before each position (see `ends`), text by text.

@@ -129,7 +129,7 @@ def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
 
 
 def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
-    """Return the classes with a `name` that a module defines, and their registries.
+    """Return the classes of a module that have a `name` attribute, each with its registry.
 
     Classes that the module only imports, or that cannot be registered, are left out.
     """

@@ -268,7 +268,7 @@ class DataSpec(Spec):
 
     @property
     def chats(self) -> bool:
-        """Whether the kind renders records through a chat template."""
+        """Whether this kind of data formats its records with a chat template."""
         return (self._own if self.kind is None else self.bound).chats
 
     def of(self, name: str) -> "DataSpec":

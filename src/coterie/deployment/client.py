@@ -306,7 +306,7 @@ class SiteRun:
 
     @contextmanager
     def _transaction(self, round: int) -> Iterator[float]:
-        """Restore the saved state if the block raises an error, so that the order can be repeated.
+        """Restore the saved state if the block raises, so that the server's order can be repeated.
 
         Yields:
             The time at which the block begins, in seconds of the monotonic clock.

@@ -178,7 +178,7 @@ def soft_target_loss(
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the sum of each sample's counted negative log-likelihoods: (samples,), in nats.
+    """Sum the negative log-likelihoods of each sample's counted tokens: (samples,), in nats.
 
     The result has a gradient.
     """

@@ -89,7 +89,7 @@ def _picture(label: str, layer: str, coloured: Sequence[Coloured]) -> TextPictur
             f"Share of tokens whose highest-scoring expert is a generalist, {layer}",
             ["text", *models],
             shares,
-            "Each column is a client's model. For models without generalists: share of expert 1.",
+            "Each column is a client's model. Models without generalists: share of expert 1.",
         ),
         rows,
     )

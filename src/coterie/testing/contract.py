@@ -114,7 +114,7 @@ class MethodContract:
                             part._serialise("up", leak)
 
     def test_state_and_restore_are_inverse(self, run: RunConfig) -> None:
-        """Check that a client that is restored to its state before a round repeats its upload.
+        """Check that a client creates the same upload again after its earlier state is restored.
 
         Also check that creating an upload does not change the state.
         """

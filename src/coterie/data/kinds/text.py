@@ -45,7 +45,7 @@ class Tokens:
 
     @property
     def beginnings(self) -> None:
-        """None: a stream does not consist of separate samples."""
+        """None, because a stream is not divided into samples."""
 
     @property
     def needs_reference(self) -> bool:

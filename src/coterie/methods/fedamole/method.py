@@ -52,7 +52,9 @@ class FedAMoLE(Method, FedAMoLESettings):
         adapter = MessageField("adapter", description, reduce="mean")
         means = (
             MessageField(
-                "experts", "mean embedding of a few samples, per expert held", reduce="mean"
+                "experts",
+                "mean embedding of a few samples, for each expert of the client",
+                reduce="mean",
             ),
             MessageField("tokens", "mean token embedding of the same samples"),
         )

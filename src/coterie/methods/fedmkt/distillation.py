@@ -82,8 +82,8 @@ class Distiller:
         finite = nats.isfinite() & ~self._per_sample(predicted.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
-                "%s has no finite predictions for %d public samples, which are excluded; "
-                "the excluded samples (numbered from 1 among the samples that fit its window): %s",
+                "%s has no finite predictions for %d public samples, so they are excluded; "
+                "their numbers, from 1, among the samples that fit the window: %s",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
