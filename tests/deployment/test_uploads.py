@@ -211,7 +211,7 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
     again.rounds()
     assert sorted(joined) == list(NAMES)  # once each, from what is stored
     [refusal] = [line for line in notes.lines if "rejected" in line]
-    assert "poet claims" in refusal
+    assert "'poet' claims" in refusal
 
 
 def test_another_protocol_is_refused_with_a_sentence(config, tmp_path, monkeypatch, caplog) -> None:

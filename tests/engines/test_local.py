@@ -194,7 +194,7 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     skeleton = load_skeleton(run.base)
     context = ServerContext(0, skeleton, tuple(names), lambda *_: None, run.training)
     server, schema = run.method.server(context), run.method.schema()
-    aggregation = Aggregation(run.aggregation, schema)
+    aggregation = Aggregation(schema)
     for name in names:
         server.join(name, schema.receive("hello", workers[name].hello))
     for round in range(run.rounds):

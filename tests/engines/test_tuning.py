@@ -138,7 +138,7 @@ def test_a_trial_that_diverges_is_left_out(config, tmp_path) -> None:
     tuned = comparison.summary()[0]["tuned"]
     assert tuned["settings"] == {RATE: 1e-3}
     assert tuned["trials"][0] == {"settings": {RATE: 1e30}, "diverged": True}
-    assert any("is not finite" in line and "left out" in line for line in said)
+    assert any("is not finite" in line and "This trial is ignored." in line for line in said)
     with pytest.raises(CoterieError, match="All trials of local diverged"):
         coterie.compare(config(), ["local"], tune={RATE: [1e30]}, out=tmp_path / "b")
 

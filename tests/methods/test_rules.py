@@ -39,6 +39,7 @@ class Middle(Median):
     """The median, of uploads as they are: nothing is encoded."""
 
     name: ClassVar[str] = "middle"
+    least: ClassVar[int] = 2
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
 
