@@ -208,8 +208,8 @@ class Method(BaseModel):
             message: An upload or a download.
 
         Returns:
-            The number of items by the name of one item, such as `{"public sample": 1000}`. By
-            default, an empty mapping: sizes are not stated per item.
+            The number of items by the name of one item, such as 1,000 by `public sample`. The
+            default is an empty mapping, with which sizes are not stated per item.
         """
         return {}
 
