@@ -373,7 +373,7 @@ def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
     rope.unlink()
     said = len(here.programs["server"].text)
     again = here.serve("--resume")
-    here.wait(lambda: "already done" in again.text[said:])
+    here.wait(lambda: "resuming after" in again.text[said:])
     here.wait(lambda: len(again.family()) >= 3)
     families = again.family()
     again.process.send_signal(signal.SIGTERM)
