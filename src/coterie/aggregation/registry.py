@@ -3,13 +3,12 @@
 Built-in transforms are imported only when they are used, so listing names does not import torch.
 """
 
-import re
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from coterie.errors import CoterieError
-from coterie.registry import Registry
+from coterie.registry import Registry, check_named
 
 if TYPE_CHECKING:
     from coterie.aggregation.transform import Transform
@@ -42,15 +41,8 @@ def register(kind: Any) -> Any:
         raise CoterieError(
             f"{kind!r} is not a transform; it must be a subclass of coterie.Transform."
         )
-    name = getattr(kind, "name", None)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
-        raise CoterieError(
-            f"The transform {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
-            "dashes and underscores."
-        )
-    if not hasattr(kind, "summary"):
-        raise CoterieError(f"The transform {name!r} needs a `summary`: a description in one line.")
-    TRANSFORMS.add(name, kind)
+    check_named(kind, TRANSFORMS.noun, "summary", ": a description in one line")
+    TRANSFORMS.add(kind.name, kind)
     return kind
 
 
