@@ -8,6 +8,8 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from pydantic import BaseModel, ConfigDict, model_validator
+
 from coterie.errors import CoterieError
 
 T = TypeVar("T")
@@ -80,6 +82,31 @@ class Registry(Generic[T]):
                 f"The {self.noun} {entry.name!r} of an installed package ({entry.value}) cannot be "
                 f"imported: {error}"
             ) from error
+
+
+class NamedSpec(BaseModel):
+    """An entry of a run file that names a registered class: a name, or a mapping with settings.
+
+    The class that has the name validates the settings.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_name(cls, values: Any) -> Any:
+        return {"name": values} if isinstance(values, str) else values
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, as in the run file."""
+        return dict(self.model_extra or {})
+
+    def described(self) -> dict[str, Any]:
+        """Return the name and the settings as a mapping for a run file."""
+        return {"name": self.name, **self.settings}
 
 
 def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:

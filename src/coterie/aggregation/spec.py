@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from coterie.aggregation.registry import TRANSFORMS
+from coterie.registry import NamedSpec
 
 UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
 """Settings that have no effect with an optimiser, by the optimiser's name."""
@@ -52,21 +53,14 @@ class ServerOptimiserSpec(BaseModel):
         return self.learning_rate or (1.0 if self.name == "fedavgm" else 0.01)
 
 
-class TransformSpec(BaseModel):
+class TransformSpec(NamedSpec):
     """An entry of `aggregation.transforms`: a name, or a mapping of `name` and settings.
 
     Only the name is validated here. The transform's class validates the settings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
-
     name: str
     """name of a built-in, registered or plugin transform"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_name(cls, values: Any) -> Any:
-        return {"name": values} if isinstance(values, str) else values
 
     @model_validator(mode="wrap")
     @classmethod
@@ -79,15 +73,6 @@ class TransformSpec(BaseModel):
     def _check_name(cls, name: str) -> str:
         TRANSFORMS.check(name)
         return name
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings as they are in the run file."""
-        return dict(self.model_extra or {})
-
-    def described(self) -> dict[str, Any]:
-        """Return the entry as a mapping for a run file."""
-        return {"name": self.name, **self.settings}
 
 
 class BoundsSpec(BaseModel):

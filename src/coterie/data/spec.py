@@ -18,6 +18,7 @@ from pydantic import (
 from coterie.data.kind import DATA_KINDS, DataKind
 from coterie.data.measured import Needs
 from coterie.files import ClientName
+from coterie.registry import NamedSpec
 
 CHAT = "chat"
 """The name of the prompt template that renders a prompt as a user's turn of a conversation."""
@@ -154,21 +155,11 @@ class PreferenceSpec(DataKind):
         return self.template == CHAT
 
 
-class KindSpec(BaseModel):
+class KindSpec(NamedSpec):
     """The run file's key `data.kind`: a kind's name, or a mapping with `name` and settings.
 
     The name is validated here, and the settings by the kind's class.
     """
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, values: Any) -> Any:
-        """Accept a name without settings."""
-        return {"name": values} if isinstance(values, str) else values
 
     @field_validator("name")
     @classmethod
@@ -178,15 +169,6 @@ class KindSpec(BaseModel):
             remedy = "leave data.kind out" if name == TextSpec.name else f"set data.{name} instead"
             raise ValueError(f"{name} is a built-in kind; {remedy}")
         return name
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The kind's settings, as in the run file."""
-        return dict(self.model_extra or {})
-
-    def described(self) -> dict[str, Any]:
-        """Return the name and the settings, in the form of the run file's `data.kind`."""
-        return {"name": self.name, **self.settings}
 
 
 class DataSpec(Spec):
