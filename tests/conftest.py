@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import coterie
 from coterie.bases import EMBEDDED
+from coterie.config import plugins
 from coterie.config.run import parse
 from coterie.testing.small import (
     TOKENS,
@@ -66,6 +68,23 @@ def _ctrl_c() -> None:
     """Processes that tests start can be interrupted, even if a shell started these in the
     background, where it is ignored and they would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _own_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plugins that a test loads, and names that it registers, end with it."""
+    for registry in plugins.KINDS.values():
+        monkeypatch.setattr(registry, "registered", dict(registry.registered))
+    monkeypatch.setattr(plugins, "_loaded", dict(plugins._loaded))
+    modules = {name: module for name, module in sys.modules.items() if _is_plugin(name)}
+    yield
+    for name in filter(_is_plugin, list(sys.modules)):
+        del sys.modules[name]
+    sys.modules.update(modules)
+
+
+def _is_plugin(module: str) -> bool:
+    return module.startswith("coterie_plugin_")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ import coterie
 import reproduce.__main__
 from coterie.cli import app
 from coterie.config.deployed import load_with_any_text
-from coterie.config.plugins import KINDS, load_plugin
+from coterie.config.plugins import load_plugin
 from coterie.config.values import DEMO, read_yaml
 from coterie.methods.contract import RunFacts
 
@@ -105,13 +105,6 @@ def examples(*languages: str, listed: bool = False) -> pytest.MarkDecorator:
     found = [e for e in EXAMPLES if e.language in languages and (listed or e.unlisted())]
     names = [f"{example.page}:{example.line}" for example in found]
     return pytest.mark.parametrize("example", found, ids=names)
-
-
-@pytest.fixture(autouse=True)
-def _own_plugins(monkeypatch) -> None:
-    """Registrations that an example makes end with it."""
-    for registry in KINDS.values():
-        monkeypatch.setattr(registry, "registered", dict(registry.registered))
 
 
 def test_every_block_has_a_language() -> None:
