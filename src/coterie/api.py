@@ -62,7 +62,7 @@ class Run:
 
         Returns:
             A sentence; None if `local` is not among the run's baselines, or if the results contain
-            no scores of single test windows.
+            no scores of individual test windows.
         """
         folders = {name: self.path / "baselines" / name for name in self.results}
         folders[self.config.label] = self.path
@@ -73,7 +73,7 @@ class Run:
     def model(self, client: str) -> PreTrainedModel:
         """Load the model of a client or of the server.
 
-        LoRA pairs are merged into the weights in the cases in which `load` merges them by default.
+        LoRA pairs are merged into the weights if `load` would merge them by default.
 
         Args:
             client: The client's name, or "server" for the server's own model.
@@ -102,10 +102,10 @@ def run(
     Args:
         config: A validated configuration, the plain data of a run file, or the path of a run file.
         out: The folder to create for the run; by default, `runs/NAME` with the run's name.
-        method: A method that replaces the configuration's. Its class need not be registered if
-            `engine` is "local".
-        transforms: Aggregation transforms that replace the configuration's. Their classes need not
-            be registered if `engine` is "local".
+        method: A method to use instead of the method in `config`. Its class need not be registered
+            if `engine` is "local".
+        transforms: Aggregation transforms to use instead of the transforms in `config`. Their
+            classes need not be registered if `engine` is "local".
         force: Whether to overwrite a run that the folder already contains.
         callbacks: Objects whose hooks are called during the baselines and the run.
         engine: "local" trains clients one at a time in this process; "flower-simulation" trains
@@ -153,17 +153,18 @@ def resume(
         method: The run's method, if its class is not registered.
         callbacks: Objects whose hooks are called during the baselines and the run.
         engine: "local" or "flower-simulation", as in `run`; by default, the engine that the run
-            began with. The result does not depend on it.
-        from_round: The checkpoint to continue from, given as the number of rounds that it
-            contains; by default, the newest. An earlier one helps if the newest is damaged. Later
-            checkpoints are deleted.
+            began with. The result does not depend on the engine.
+        from_round: The number of rounds that were complete at the checkpoint to continue from; by
+            default, the newest checkpoint is used. An earlier checkpoint helps if the newest
+            checkpoint is damaged. The checkpoints of later rounds are deleted.
 
     Returns:
         The finished run and its baselines.
 
     Raises:
-        CoterieError: The folder contains no run, the run is deployed, a client's text or a plugin
-            has changed since the run began, or there is no checkpoint of `from_round`.
+        CoterieError: The folder contains no run, the run belongs to a deployment (`coterie server`
+            or `coterie client`), a client's text or a plugin has changed since the run began, or
+            there is no checkpoint after round `from_round`.
     """
     folder = RunFolder(Path(path))
     config, description = recorded(folder, method), folder.description
@@ -180,13 +181,23 @@ def resume(
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
-    """Delete the checkpoints of later rounds from a run and its baselines, unless finished."""
+    """Delete the checkpoints of later rounds from a run and its baselines.
+
+    Finished runs are not changed.
+
+    Args:
+        folder: The folder of the run.
+        rounds: The number of rounds that were complete at the newest checkpoint to keep.
+
+    Raises:
+        CoterieError: No unfinished run has a later checkpoint.
+    """
     runs = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
     later = [run for run in runs if run.result is None and run.rounds() > rounds]
     if not later:
         raise CoterieError(
-            f"{folder.path} has no unfinished run with checkpoints after round {rounds}; choose "
-            "an earlier round."
+            f"No unfinished run in {folder.path} has a checkpoint later than round {rounds}; "
+            "choose an earlier round."
         )
     with folder.lock():
         for run in later:
@@ -210,14 +221,14 @@ def compare(
         config: The configuration, as in `run`; its method and baselines are not used.
         methods: Names of methods, or `Method` objects. The keys of a mapping become the names of
             rows in the tables, as in `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
-        seeds: The number of consecutive seeds; the first is the configuration's.
+        seeds: The number of consecutive seeds; the first seed is the seed in `config`.
         tune: Values to try for keys of the run file, such as
             `{"training.learning_rate": [1e-4, 1e-3]}`. Each method uses the combination with the
             best validation score for the first seed.
         against: The name of the row with which the other rows are compared; by default, the row
             with the best score.
         out: The folder for runs, compare.md and compare.json; by default, `runs/compare-NAME`.
-            Finished runs in it are reused, and an interrupted run is continued.
+            Finished runs in this folder are reused, and an interrupted run is continued.
         callbacks: Objects whose hooks are called during all runs.
         report: Called with a line of text for each run and each warning.
 
@@ -232,7 +243,7 @@ def compare(
     check_against(against, rows)
     path = Path(out) if out is not None else Path("runs") / f"compare-{config.name}"
     if RunFolder(path).is_run:
-        raise CoterieError(f"{path} is the folder of a run; choose another with --out.")
+        raise CoterieError(f"{path} already contains a run; choose another folder with --out.")
     session = Session(config)
     session.check(*rows.values())
     for text in session.warnings:

@@ -13,15 +13,16 @@ class Unwritable(CoterieError):
 
 
 class Diverged(CoterieError):
-    """Training produced a loss, parameters or an upload that are not finite."""
+    """Training produced a loss, a parameter or an upload that is not finite."""
 
 
 def no_client_left(round: int, reason: object) -> Diverged:
     """Return the error for a round in which every client has diverged.
 
     Args:
-        round: The round's number, from 0.
-        reason: A sentence that describes the divergence, or an error whose message does.
+        round: The number of the round, counted from 0.
+        reason: A sentence that describes the divergence, or an error with a message that describes
+            the divergence.
     """
     sentence = str(reason)
     return Diverged(f"No client is left in round {round + 1}: {sentence[0].lower()}{sentence[1:]}")

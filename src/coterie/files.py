@@ -18,14 +18,14 @@ from pydantic import AfterValidator
 from coterie.errors import CoterieError, Unwritable
 
 LOG_BYTES = 10 * 2**20
-"""Maximum size of a log file in bytes; a larger one is rotated."""
+"""Maximum size of a log file in bytes; a larger file is rotated."""
 
 
 def path_part(name: str) -> str:
     """Convert a name to a path component, such as "AG News, low" to "AG-News-low".
 
     Returns:
-        The component; "" if no character of the name is permitted in it.
+        The component; "" if the name contains no permitted character.
     """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-_")
 
@@ -39,7 +39,9 @@ def expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise CoterieError(f"{path}: this machine has no home folder of that user.") from None
+        raise CoterieError(
+            f"{path}: the home folder of this user is unknown; correct the path."
+        ) from None
 
 
 def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
@@ -158,8 +160,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     Args:
         path: The file to replace or create.
         data: The new content.
-        mode: The file's permissions, from which the umask is removed. The file has them as soon as
-            it is created.
+        mode: The permissions of the file before the umask is applied; by default, 0o666 (octal).
+            The file has these permissions as soon as it is created.
 
     Raises:
         CoterieError: The file cannot be written.
@@ -240,7 +242,14 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _hand_over(descriptor: int, folder: Path) -> None:
-    """Transfer a file that root wrote to the owner of its folder, whose services must read it."""
+    """Make the owner of a folder the owner of a new file in it, if root wrote the file.
+
+    Otherwise, a service that runs as the owner of the folder could not read the file.
+
+    Args:
+        descriptor: The descriptor of the open file.
+        folder: The folder that contains the file.
+    """
     if os.geteuid() == 0:
         owner = folder.stat()
         os.fchown(descriptor, owner.st_uid, owner.st_gid)

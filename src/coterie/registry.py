@@ -26,7 +26,7 @@ class Registry(Generic[T]):
     group: str
     """The entry point group in which installed packages declare additional objects."""
     accept: Callable[[Any], T]
-    """Function that registers an entry point's object, or raises CoterieError if it is invalid."""
+    """Function that registers an entry point's object, or refuses it with a CoterieError."""
     reserved: tuple[str, ...] = ()
     """Names that have another meaning in run files, so that no object may have them."""
     advice: str = ""
@@ -63,7 +63,7 @@ class Registry(Generic[T]):
     def add(self, name: str, value: T) -> None:
         """Register an object.
 
-        An edited class may replace its earlier version from the same file or notebook cell.
+        A class may replace an earlier version of itself from the same file or notebook cell.
 
         Raises:
             CoterieError: Another object has this name, or the name is reserved.
@@ -87,7 +87,7 @@ class Registry(Generic[T]):
 class NamedSpec(BaseModel):
     """An entry of a run file that names a registered class: a name, or a mapping with settings.
 
-    The class that has the name validates the settings.
+    The class with this name validates the settings.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -133,7 +133,10 @@ def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:
 
 
 def _origin(value: Any) -> tuple[str, str]:
-    """Return the file (or the module, if it has no file) that defines a class, and its name."""
+    """Return the file that defines a class, and the class's name.
+
+    If the module of the class has no file, return the module's name instead of the file.
+    """
     module = sys.modules.get(value.__module__)
     return getattr(module, "__file__", value.__module__), value.__qualname__
 

@@ -122,7 +122,10 @@ def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeyp
     monkeypatch.setattr(fleet, "first_order", lambda *_: order(run))
     result = client(run)
     assert result.exit_code == 0, result.output
-    assert "step        -       not measured: it needs the server or other clients" in result.output
+    assert (
+        "step        -       not measured: the step needs the server or other clients"
+        in result.output
+    )
     assert "This client can take part" in result.output
 
 

@@ -219,7 +219,7 @@ def test_fields_that_do_not_fit(instructed, finished, coterie_command) -> None:
         ([*write, "--field", "=x"], "--field takes NAME=TEXT"),
         ([*write, *both, "--field", "who=ben"], "each name once, not 'who=ben'"),
         ([*write, *both, "--tokens", 60], "smaller --tokens"),
-        (["generate", finished, "--client", "poet", *both], "is not on instructions"),
+        (["generate", finished, "--client", "poet", *both], "did not train on instructions"),
     ]:
         said = coterie_command(*arguments)
         assert said.code == 2

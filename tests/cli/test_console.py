@@ -51,8 +51,8 @@ def test_a_server_without_a_terminal_writes_a_line_for_every_round(console) -> N
         board.round_over(1, 2)
     lines = shown(console).splitlines()
     assert len(lines) == 4
-    assert "round 1/2: 3 uploads counted, about" in lines[2]
-    assert lines[3].endswith("round 2/2: 2 uploads counted")
+    assert "round 1/2: 3 uploads used, about" in lines[2]
+    assert lines[3].endswith("round 2/2: 2 uploads used")
 
 
 def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
@@ -85,4 +85,6 @@ def test_a_client_warns_of_a_validation_loss_that_jumps(console) -> None:
     with ClientBoard(console) as board:
         board("validation/loss", 4.9)
         board("validation/jump", {"round": 3, "loss": 8.8, "best": 4.9})
-    assert "validation loss is 8.80 after round 3, against 4.90 at best" in shown(console)
+    assert "validation loss is 8.80 after round 3, but 4.90 for the best model so far" in shown(
+        console
+    )

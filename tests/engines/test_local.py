@@ -309,7 +309,9 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     path.write_bytes(data)
     with pytest.raises(CoterieError, match=r"client-poet.* is damaged .* --from-round 1\."):
         coterie.resume(folder.path)
-    with pytest.raises(CoterieError, match=r"no unfinished run with checkpoints after round 7"):
+    with pytest.raises(
+        CoterieError, match=r"No unfinished run in .* has a checkpoint later than round 7"
+    ):
         coterie.resume(folder.path, from_round=7)
     coterie.resume(folder.path, from_round=1)
     assert_identical(final_states(folder.path), final_states(undisturbed))

@@ -61,21 +61,22 @@ app.add_typer(keys.app, name="keys")
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Raise CoterieError for an argument whose bytes are not text."""
+    """Raise CoterieError for an argument that is not valid text in the system's encoding."""
     for number, argument in enumerate(arguments, start=1):
         try:
             argument.encode()
         except UnicodeEncodeError:
             raise CoterieError(
                 f"Argument {number}, {argument!a}, is not valid {sys.getfilesystemencoding()}; "
-                "type it again in that encoding."
+                "correct the argument, or the encoding of the terminal."
             ) from None
 
 
 def main(app: typer.Typer = app) -> None:
-    """Run a command, and exit with one sentence and code 2 after an error that the user can fix.
+    """Run a command; after an error that the user can fix, print one sentence and exit with code 2.
 
-    Files are created with permissions for this user only: models, losses and logs are personal.
+    Only this user may read the files that the command creates: models, losses and logs are
+    personal.
     """
     os.umask(0o077)
     for stream in (sys.stdin, sys.stdout, sys.stderr):

@@ -100,11 +100,11 @@ def check_client(server: str, credentials: Kit, site: Site) -> None:
         [participant] = session.participants(config)
         data = participant.data
         report(
-            f"{len(data.train.ids):,} tokens or samples for training, {len(data.validation.ids):,} "
-            f"for validation, {len(data.test.ids):,} for testing"
+            f"{len(data.train.ids):,} tokens for training, {len(data.validation.ids):,} for "
+            f"validation, {len(data.test.ids):,} for testing"
         )
     # An error may concern the whole run, of which this client knows only a part.
-    with _checking("step", "not measured: it needs the server or other clients"):
+    with _checking("step", "not measured: the step needs the server or other clients"):
         step = trial.run_trial(session, config)
         _line("memory", "ok", f"at most {size(step.peak)} during a step")
         fields = "; ".join(field.description for field in config.method.schema().up) or "nothing"
@@ -121,11 +121,12 @@ def check_client(server: str, credentials: Kit, site: Site) -> None:
 
 @contextmanager
 def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
-    """Run a check in the block, print a line about it, and exit with code 1 if the check fails.
+    """Run the block as a check: print a line about the check, and exit with code 1 if it fails.
 
     Args:
-        subject: What is checked.
-        excuse: If given, a failed check prints this text and the error, and does not exit.
+        subject: A word for what the block checks; the line begins with this word.
+        excuse: A text to print, with the error, if the block raises a CoterieError; the command
+            then continues. Without this text, every error ends the command.
 
     Yields:
         A function that prints the line of a passed check. Its argument is the text of the line.

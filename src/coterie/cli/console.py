@@ -26,10 +26,10 @@ from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
 
 
 class Board(LiveDisplay[Live], ServerWatch):
-    """The server's table of clients: status, time of the last upload, and bytes.
+    """The server's table of clients: status, time of the last upload, and bytes transferred.
 
-    A terminal shows the table, which is updated in place; elsewhere (a file, a pipe, a service's
-    log), each event and each round prints a line.
+    A terminal shows the table, which is updated in place. If the output is not a terminal (a file,
+    a pipe, a service's log), each event and each round prints a line instead.
     """
 
     def __init__(self, console: Console) -> None:
@@ -61,7 +61,7 @@ class Board(LiveDisplay[Live], ServerWatch):
 
     def round_over(self, round: int, counted: int) -> None:
         self.done = round + 1
-        counts = f"{plural(counted, 'upload')} counted"
+        counts = f"{plural(counted, 'upload')} used"
         self.note(f"round {self.done}/{self.rounds}: {counts}{self._left()}")
 
     def _left(self) -> str:
@@ -86,7 +86,7 @@ class ClientBoard(LiveDisplay[Status]):
     """The client's output: a line for each event and, on a terminal, a status line.
 
     Args:
-        estimate: Returns the bytes of memory that a run needs, or None if that is unknown.
+        estimate: Function that returns the bytes of memory that a run needs; None if unknown.
     """
 
     def __init__(
@@ -142,13 +142,14 @@ class ClientBoard(LiveDisplay[Status]):
         self.console.print("The server asks you to take part in this run:")
         self.console.print(table)
         answer = Confirm.ask(
-            "Do you agree to take part in this run, and in no other?", console=self.console
+            "Your agreement holds for this run only. Do you agree to take part?",
+            console=self.console,
         )
         self.__enter__()
         return answer
 
     def _step(self, round: int) -> None:
-        """Print a line about a round whose training is complete, even if its upload may be lost."""
+        """Print a line about a round when its training is complete, before the upload is sent."""
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
         items += [f"{size(self.bytes[name])} {name[6:]}" for name in self.bytes]  # up or down
@@ -170,7 +171,7 @@ def _state(seat: Seat, working: bool) -> str:
 
 
 def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
-    """Describe a run to the person who is asked to agree to it, as (subject, text) pairs.
+    """Return (subject, text) pairs that describe a run to the user who is asked to agree to it.
 
     Args:
         order: The server's order to join the run.
@@ -210,7 +211,7 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
 
 
 def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
-    """Describe a run's costs, as texts by subject, to the person who is asked to agree to the run.
+    """Return texts, by subject, that describe a run's costs to the user who is asked to agree.
 
     Args:
         config: The run as the client sees it.
@@ -229,7 +230,7 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
         "computing": f"{steps:,} training steps in all, on {threads}; evaluated {when}",
         "memory": f"{estimate}batches of {training.at_once} samples of {config.data.window} "
         f"tokens in training and of {evaluation.batch} in evaluation; `coterie client --check` "
-        "measures it",
+        "measures the memory",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
         f"most {MAX_DISK / 2**30:.0f} GiB for all runs in --out",
     }

@@ -68,8 +68,9 @@ Epsilon = Annotated[
     typer.Option(
         min=0,
         max=1e9,
-        help="Privacy budget (epsilon, at a delta of 1e-5) of all runs in --out together, for what "
-        "methods and transforms send with noise. Default: the budget of the --run file.",
+        help="Privacy budget (epsilon, at a delta of 1e-5) for all runs in --out together. The "
+        "budget limits the data that methods and transforms send with noise. Default: the budget "
+        "of the --run file.",
     ),
 ]
 ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
@@ -157,7 +158,7 @@ def client(
         str | None, typer.Option(help="Test text, with --train. Default: a part of --train.")
     ] = None,
     base: Annotated[
-        str | None, typer.Option(help="Local copy of the run's base, if it is a folder.")
+        str | None, typer.Option(help="Local copy of the base, if the run's base is a folder.")
     ] = None,
     public: Annotated[str | None, typer.Option(help="Local copy of the run's public text.")] = None,
     run: Agreed = None,
@@ -219,7 +220,7 @@ def expel(run: ServersRun, client: ClientName) -> None:
 
     The round in progress is repeated without the client, and the run continues. A quorum of all
     clients becomes a quorum of all remaining clients. The server discards the method's state for
-    this client; `coterie forget` deletes the rest of its data.
+    this client; `coterie forget` deletes the client's other data.
 
     For example:
 
@@ -234,8 +235,8 @@ def expel(run: ServersRun, client: ClientName) -> None:
     folder.expel(client)
     terminal.say(
         f"{client} is expelled from {run}.",
-        f"Its key can still connect; to revoke it: `coterie keys remove {client}`",
-        f"To delete its data on the server: `coterie forget {run} --client {client}`",
+        f"{client} can still connect; to revoke the key: `coterie keys remove {client}`",
+        f"To delete the client's data on the server: `coterie forget {run} --client {client}`",
     )
 
 
@@ -243,8 +244,8 @@ def forget(run: ServersRun, client: ClientName) -> None:
     """Delete a client's state, metrics and log lines from a server's run folder.
 
     Stop the server first, and resume it afterwards. The client's uploads cannot be removed from
-    the averages that they are part of: the command prints in which rounds they counted, and how to
-    train again without the client.
+    the averages that contain them. The command therefore prints in how many rounds these uploads
+    were used, and how to train again without the client.
 
     For example:
 
@@ -263,21 +264,28 @@ def forget(run: ServersRun, client: ClientName) -> None:
     )
     if forgotten.rounds:
         terminal.say(
-            f"Uploads of {client} counted in {plural(len(forgotten.rounds), 'round')}, most "
+            f"Uploads from {client} were used in {plural(len(forgotten.rounds), 'round')}, most "
             f"recently in round {forgotten.rounds[-1]}. Their effect on the shared parameters and "
             "on the other clients' models cannot be removed.",
             f"To train again without {client}, start a new run:",
             f"  coterie server FILE --without {client} --out FOLDER",
         )
-    terminal.say(f"Its key can still connect; to revoke it: `coterie keys remove {client}`")
+    terminal.say(f"{client} can still connect; to revoke the key: `coterie keys remove {client}`")
 
 
 def _agreed(
     run: Path | None, client: str, epsilon: float | None
 ) -> "tuple[Terms | None, Budget | None]":
-    """Return the terms of the only run that a client accepts, and its privacy budget for all runs.
+    """Return the terms that a client has agreed to, and the client's privacy budget for all runs.
 
-    Each is None if the client's options do not set it.
+    Args:
+        run: The run file of the only run that the client accepts; None to ask the user.
+        client: The client's name.
+        epsilon: The epsilon of the budget; None for the budget of the run file.
+
+    Returns:
+        The terms, which are None without a run file; and the budget, which is None if neither
+        `epsilon` nor the run file sets one.
     """
     if epsilon is not None and math.isnan(epsilon):
         raise CoterieError("--epsilon takes a number, not nan.")
@@ -332,7 +340,7 @@ def _load_credentials(file: Path, name: str | None) -> "Kit":
 
 
 def _absolute(path: str | None) -> str | None:
-    """Return the absolute path if the path exists; return a name on the hub unchanged."""
+    """Return an existing path as an absolute path; return a name on the hub unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 

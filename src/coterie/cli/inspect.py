@@ -62,10 +62,11 @@ def audit(
     file: RunFile = None,
     settings: Settings = None,
 ) -> None:
-    """Show what a client sends and receives in a round and what never leaves it, with its bytes.
+    """Show what a client sends and receives in a round, and what never leaves the client.
 
-    The fields are those that the method declares. Their sizes are measured on the messages of one
-    short round. A client without a path, as in a deployment, gets a text of the demo.
+    The output lists the fields that the method declares, with their sizes in bytes. The sizes are
+    measured on the messages of one short round. A client for which the run file gives no path, as
+    in a deployment, uses a text of the demo.
 
     For example:
 
@@ -91,8 +92,8 @@ Layer = Annotated[
     str | None,
     typer.Option(
         metavar="N|first|middle|last",
-        help="Layer whose experts --texts and --samples show; N counts from 1. Default: the first, "
-        "the middle and the last layer.",
+        help="Layer whose experts --texts and --samples show: first, middle, last, or the layer's "
+        "number N (1 for the first). Default: the first, the middle and the last layer.",
     ),
 ]
 Texts = Annotated[
@@ -142,7 +143,7 @@ def draw(
     Args:
         runs: Run folders, or folders of run folders.
         out: The folder of the report.
-        layer: The layer to show in figures about one layer; see `write_report`.
+        layer: The layer that figures of single layers show; see `write_report`.
         texts: Whether to show clients' texts.
         samples: Whether to plot clients' samples.
         texts_from: A folder of texts to show instead of clients' texts.
@@ -198,7 +199,7 @@ def base(
     ],
     settings: Settings = None,
 ) -> None:
-    """Show a base, the layers that adapters cover and, for a run file, the memory clients need.
+    """Show a base, the layers that adapters cover and, for a run file, the memory of its clients.
 
     No weights are downloaded or loaded: the command reads only the base's configuration, its
     tokenizer and, if the base is a folder, the headers of its weight files.

@@ -70,7 +70,7 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """
     server = _keys()(folder)
     server.certify(host or ())
-    terminal.say(_certificate(server), "A running server uses it at once.")
+    terminal.say(_certificate(server), "A running server uses the certificate at once.")
 
 
 @app.command()
@@ -88,7 +88,7 @@ def add(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
 
 @app.command()
 def renew(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
-    """Write a new key file for a client, and reject its old key at once.
+    """Write a new key file for a client, and reject the client's old key at once.
 
     The new key is valid for two years. A running client continues when the new key file replaces
     the old one.
@@ -116,7 +116,7 @@ def show(folder: Folder = DEFAULT) -> None:
 
 @app.command()
 def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
-    """Remove a client. The server closes its connections and rejects its key."""
+    """Remove a client. The server closes the client's connections and rejects the client's key."""
     _keys()(keys).remove(name)
     terminal.say(f"The server now rejects the key of {name}.")
 
@@ -124,8 +124,9 @@ def remove(name: Name, keys: FolderOption = DEFAULT) -> None:
 def _print_instructions(name: str, file: Path) -> None:
     """Print what to do with a new key file."""
     terminal.say(
-        f"The key file of {name} is {file}. The server keeps no copy of the private key in it.",
-        f"Transfer it to the machine of {name} over a secure channel, then delete it here.",
+        f"The key file of {name} is {file}. It contains a private key, of which the server keeps "
+        "no copy.",
+        f"Transfer the file to the machine of {name} over a secure channel, then delete it here.",
     )
 
 

@@ -17,11 +17,12 @@ from coterie.runs import Callback, RunStart
 
 
 def jump_warning(client: str | None, value: Json) -> str:
-    """Return the warning for a value of the metric `JUMPED`: a jump of the validation loss."""
+    """Return the warning about a jump of the validation loss, which the metric `JUMPED` records."""
     return (
         f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
-        f"against {value['best']:.2f} at best; another client's upload may have damaged the shared "
-        "model (the server's metrics record the size and direction of each upload)."
+        f"but {value['best']:.2f} for the best model so far; another client's upload may have "
+        "damaged the shared model (the server's metrics record the size and direction of each "
+        "upload)."
     )
 
 

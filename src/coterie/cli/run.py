@@ -75,8 +75,8 @@ def run(
 ) -> None:
     """Train a method and its baselines, and show each client's results.
 
-    Without a run file, the built-in demo runs, which takes a few minutes on two cores and downloads
-    nothing. For your own data, write a run file, such as mine.yaml:
+    Without a run file, the command runs the built-in demo, which takes a few minutes on two cores
+    and downloads nothing. For your own data, write a run file, such as mine.yaml:
 
         method: comigs-1g1s
         rounds: 10
@@ -153,7 +153,9 @@ def compare(
 
     values, trials = read_values(file, settings or ()), read_tune(tune or ())
     if {"rows", "shows"} & values.keys():
-        raise CoterieError(f"{file} is a table file; fill it in with `python -m reproduce {file}`.")
+        raise CoterieError(
+            f"{file} describes a table of results; run it with `python -m reproduce {file}`."
+        )
     config = load_here(values, trials)
     folder = out or Path("runs") / f"compare-{config.name}"
     with terminal.stoppable():
@@ -187,7 +189,7 @@ def _warn_of_unused_routers(config: "RunConfig") -> None:
     if every > steps:
         terminal.say(
             f"Note: the routers of {config.label} are first updated after {every} steps, but this "
-            f"run has only {steps}. Set a smaller method.router.every, or more rounds."
+            f"run has only {steps} steps. Set a smaller method.router.every, or more rounds."
         )
 
 
@@ -199,7 +201,7 @@ def progress() -> "list[Callback]":
 
 
 def _show(finished: "Run", arguments: str | None) -> None:
-    """Print a run's table of scores, the clients that gained, and commands to try next.
+    """Print a run's table of scores, a comparison with `local`, and commands to try next.
 
     Args:
         finished: The run.
@@ -217,7 +219,7 @@ def _show(finished: "Run", arguments: str | None) -> None:
         if arguments is not None:
             methods = ",".join(finished.results)
             terminal.say(
-                "To compare them over several seeds, or with other methods:",
+                "To compare these methods over several seeds, or with other methods:",
                 f"  coterie compare{arguments} --methods {methods} --seeds 3{plugins}",
             )
         terminal.say("To plot this run:", f"  coterie report {finished.path}{plugins}")

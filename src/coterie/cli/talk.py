@@ -19,7 +19,7 @@ from coterie.runs import RunFolder
 
 HELP = """\
 /reset       clear the conversation
-/save FILE   append the conversation (with the first model) to a .jsonl file, for data.messages
+/save FILE   append the conversation with the first model to a .jsonl file, to use in data.messages
 /help        show this help
 /quit        end the chat, as Ctrl-D does
 Ctrl-C stops an answer; the conversation keeps the text generated so far."""
@@ -107,7 +107,17 @@ class Talk:
 def speakers(
     run: Path, client: str, others: Sequence[str], sampling: Sampling, system: str | None
 ) -> dict[str, Speaker]:
-    """Load the model of a run's client and the models of `coterie chat --with`, by name.
+    """Load the model of a run's client, and the models that `coterie chat --with` names.
+
+    Args:
+        run: The run folder.
+        client: The client's name.
+        others: The names in `--with`.
+        sampling: Settings with which answers are generated.
+        system: The system prompt, if any.
+
+    Returns:
+        The models by name, each with an empty history.
 
     Raises:
         CoterieError: A model does not exist, or is named twice.
@@ -117,7 +127,7 @@ def speakers(
     untrained: list[str] = []
     for name in (client, *others):
         if name in loaded:
-            raise CoterieError(f"--with repeats {name!r}, which answers already; remove it.")
+            raise CoterieError(f"--with names {name!r}, which is in the chat already; remove it.")
         model_folder, owner = _resolve(folder, name) if loaded else (folder, name)
         config = recorded(model_folder)
         if name == BASE and loaded:

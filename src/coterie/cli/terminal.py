@@ -76,8 +76,8 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     """Exit after Ctrl-C with a hint on how to resume.
 
     Args:
-        folder: The run folder to resume. Without a folder, or if the folder does not hold a run
-            yet, the hint is to repeat the command.
+        folder: The run folder to resume. Without a folder, or if the folder does not contain a
+            run yet, the hint is to repeat the command.
     """
     try:
         yield

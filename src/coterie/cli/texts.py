@@ -20,9 +20,9 @@ from coterie.files import write_json
 EXAMPLES = 2
 """Number of examples of each kind of duplicate."""
 SHOWN = 60
-"""Maximum number of characters that are printed of a duplicated text."""
+"""Maximum number of characters of a duplicated text that are printed."""
 MOST = 50_000_000
-"""Maximum number of characters to search for near duplicates, which takes about half a minute."""
+"""Maximum number of characters to search for near duplicates; this takes about half a minute."""
 HEADS = {"repeats": "repeated", "in_training": "in train", "in_others": "in others"}
 
 
@@ -46,7 +46,7 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
 
 
 def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a dataclass as a mapping, with the key `found` for `original`."""
+    """Return a dataclass's fields as a mapping for JSON, in which `original` is called `found`."""
     return {"found" if name == "original" else name: value for name, value in fields}
 
 
@@ -66,9 +66,10 @@ def _splits(quality: Quality) -> Table:
         ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
         rows,
         "Texts: records, samples or pieces of text files, within data.limits and without the text "
-        f"of templates. Short: fewer than {SHORT} characters. Duplicates: exact + near (similarity "
-        f"of at least {NEAR}{extent}), repeated in the same split, or also in the training text of "
-        f"the same client or of other clients. Excluded empty records: {quality.survey.empty:,}.",
+        f"of templates. Short: fewer than {SHORT} characters. Repeated, in train, in others: "
+        "numbers of exact + near duplicates, whose originals are earlier in the same split, in the "
+        "client's training text, or in another client's training text. Near: similarity of at "
+        f"least {NEAR}{extent}. Excluded empty records: {quality.survey.empty:,}.",
     )
 
 

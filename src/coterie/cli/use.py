@@ -38,8 +38,8 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="Field of the template of a run on instructions, instead of --prompt: "
-            "instruction=TEXT. Repeatable.",
+            help="Text for a field of the prompt template, such as instruction=TEXT; for runs that "
+            "trained on instructions, instead of --prompt. Repeatable.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 80,
@@ -59,7 +59,7 @@ def generate(
 
         coterie generate runs/demo --client ada --prompt "I sing of"
 
-    Example, after a run on instructions, whose template has a field `instruction`:
+    Example, if the run trained on instructions and its template has a field `instruction`:
 
         coterie generate runs/mine --client anna --field instruction="Name a sea."
     """
@@ -150,8 +150,8 @@ def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
 
     if RunFolder(run).description["config"]["data"].get("messages") is not None:
         terminal.complain(
-            "Note: the run is on conversations, but the model continues --prompt as plain text. To "
-            f"chat with the model: coterie chat {run} --client {client}"
+            "Note: the run trained on conversations, but the model continues --prompt as plain "
+            f"text. To chat with the model: coterie chat {run} --client {client}"
         )
     encoder: Any = tokenizer(run, client)
     ids = encoder(prompt or encoder.bos_token or encoder.eos_token)["input_ids"]
@@ -160,7 +160,13 @@ def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
 
 
 def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Sampling") -> str:
-    """Return the answer of the client's model to the run's template, filled in with fields.
+    """Fill in the run's prompt template, and return the answer of the client's model.
+
+    Args:
+        run: The run folder.
+        client: The client's name.
+        fields: The texts for the template, by field.
+        sampling: Settings with which the answer is generated.
 
     Raises:
         CoterieError: The run's data are not instructions, the template has other fields, or the
@@ -180,7 +186,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
     instructions = data.get("instructions")
     if instructions is None:
         raise CoterieError(
-            f"The run {run} is not on instructions and has no template to fill in; use --prompt."
+            f"The run {run} did not train on instructions and has no prompt template; use --prompt."
         )
     prompt = render(instructions["template"], fields, "The prompt")
     encoder: Any = tokenizer(run, client)

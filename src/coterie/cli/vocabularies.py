@@ -15,7 +15,7 @@ from coterie.cli import terminal
 from coterie.files import write_json
 
 LONGEST = 32
-"""Maximum number of characters that a table shows of a token."""
+"""Maximum number of characters of a token that a table shows."""
 
 
 def compare_vocabularies(
@@ -28,7 +28,7 @@ def compare_vocabularies(
         tokenizer_b: The second tokenizer.
         most: The number of worst matches to list.
         json: The file to write the results to, if any.
-        cache: Whether to read maps from the cache and to write them to it.
+        cache: Whether to read maps from the cache, and to write new maps to the cache.
     """
     a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
     terminal.say(
@@ -110,7 +110,7 @@ def _short(token: str) -> str:
 
 
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
-    """Return a table of special tokens: their ids in both vocabularies, and the ids mapped to."""
+    """Return a table of special tokens: the ids in both vocabularies, and the ids after mapping."""
     rows = []
     for role in ROLES:
         tokens = (a.roles.get(role), b.roles.get(role))

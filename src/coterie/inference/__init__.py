@@ -1,1 +1,1 @@
-"""Use of trained models: loading, selecting the best, reference models of DPO, and chats."""
+"""Use of trained models: loading, selection of the best, reference models of DPO, and chats."""

@@ -1,4 +1,4 @@
-"""Search for runs that can be compared with a given run: its baselines, and runs beside it."""
+"""Search for runs to compare with a given run: its baselines, and the runs in the same folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,10 @@ SAME = ("seed", "base", "bases", "data_root", "data", "clients", "divide")
 
 
 def find_beside(folder: RunFolder, method: str) -> RunFolder:
-    """Find the run of another method on the base, data and seed of a given run.
+    """Find a run of another method that has the same base, data and seed as a given run.
 
-    The search covers the given run's baselines, the run for which it is a baseline, and the other
-    runs in its parent folder, such as those of a comparison.
+    The search covers the given run's baselines, the run for which the given run is a baseline, and
+    the other runs in its parent folder, such as the runs of a comparison.
 
     Args:
         folder: The given run.
@@ -42,14 +42,15 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
     if not matches:
         available = ", ".join(sorted(runs)) or "none"
         raise CoterieError(
-            f"No run of {method!r} on the same data is beside {folder.path} (available: "
-            f"{available}), and {method!r} is not a run folder; choose another method or folder."
+            f"There is no run of {method!r} on the same data in the same folder as {folder.path}, "
+            f"or among the baselines of that run (available: {available}), and {method!r} is not a "
+            "run folder; choose another method or folder."
         )
     if len(matches) > 1:
         paths = ", ".join(str(match.path) for match in matches)
         raise CoterieError(
-            f"Several runs of {method!r} are beside {folder.path}; give the folder of one of "
-            f"them: {paths}."
+            f"There are several runs of {method!r} in the same folder as {folder.path}, or among "
+            f"the baselines of that run; give the folder of one of them: {paths}."
         )
     return matches[0]
 
@@ -57,8 +58,8 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
 def _neighbours(path: Path) -> Iterator[RunFolder]:
     """Yield the runs related to a given run.
 
-    These are its baselines, the run for which it is a baseline, and the other runs in its parent
-    folder.
+    The related runs are the given run's baselines, the run for which the given run is a baseline,
+    and the other runs in the given run's parent folder.
     """
     parent = path.resolve().parent
     for folder in (*sorted(path.glob("baselines/*")), parent.parent, *sorted(parent.glob("*"))):

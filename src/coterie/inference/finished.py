@@ -46,15 +46,16 @@ def load(
         client: The client's name, or "server" for the server's own model. It is ignored for a
             pooled run, which trains a single model.
         method: The run's method, if its class is not registered.
-        merge: Whether to merge LoRA pairs, or the differences of full fine-tuning, into the
-            weights, rounded to their dtype. Merging is impossible if a layer has several experts,
-            if experts are attached beside a whole block, or if the base is quantised. By default,
-            they are merged if that is possible and the weights are in float32.
+        merge: Whether to add LoRA pairs, or the weight changes of full fine-tuning, to the base's
+            weights. The sums are rounded to the dtype of the weights. Merging is impossible if a
+            layer has several experts, if experts run in parallel with a whole block of the base,
+            or if the base is quantised. By default, an adapter is merged if merging is possible and
+            the weights are in float32.
 
     Returns:
         A PEFT model if the adapter is a soft prompt; otherwise, a transformers model, whose layers
-        contain the adapter unless it is merged. Both can `generate`. `save_pretrained` raises
-        CoterieError if the layers contain an adapter.
+        contain the adapter unless it is merged. Both models have `generate`. `save_pretrained`
+        raises CoterieError if the layers contain an adapter.
 
     Raises:
         CoterieError: The folder contains no run, the run has no such client, a plugin of the run is
@@ -100,9 +101,9 @@ def model_of(
 
 
 UNMERGEABLE = (
-    "the transformers format does not support several experts on a layer, experts beside a block, "
-    "or an adapter of quantised weights. Keep the run folder, and load the model from it with "
-    "coterie.load."
+    "the transformers format does not support several experts on a layer, experts that run in "
+    "parallel with a whole block, or an adapter on a quantised base. Keep the run folder, and load "
+    "the model from it with coterie.load."
 )
 
 
@@ -121,14 +122,14 @@ class Loaded(NamedTuple):
 
     base: Base
     model: Callable[[], PreTrainedModel]
-    """Attach the adapter to the base and return the model.
+    """Function that attaches the adapter to the base and returns the model.
 
     The model is valid until the adapter of another model is attached to this base.
     """
 
 
 class Loader:
-    """A loader of models from one or several runs; models with equal bases share one copy."""
+    """A loader of models from one or several runs; models with equal bases share one base."""
 
     def __init__(self) -> None:
         self._bases: dict[tuple[BaseSpec, Precision | None, Device], Base] = {}
@@ -153,7 +154,7 @@ class Loader:
         return self._bases[variant]
 
     def load(self, folder: RunFolder, config: RunConfig, client: str) -> Loaded:
-        """Load the model of a client or of the server, which may share its base.
+        """Load the model of a client or of the server; other loaded models may share its base.
 
         Args:
             folder: The run folder.
@@ -183,8 +184,8 @@ class Loader:
             client: The client's name.
 
         Returns:
-            The client's base, and its method object as it was after the last round, even if the
-            client's best model is from an earlier round.
+            The client's base, and the client's method object in its state after the last round,
+            even if the client's best model is from an earlier round.
 
         Raises:
             CoterieError: The run has no such client.
@@ -231,8 +232,8 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
         client: A client's name, or "server", for the tokenizer of that participant's base.
 
     Returns:
-        A transformers tokenizer. If the run's data are conversations, it has the chat template
-        with which they were rendered.
+        A transformers tokenizer. If the run's data are conversations, the tokenizer has the chat
+        template with which the run rendered them.
 
     Raises:
         CoterieError: The folder contains no run, or the base cannot be read.

@@ -1,9 +1,10 @@
 """The best model of a client, chosen by the score on the client's own validation text.
 
-With every engine, the client itself makes the choice, and does not send it to the server. In a
-checkpoint, each client has a file `kept-NAME` beside its current state. The file contains the round
-of the client's best model so far, the model's scores, and the client's state in that round. This
-state is missing if the best model is the untrained base.
+With every engine, the client itself makes the choice, and does not send it to the server. Besides
+the current state of each client, a checkpoint contains a state `kept-NAME`, where NAME is the
+client's name. This kept state holds the round of the client's best model so far, the model's
+scores, and the client's state in that round. The client's state is missing if the best model is the
+untrained base.
 """
 
 import math
@@ -24,7 +25,7 @@ from coterie.methods.pretrained import bare
 from coterie.training.spec import DPOSpec
 
 SIDE = "side"
-"""Name of the nested state in `kept-NAME` that holds the state of the client's method object."""
+"""Name of the nested state, in a kept state, that holds the state of the client's method object."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Best:
     round: int
     """The number of rounds that were complete when the client had this model.
 
-    0 for the untrained base.
+    The number is 0 for the untrained base.
     """
     loss: float
     """The mean loss of the validation samples in nats per token.
 
-    If samples have answers, only the tokens of the answers count. For preference pairs, this is the
-    loss that training minimises, such as the loss of DPO.
+    If samples have answers, the mean is over the tokens of the answers only. For preference pairs,
+    this is the loss that training minimises, such as the loss of DPO.
     """
     accuracy: float | None
     """The share of correctly answered multiple-choice questions or correctly ranked pairs.
@@ -50,8 +51,8 @@ class Best:
     since: int
     """The number of rounds that were complete when this model became the best.
 
-    Equal to `round`, except for the untrained base, which is the best model from the time at which
-    the client joins.
+    It is equal to `round`, except for the untrained base, which is the best model from the time at
+    which the client joins.
     """
 
     def order(self) -> tuple[float, float]:
@@ -86,7 +87,7 @@ class Keeper:
         self.best: Best | None = None
         """The best model so far; None before the client's first round."""
         self.unsaved: State | None = None
-        """The state for `kept-NAME` if it has changed since the last checkpoint, else None."""
+        """The new kept state if the best model has changed since the last checkpoint, else None."""
 
     def begin(self, rounds: int) -> None:
         """Record the untrained base as the best model, unless a best model is already recorded.
@@ -130,7 +131,8 @@ class Keeper:
         """Restore the best model from a checkpoint.
 
         Args:
-            kept: The state in `kept-NAME`; None before the client's first round.
+            kept: The client's kept state, called `kept-NAME` in a checkpoint; None before the
+                client's first round.
         """
         self.best, self.unsaved = best_of(kept), None
 
@@ -139,7 +141,8 @@ def best_of(kept: State | None) -> Best | None:
     """Return the scores and the round of a client's best model.
 
     Args:
-        kept: The state in `kept-NAME`; None before the client's first round.
+        kept: The client's kept state, called `kept-NAME` in a checkpoint; None before the
+            client's first round.
 
     Returns:
         The best model; None before the client's first round.
@@ -160,8 +163,8 @@ def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
     """Return whether a client stops training.
 
     A client stops if its model has not improved in the last `evaluation.patience` rounds. If models
-    are scored after a download, the last complete round does not count, because its download has
-    not arrived yet.
+    are scored after a download, the last complete round is ignored: its model is not scored until
+    the next download arrives.
 
     Args:
         config: The run's configuration.
@@ -177,9 +180,9 @@ def bring_back(base: Base, side: ClientSide, kept: State) -> Callable[[], PreTra
 
     Args:
         base: The client's base.
-        side: The client's method object. Its state becomes that of the best model, unless this is
-            the untrained base.
-        kept: The state in `kept-NAME`.
+        side: The client's method object, which is restored to its state in the round of the best
+            model. It is not changed if the best model is the untrained base.
+        kept: The client's kept state, called `kept-NAME` in a checkpoint.
 
     Returns:
         A function that returns the best model, with its adapter attached to the base.

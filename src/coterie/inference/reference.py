@@ -43,18 +43,18 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
         participant: The participant.
 
     Returns:
-        A copy of the participant whose pairs have these log-likelihoods. A participant without
-        pairs that need them is returned unchanged.
+        A copy of the participant whose pairs have these log-likelihoods. If training needs no
+        log-likelihoods of a reference model, the participant is returned unchanged.
 
     Raises:
-        CoterieError: `training.dpo.reference` is not a run on the same base with this client.
+        CoterieError: `training.dpo.reference` is not a run with this client on the same base.
     """
     if not participant.data.train.needs_reference:
         return participant
     dpo, name = config.training.dpo or DPOSpec(), participant.name
     model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, name)
     referenced: dict[int, Split] = {}
-    """Splits with log-likelihoods by `id` of the original, which can be a split and a test set."""
+    """Splits with log-likelihoods, by the original's `id`: a split may also be a test set."""
 
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch
@@ -120,7 +120,7 @@ def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
 def reference_of(
     logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
 ) -> Reference:
-    """Create the reference for n preference pairs, with a bound on rounding errors of rewards.
+    """Create the reference for n preference pairs, with a bound on the rewards' rounding errors.
 
     The bound assumes that the rounding errors of an answer's tokens are independent, so that their
     sum grows with the square root of the number of tokens.

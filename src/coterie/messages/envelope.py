@@ -1,4 +1,4 @@
-"""Envelopes: the headers of messages between machines, with the run, the round and the request.
+"""Envelopes of messages between machines: headers with the run, the round and the request.
 
 An envelope is a small JSON header followed by the message's bytes. A header contains none of a
 client's text.
@@ -43,10 +43,13 @@ FAULT_MESSAGES: dict[Fault, str] = {
     "unable": "the client left because of an error on its machine; see the client's log",
     "plugin": "the run's plugin is missing on the client's machine, or has another version",
     "public": "the run's public text is missing on the client's machine, or differs",
-    "terms": "the run file agreed to on that machine differs from this run",
+    "terms": "this run differs from the run file that was agreed to on the client's machine",
     "budget": "the run would exceed the client's privacy budget",
 }
-"""Text that the server shows for each fault; `unknown run` has none, as the client joins again."""
+"""Text that the server shows for each fault.
+
+`unknown run` has no text, because the client then joins again.
+"""
 LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
 """Faults after which a client leaves the run."""
 
@@ -76,7 +79,7 @@ class _Header(BaseModel):
 
 
 class Order(_Header):
-    """An order from the server: join the run, take part in a round, finish, or end without result.
+    """A server's order: join the run, take part in a round, finish, or end without a result.
 
     The body is a download. Fields added by other protocol versions are ignored, so that a client
     can report the difference in versions.
@@ -85,13 +88,13 @@ class Order(_Header):
     model_config = ConfigDict(extra="ignore")
 
     counted: int | None = None
-    """The last round in which the server counted this client's upload."""
+    """The last round in which the server used this client's upload."""
     protocol: int = 1
     """The server's protocol version; see messages/formats.py."""
     base: str = ""
-    """Hash of the base's weights on the clients that have joined; empty before the first."""
+    """Hash of the weights of the joined clients' base; empty until the first client has joined."""
     plugins: dict[str, PluginFile] | None = None
-    """Files of the plugins that define methods, transforms, ..., by noun and name; `join` only."""
+    """Files of the run's plugins; the keys are those of `plugins` in run.json; `join` only."""
     public: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     """Hash of the run's public text, if the run has any; `join` only."""
     config: dict[str, Json] | None = None
@@ -140,7 +143,7 @@ def _is_array(value: Json) -> bool:
 
 
 def _is_score(value: Json) -> bool:
-    """Return whether a value maps metrics to numbers, and contains those that all reports need."""
+    """Return whether a value maps metrics to numbers, among them those that all reports need."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -171,7 +174,7 @@ class Reply(_Header):
     base: str = ""
     """Hash of the base's weights, in a reply to `join`."""
     stops: bool | None = None
-    """Whether the client will skip all later rounds (`evaluation.patience`); None otherwise."""
+    """True if the client will skip all later rounds (`evaluation.patience`), otherwise None."""
     entries: list[Entry] | None = None
     """Metrics that the client logged, if the run shares metrics."""
 

@@ -32,7 +32,7 @@ def check_format(source: str, header: Mapping[str, Any], remedy: str) -> None:
     Args:
         source: Name of the file or message, the subject of the error message.
         header: The header that was read.
-        remedy: Last sentence of the error message: what to do.
+        remedy: Last sentence of the error message, which says what to do.
 
     Raises:
         FormatError: The header declares another format, or none.

@@ -27,7 +27,7 @@ Groups = Mapping[str, Tensors]
 LARGEST_MESSAGE = 2**30
 """Maximum message size in bytes; enough for three full-rank updates of GPT-2's layers."""
 LARGEST_HEADER = 2**23
-"""Maximum header size in bytes; parsed names, shapes and values take up to 65 times as much."""
+"""Maximum header size in bytes; after parsing, it takes up to 65 times as much memory."""
 LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
 """Maximum number of tensor dimensions that torch can compute with."""
@@ -71,7 +71,7 @@ class State:
             yield from part.walk(*path, name)
 
     def without(self, client: str) -> "State":
-        """Return a copy without a client's nested state and its entries in `values`.
+        """Return a copy that omits a client's nested state and the client's entries in `values`.
 
         Args:
             client: The client's name. Every key of this name is removed, at any depth of the
@@ -81,7 +81,7 @@ class State:
         return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})
 
     def is_finite(self) -> bool:
-        """Return whether all numbers in tensors and values are finite, in nested states too."""
+        """Return whether all numbers in tensors and values are finite, including nested states."""
         return all(_are_finite(state.values, state.groups) for _, state in self.walk())
 
     def encode(self) -> bytes:
@@ -116,7 +116,7 @@ class State:
             or not all(NAME.fullmatch(name) for path in paths for name in path)
             or not all(isinstance(v, dict) for v in values.values())
         ):
-            raise MessageError("The state contains values of unknown nested states.")
+            raise MessageError("The state contains values of invalid nested states.")
         return _assembled({path: {} for path in paths} | groups, values)
 
 
@@ -157,7 +157,13 @@ def _has_finite_numbers(value: object) -> bool:
 def _assembled(
     groups: Mapping[tuple[str, ...], Groups], values: Mapping[str, Json], *path: str
 ) -> State:
-    """Build the state at a path with its nested states, from the groups and values of all paths."""
+    """Build the state at a path, including its nested states.
+
+    Args:
+        groups: The groups of all states, by the states' paths.
+        values: The values of all states, by the states' paths, joined by colons.
+        *path: The path of the state to build.
+    """
     depth = len(path)
     below = {other: tensors for other, tensors in groups.items() if other[:depth] == path}
     names = sorted({other[depth] for other in below if len(other) > depth})
@@ -173,7 +179,8 @@ class Message:
         round: Number of exchanges completed before this message.
         groups: Tensors by group and name.
         values: JSON values by name.
-        peers: Groups of other clients by client name, in downloads that forward uploads.
+        peers: Tensor groups that other clients uploaded, by client name; only in downloads that
+            forward uploads.
     """
 
     round: int = 0
@@ -277,7 +284,9 @@ def _unpack(
 ) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
     """Return the groups by path, and the header.
 
-    The exceptions are those of `Message.decode` and `check_format`.
+    Raises:
+        MessageError: The bytes are not a message or a state.
+        FormatError: The sender's or the writer's version has another format.
     """
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
@@ -288,7 +297,7 @@ def _unpack(
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
-        raise MessageError("The message's header lacks its values.")
+        raise MessageError("The message's header has no `values`.")
     check_format(source, header, remedy)
     by_path: dict[tuple[str, ...], dict[str, dict[str, Tensor]]] = {}
     for key, tensor in sorted(tensors.items()):  # safetensors returns them in any order

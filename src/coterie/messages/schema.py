@@ -93,7 +93,8 @@ class Schema:
             declared = (f for f in fields if f.name == group and f.peers == (peer is not None))
             if not any(field.allows(name, dtype) for field in declared):
                 raise MessageError(
-                    f"The tensor {name!r} ({dtype}) of the group {group!r} may not be sent ({way})."
+                    f"The tensor {name!r} ({dtype}) of the group {group!r} may not be sent: the "
+                    f"method's schema does not declare it for `{way}` messages."
                 )
             if not is_finite(tensor):
                 raise MessageError(
@@ -101,7 +102,10 @@ class Schema:
                 )
         for name, value in message.values.items():
             if not any(f.dtype == "json" and f.name == name for f in fields):
-                raise MessageError(f"The value {name!r} may not be sent ({way}).")
+                raise MessageError(
+                    f"The value {name!r} may not be sent: the method's schema does not declare it "
+                    f"for `{way}` messages."
+                )
             if not plain(value):
                 raise MessageError(
                     f"The value {name!r} contains non-finite numbers or integers beyond 64 "

@@ -21,7 +21,7 @@ from coterie.privacy.mechanisms import epsilon, noise_for
 
 
 class Budget(NamedTuple):
-    """A privacy budget, which one run spends or which a client permits for all of its runs."""
+    """A privacy budget: what one run spends, or what a client permits for all of its runs."""
 
     epsilon: float
     """The budget's epsilon; infinite if any data are sent without noise."""
@@ -37,9 +37,10 @@ RUNS = TypeAdapter(dict[str, dict[str, Noise]])
 
 
 class Ledger:
-    """One client's releases in all of its runs.
+    """A record of all that one client has released with noise, in all of its runs.
 
-    Releases are Gaussian mechanisms on the same records, so their costs `1 / noise**2` add up.
+    Each release is the output of a Gaussian mechanism on the same records. Therefore, the costs
+    `1 / noise**2` of the releases add up.
 
     Args:
         path: File of the ledger; None to keep the ledger in memory.
@@ -61,10 +62,10 @@ class Ledger:
         A release that is already recorded is permitted again at no cost.
 
         Args:
-            release: Name of the release: a digest, preceded by `SOURCE:` if a run has several
-                sources of releases.
+            release: Name of the release, such as a digest. If several parts of a run make releases,
+                the name begins with the name of the part and a colon.
             noise: Standard deviation of the noise divided by the sensitivity.
-            releases: Number of releases that the source makes in the whole run.
+            releases: Number of releases that this part makes in the whole run.
 
         Raises:
             CoterieError: The file cannot be read or written.

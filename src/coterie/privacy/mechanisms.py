@@ -1,9 +1,10 @@
 """The Gaussian mechanism for means over a client's records.
 
-It replaces the noise that FedAMoLE (arXiv 2411.19128) adds to embeddings, which is not calibrated
-to the sensitivity and therefore guarantees nothing. Two sets of records are neighbours if one
-record is replaced by another; the number n of records is public. The guarantee covers only the
-result of `private_mean`, and no other function of these records, such as trained weights.
+The noise that FedAMoLE (arXiv 2411.19128) adds to embeddings is not calibrated to the sensitivity
+and therefore guarantees nothing; this mechanism replaces that noise. Two sets of records are
+neighbours if one record is replaced by another; the number n of records is public. The guarantee
+covers only the result of `private_mean`, and no other function of these records, such as trained
+weights.
 """
 
 import math
@@ -21,8 +22,8 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
     """Return the mean of clipped vectors plus Gaussian noise.
 
     Each vector is scaled to an L2 norm of at most `clip`, so replacing one record changes the mean
-    by at most `2 clip / n`. Values that are not finite count as 0, so that one record cannot make
-    the mean NaN.
+    by at most `2 clip / n`. Values that are not finite are replaced by 0, so that one record cannot
+    make the mean NaN.
 
     Args:
         samples: (n, dim), one vector per record, n >= 1.
@@ -43,7 +44,7 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
 
 
 def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
-    """Return the result of `private_mean` for zero vectors, which reveals nothing of the samples.
+    """Return the result of `private_mean` for zero vectors; it reveals nothing about the samples.
 
     Args:
         samples: (n, dim); only the shape is used.
@@ -57,8 +58,8 @@ def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generat
 def epsilon(noise: float, releases: int, delta: float) -> float:
     """Return the exact epsilon of (epsilon, delta)-differential privacy after several releases.
 
-    The releases compose to one Gaussian mechanism with `mu = sqrt(releases) / noise` (Dong et al.,
-    Gaussian differential privacy, arXiv 1905.02383, on composition).
+    Together, the releases are equivalent to one Gaussian mechanism with `mu = sqrt(releases) /
+    noise` (Dong et al., Gaussian differential privacy, arXiv 1905.02383, on composition).
 
     Args:
         noise: Noise multiplier sigma > 0 of each release.
@@ -100,7 +101,8 @@ def noise_for(epsilon: float, releases: int, delta: float) -> float:
 def _log_delta(eps: float, mu: float) -> float:
     """Compute the logarithm of `Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)`.
 
-    Theorem 8 of Balle and Wang (arXiv 1805.06530), with logarithms because e^eps overflows.
+    This is the formula of Theorem 8 of Balle and Wang (arXiv 1805.06530). It is evaluated in
+    logarithms, because e^eps overflows.
     """
     first = float(log_ndtr(-eps / mu + mu / 2))
     second = eps + float(log_ndtr(-eps / mu - mu / 2))

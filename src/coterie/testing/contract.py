@@ -41,20 +41,23 @@ class MethodContract:
 
     @pytest.fixture
     def run(self, tmp_path: Path) -> RunConfig:
-        """The run of the tests: three clients, two rounds and a public text."""
+        """The run that the tests execute, with three clients, two rounds and a public text."""
         if not METHODS.is_installed(type(self.method)):
             register(type(self.method))
         (folder := tmp_path / "texts").mkdir()
         return small_run(folder, **{"method": self.method, **self.changes})
 
     def test_a_deployment_gives_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
-        """Check that a deployment, which exchanges bytes, ends with the local engine's states."""
+        """Check that a deployment ends in the same states as a run of the local engine.
+
+        In a deployment, messages are exchanged as bytes.
+        """
         local = coterie.run(run, out=tmp_path / "local")
         loop.deploy(run, tmp_path)
         loop.assert_as_local(run, tmp_path, RunFolder(local.path))
 
     def test_a_stopped_run_continues_to_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
-        """Check that an interrupted and resumed run ends with an uninterrupted run's states.
+        """Check that a resumed run ends in the same states as an uninterrupted run.
 
         `state()` must contain everything that a restart needs, and random draws must not depend on
         earlier draws.
@@ -190,7 +193,10 @@ class MethodContract:
     def test_an_evaluation_adds_no_work(
         self, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Check that evaluations add no calls of the method and no forward passes of training."""
+        """Check that evaluations cause no additional calls of the clients' method objects.
+
+        Also check that evaluations do not change the number of forward passes in training.
+        """
         often = worked(run, 1, tmp_path / "often", monkeypatch)
         never = worked(run, None, tmp_path / "never", monkeypatch)
         assert often.done == never.done

@@ -27,7 +27,7 @@ class Loop(Link):
     """A `Link` to workers in this process, which execute an order when the reply is requested."""
 
     workers: dict[str, Worker]
-    """The workers by client."""
+    """The workers by the clients' names."""
     events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)
     """Functions that `wait` calls, by the number of the call of `wait`, counted from 1."""
     away: set[str] = field(default_factory=set)
@@ -90,12 +90,12 @@ class Loop(Link):
 
 
 def site(run: RunConfig, name: str, out: Path) -> Site:
-    """Return the local settings of a client of a run file.
+    """Return the settings that a client of a run file has on its own machine.
 
     Args:
         run: The run file.
         name: The client's name.
-        out: The folder that the client's run folder is created in.
+        out: The folder in which the client's run folder is created.
     """
     [spec] = [client for client in run.clients if client.name == name]
     root = run.root
@@ -110,10 +110,10 @@ def workers(run: RunConfig, out: Path) -> dict[str, Worker]:
 
     Args:
         run: The run file.
-        out: The folder that the clients' run folders are created in.
+        out: The folder in which the clients' run folders are created.
 
     Returns:
-        The workers by client.
+        The workers by the clients' names.
     """
     return {c.name: Worker(site(run, c.name, out)) for c in run.clients}
 
@@ -125,7 +125,7 @@ def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = No
         run: The run file.
         out: The server's run folder.
         loop: The network.
-        watch: Receives the server's events; by default, they are ignored.
+        watch: Object that receives the server's events; by default, the events are ignored.
     """
     folder = RunFolder(out)
     if not folder.is_run:
@@ -180,7 +180,7 @@ def sides(folder: RunFolder) -> list[str]:
 
 
 def assert_same_state(actual: RunFolder, expected: RunFolder, side: str) -> None:
-    """Check that a state of two runs is bit-identical in their newest checkpoints.
+    """Check that a state is bit-identical in the newest checkpoints of two runs.
 
     Args:
         actual: The folder of one run.
@@ -227,12 +227,12 @@ def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
-    """Check that a deployment ended with the local engine's states and results.
+    """Check that a deployment ended with the same states and results as a local run.
 
     Args:
         run: The run file.
         out: The folder with the run folders of the deployment.
-        local: The folder of the local engine's run.
+        local: The folder of the local run.
     """
     for side in sides(local):
         name = side.partition("-")[2]

@@ -59,7 +59,7 @@ def up(local: LocalRun, name: str, round: int) -> Message:
     Args:
         local: The run.
         name: The client's name.
-        round: The exchange, from 0.
+        round: The number of the exchange, counted from 0.
     """
     return local.schema.receive(
         "up", local.clients.part(name)._serialise("up", local.clients[name].upload(round))
@@ -72,8 +72,8 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
     Args:
         local: The run.
         name: The client's name.
-        round: The exchange, from 0.
-        download: The download; by default, the server's current download for this client.
+        round: The number of the exchange, counted from 0.
+        download: The download to receive; by default, the server's current download for the client.
 
     Returns:
         The client's upload.
@@ -99,8 +99,8 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
 
     Args:
         local: The run.
-        round: The exchange, from 0.
-        uploads: The uploads to aggregate, by client.
+        round: The number of the exchange, counted from 0.
+        uploads: The uploads to aggregate, by the clients' names.
     """
     counted = (
         part.contribution(local.server, local.aggregation, name, uploads[name])
@@ -114,11 +114,11 @@ def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> 
 
     Args:
         local: The run.
-        round: The exchange, from 0.
-        present: The clients that take part; by default, all.
+        round: The number of the exchange, counted from 0.
+        present: The names of the clients that take part; by default, all clients.
 
     Returns:
-        The uploads by client.
+        The uploads by the clients' names.
     """
     names = sorted(local.clients if present is None else present)
     local.open(round, names)

@@ -45,7 +45,7 @@ def write_base(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer with the first TOKENS tokens of tiny-gpt2's tokenizer, with equal ids.
+    """Write tiny-gpt2's tokenizer with only its first `TOKENS` tokens, which keep their ids.
 
     Args:
         folder: The folder for the tokenizer.
@@ -104,7 +104,7 @@ def write_other_base(folder: Path, text: Path) -> Path:
 
 
 def write_questions(folder: Path) -> Path:
-    """Write a file NAME.jsonl for each writer, with 60 questions of different lengths and answers.
+    """Write a file NAME.jsonl for each writer, with 60 questions that are answered by yes or no.
 
     Args:
         folder: The folder for the files.
@@ -150,11 +150,12 @@ def teaching_values(
 
     Args:
         base: The folder of the clients' base.
-        other: The base of the server. One client has it as well, unless the method averages
-            adapters.
+        other: The base of the server's own model. One of the two clients also uses this base,
+            unless the method is `fedmkt-fedavg`.
         questions: The folder of the writers' questions.
-        **changes: Keys and values that replace those in the run file. Only the settings that
-            `method` contains are replaced.
+        **changes: Keys and values that replace those in the run file. If `method` is among the
+            keys, its value must be a mapping; settings that it does not contain keep
+            their values.
     """
     method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
     run: dict[str, Any] = {

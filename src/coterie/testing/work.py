@@ -20,12 +20,12 @@ class Work:
     """Counts of calls by function and client, and of forward passes outside evaluations.
 
     Args:
-        patch: Replaces the functions whose calls are counted.
+        patch: Fixture that replaces the functions whose calls are counted.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done: Counter[str] = Counter()
-        """Calls by the function's and the client's name (`train poet`); passes by `forward`."""
+        """Counts of calls by function and client (`train poet`), and of passes by `forward`."""
         self.patch, self.scoring, self.scores = patch, False, 0
 
     def count(self, owner: Any, name: str, label: Callable[[Any], str] = lambda _: "") -> None:
@@ -70,8 +70,8 @@ def worked(
         config: The run.
         every: The number of rounds between evaluations; None to evaluate only at the end.
         out: The run folder.
-        monkeypatch: Replaces the functions whose calls are counted.
-        also: Function that is called before the run begins; it can count further functions.
+        monkeypatch: Fixture that replaces the functions whose calls are counted.
+        also: Function that is called before the run begins, to count the calls of more functions.
 
     Returns:
         The counts.

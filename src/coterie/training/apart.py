@@ -21,14 +21,14 @@ def set_apart(
 
     Args:
         context: The client's context.
-        purpose: A word for what the samples are used for, which enters the seed of the draw.
+        purpose: A word for the use of the samples; the seed of the draw depends on this word.
         share: The share of the training samples to draw; at least one sample is drawn.
         limit: The maximum number of samples to draw; None for no maximum.
 
     Returns:
         A context whose training data exclude the drawn samples, and these samples. Every round
-        draws the same samples. None are drawn if the client has no text, as when a model is only
-        loaded.
+        draws the same samples. No samples are drawn if the client has no text, as when a model is
+        only loaded.
 
     Raises:
         CoterieError: No sample would be left to train on.
@@ -42,7 +42,7 @@ def set_apart(
     if count >= total:
         raise CoterieError(
             f"The method sets apart {count} of the {total} training samples of {context.name!r}, "
-            "so that none is left to train on; give this client more text."
+            "so that no sample is left to train on; give this client more text."
         )
     order = torch.randperm(total, generator=generator(context.seed, purpose, context.name))
     rest = train.without(order[:count], context.window)

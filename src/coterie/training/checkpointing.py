@@ -26,7 +26,9 @@ from coterie.errors import CoterieError
 
 @contextmanager
 def checkpointing(model: PreTrainedModel, base_dropout: float) -> Iterator[None]:
-    """Enable checkpointing for forward passes in the block; backward passes may run later.
+    """Enable gradient checkpointing for the forward passes in the block.
+
+    The backward passes may run after the block.
 
     Args:
         model: The base.
@@ -74,7 +76,7 @@ def _checkpointed(
 
 @contextmanager
 def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
-    """Enter several contexts when the backward pass begins, which may be in another thread."""
+    """Enter several contexts at the start of the backward pass, which may run in another thread."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

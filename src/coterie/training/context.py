@@ -29,6 +29,6 @@ class ClientContext:
     log: Log
     """Function that records a metric: `log("loss", 4.2)`. Metrics stay on the client's machine."""
     public: Split | None = None
-    """The public text; None if the run has none."""
+    """The public text; None if the run has no public text."""
     ledger: Ledger = field(default_factory=Ledger)
     """The ledger of the client's privacy budget."""

@@ -30,11 +30,11 @@ def mean_embeddings(
     Args:
         base: The base.
         adapter: The adapter to attach to the base.
-        samples: The embedding set. A preference pair counts with its chosen answer.
+        samples: The embedding set. Of a preference pair, only the chosen answer is read.
         batch: The number of samples in a forward pass.
-        private: Function that computes a mean with noise. It converts a tensor of shape
-            (samples, values), with each sample's mean embeddings on all layers, to one of shape
-            (values,). None for the exact mean over all tokens.
+        private: Function that computes a mean with noise. Its argument is a tensor of shape
+            (samples, values): each row contains a sample's mean embeddings on all layers. The
+            result is a tensor of shape (values,). None for the exact mean over all tokens.
 
     Returns:
         By layer, a float32 tensor of shape (n + 1, r) for n experts and embeddings of size r: the
@@ -51,12 +51,12 @@ def mean_embeddings(
 def token_embeddings(
     base: Base, adapter: AmoleAdapter, samples: AnyBatch, batch: int
 ) -> dict[str, Tensor]:
-    """Compute the mean token embedding W_t x of each sample (equation 17).
+    """Compute the mean token embedding W_t x of each sample (equation 17 of the FedAMoLE paper).
 
     Args:
         base: The base.
         adapter: The adapter to attach to the base.
-        samples: The samples, each of which is an embedding set by itself.
+        samples: The samples. A separate mean is computed for each sample.
         batch: The number of samples in a forward pass.
 
     Returns:

@@ -26,7 +26,8 @@ class LocalTraining:
     Args:
         context: The client's context.
         adapter: The adapter to train.
-        levels: The schedule. Levels that select no parameter of the adapter are ignored.
+        levels: The levels of the schedule. A level is ignored if it selects no parameter of the
+            adapter.
     """
 
     def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
@@ -41,7 +42,11 @@ class LocalTraining:
         """The parameters at the start of the round, by name; empty if no level has a penalty."""
 
     def round(self, round: int) -> None:
-        """Attach the adapter and carry out the local steps of a round, counted from 0."""
+        """Attach the adapter, and execute the local steps of a round.
+
+        Args:
+            round: The number of the round, counted from 0.
+        """
         model = self.adapter.attach(self.context.base.model)
         if self.context.training.reset_optimiser:
             for updater in self._updaters.values():
@@ -77,12 +82,12 @@ class LocalTraining:
             self.context.log(f"{REWARDS}{level.name}", measured[0].figures(measured))
 
     def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
-        """Return the batch of a level's update, which does not depend on earlier draws.
+        """Return the batch for an update of a level; the batch does not depend on earlier draws.
 
         Args:
             level: The level.
             step: The step, counted from 0 at the start of the run.
-            turn: The number of the update among the level's updates in this step, from 0.
+            turn: The number of the update among the level's updates in this step (the first is 0).
         """
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
@@ -115,7 +120,7 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """Return the optimisers' states by level, and gradients accumulated for other levels."""
+        """Return the optimisers' states by level, and the gradients for later updates."""
         gradients = {
             name: parameter.grad.clone()
             for name, parameter in self._leftover_parameters().items()
@@ -134,5 +139,5 @@ class LocalTraining:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _leftover_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters on which a level accumulates gradients for another, by name."""
+        """Return, by name, the parameters whose gradients a level accumulates for another level."""
         return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

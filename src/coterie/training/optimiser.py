@@ -13,7 +13,7 @@ from coterie.errors import CoterieError
 from coterie.training.spec import ADAMW, OptimiserSpec
 
 REFUSED = {"lbfgs": "needs several gradients per batch", "sparseadam": "needs sparse gradients"}
-"""Unsupported optimisers with the reason; our updates compute one dense gradient per batch."""
+"""Unsupported optimisers, each with the reason; updates compute one dense gradient per batch."""
 
 
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -105,7 +105,7 @@ def _hint(name: str, valid: Sequence[str], prefix: str, heading: str) -> str:
 
 
 def _expected(default: Any, value: Any) -> str | None:
-    """Return None if a value has the type of the argument's default, else the type in words."""
+    """Describe the type of an argument's default; return None if the value has this type."""
     match default:
         case bool():
             return None if isinstance(value, bool) else "true or false"

@@ -1,4 +1,4 @@
-"""Forward passes of training, with the dropout of adapter and base, and with checkpointing."""
+"""Forward passes of training, with dropout and gradient checkpointing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +17,7 @@ Purpose = tuple[str | int, ...]
 
 @contextmanager
 def training_pass(context: ClientContext, *purpose: str | int) -> Iterator[None]:
-    """Enable dropout for forward passes in the block, and checkpointing if the run uses it.
+    """Enable dropout in the block's forward passes, and gradient checkpointing if the run uses it.
 
     Args:
         context: The client's context.

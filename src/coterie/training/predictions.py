@@ -14,7 +14,7 @@ from coterie.losses.tokens import logits_in_pieces
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions at the p positions of all samples' answers and end tokens, in sample order."""
+    """Predictions of the p tokens of all answers, including the end tokens, in sample order."""
 
     tokens: Tensor
     """(p, k) int64: the k most likely tokens at each position, the most likely first."""
@@ -30,11 +30,11 @@ class Predictions:
 def predictions(
     base: Base, model: PreTrainedModel, samples: Examples, k: int, batch: int
 ) -> Predictions:
-    """Compute a model's k most likely tokens at every position that counts in the loss.
+    """Compute a model's k most likely tokens at every position that contributes to the loss.
 
-    Some output heads have more rows than the vocabulary has tokens; these rows are never among the
-    k tokens. Samples of similar lengths are read together, and logits are computed for a few tokens
-    at a time.
+    Some output heads have more rows than the vocabulary has tokens; the additional rows are never
+    among the k tokens. Samples of similar lengths are put into the same batch, and logits are
+    computed for a few tokens at a time.
 
     Args:
         base: The base.

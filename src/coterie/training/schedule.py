@@ -2,7 +2,8 @@
 
 A schedule is a list of levels. Joint training has one level. CoMiGS's bi-level problem
 (arXiv 2409.13931, equation 1) has two: experts on training text, routers on validation text. A
-method that alternates has one level per group of parameters, each active in some exchanges only.
+method that trains groups of parameters in turn has one level for each group; each level is active
+in some exchanges only.
 """
 
 import math
@@ -21,10 +22,13 @@ Penalty = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Level:
-    """Parameters that are updated together, with their own optimiser."""
+    """Parameters that are updated together, with their own optimiser.
+
+    The level has a turn in every `every`-th step of the run. A turn consists of `steps` updates.
+    """
 
     name: str
-    """A name that is unique among the client's levels; it enters the seed of the batches."""
+    """A name that is unique among the client's levels; the seed of the batches depends on it."""
     selects: Selects
     """Function that returns whether the level updates a given parameter."""
     split: Literal["train", "validation"]
@@ -37,15 +41,20 @@ class Level:
     """The number of updates in a turn."""
     penalty: Penalty | None = None
     leaves: Selects = lambda _: False
-    """Function that returns whether this level accumulates gradients of another level's parameter.
+    """Function that returns whether this level adds to the gradient of a given parameter.
 
-    The gradients are used in the next update of the level that selects the parameter.
+    Another level updates the parameter, and uses the gradient in its next update.
     """
     exchanges: Callable[[int], bool] = lambda _: True
-    """Function that returns whether the level has turns in an exchange, counted from 0."""
+    """Function that returns whether the level has turns in an exchange (the first is 0)."""
 
     def turns(self, exchanges: int, steps: int) -> int:
-        """Return the number of turns in the first `exchanges` exchanges of `steps` steps each."""
+        """Return the number of the level's turns in the first exchanges of a run.
+
+        Args:
+            exchanges: The number of exchanges.
+            steps: The number of training steps in each exchange.
+        """
         return sum(
             (number + 1) * steps // self.every - number * steps // self.every
             for number in range(exchanges)

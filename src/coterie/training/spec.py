@@ -29,7 +29,7 @@ class OptimiserSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, values: Any) -> Any:
-        """Expand a name to a mapping, convert it to lower case, and convert text to numbers."""
+        """Expand a name to a mapping; convert the name to lower case, and text to numbers."""
         values = {"name": values} if isinstance(values, str) else values
         if not isinstance(values, Mapping):
             raise ValueError("give a name, such as sgd, or a mapping of `name` and its settings")
@@ -73,7 +73,10 @@ class DPOSpec(Section):
 
 
 class TrainingSpec(Section):
-    """Section `training` of a run file; defaults are CoMiGS's (arXiv 2409.13931, appendix)."""
+    """Section `training` of a run file.
+
+    The defaults are the values in the CoMiGS paper (arXiv 2409.13931, appendix).
+    """
 
     steps: Count = 10
     """number of local optimiser steps per round"""
@@ -88,7 +91,7 @@ class TrainingSpec(Section):
     sampling: Literal["replacement", "epochs"] = "replacement"
     """sampling of training data: with replacement, or every sample once per epoch"""
     learning_rate: PositiveFloat = 2e-3
-    """peak learning rate: at the end of the warm-up, or without one at the first step"""
+    """peak learning rate, reached at the end of the warm-up (without warm-up: at the first step)"""
     final_learning_rate: NotNegative = 2e-4
     """learning rate at the last step of the schedule (cosine and one-cycle only)"""
     learning_rates: dict[str, PositiveFloat] = {}
@@ -131,7 +134,7 @@ class TrainingSpec(Section):
                 f"learning_rate_decay and `schedule: {course}` are mutually exclusive; remove one"
             )
         if course == "one-cycle" and not self.warmup:
-            raise ValueError("`schedule: one-cycle` needs a warm-up; set warmup, such as 0.3")
+            raise ValueError("`schedule: one-cycle` needs a warm-up; set warmup, for example 0.3")
         if self.initial_learning_rate is not None and not self.warmup:
             raise ValueError("initial_learning_rate has no effect without warmup; set warmup")
         if self.restart and course == "constant" and not self.warmup:
@@ -140,7 +143,7 @@ class TrainingSpec(Section):
 
     @property
     def course(self) -> Literal["cosine", "one-cycle", "constant"]:
-        """The name of the schedule; the default's name if none is set."""
+        """The name of the schedule, or of the default schedule if the run file sets none."""
         return self.schedule or ("cosine" if self.learning_rate_decay is None else "constant")
 
     @property
@@ -149,9 +152,13 @@ class TrainingSpec(Section):
         return min(self.batch, self.micro_batch or self.batch)
 
     def of(self, name: str) -> "TrainingSpec":
-        """Return the settings of a client or the `server`, with its own learning rates if set.
+        """Return the settings of one client, or of the server.
 
+        If `learning_rates` contains a learning rate for this participant, the result has this rate.
         In the result, `learning_rates` is empty.
+
+        Args:
+            name: The client's name, or `server`.
         """
         rate = self.learning_rates.get(name, self.learning_rate)
         scale, initial = rate / self.learning_rate, self.initial_learning_rate
@@ -189,8 +196,8 @@ class EvaluationSpec(Section):
     answers are generated"""
     metric: str | None = None
     """metric in tables and plots: perplexity, accuracy, exact_match, rouge_l, reward_accuracy, or
-    one from a plugin; default: accuracy if answers are chosen from a list, else rouge_l if answers
-    are generated, reward_accuracy with preferences, else perplexity"""
+    a metric from a plugin; default: accuracy if answers are chosen from a list, else rouge_l if
+    answers are generated, reward_accuracy with preferences, else perplexity"""
 
     @model_validator(mode="after")
     def _check_patience(self) -> Self:

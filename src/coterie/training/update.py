@@ -33,8 +33,9 @@ class Updater:
         context: The client's context.
         adapter: The adapter whose parameters are updated.
         selects: Function that returns whether a parameter is updated.
-        leaves: Function that returns whether each update also adds a gradient to another
-            parameter; the `Updater` of that parameter uses the gradient in its next update.
+        leaves: Function that returns whether the updates add to the gradient of a given parameter
+            without changing the parameter. The `Updater` that changes the parameter uses the
+            gradient in its next update.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class Updater:
                 over their tokens or pairs.
             learning_rate: The learning rate of the step.
             penalty: A function that returns a penalty; None for no penalty. It is called after the
-                forward pass of each piece, and the mean over the pieces is used. A load balance is
-                thus computed within each piece.
+                forward pass of each piece, and the mean over the pieces is used. A load-balancing
+                penalty is therefore computed within each piece.
             where: The point in training, for error messages, such as "at step 12".
 
         Returns:
@@ -161,5 +162,8 @@ class Updater:
 
 
 def _copied(parameter: Tensor, kind: str, moment: Tensor) -> Tensor:
-    """Copy a moment to its parameter's device; as in torch, a step count stays on its device."""
+    """Copy a moment to the device of its parameter.
+
+    A step count is copied on its present device: torch keeps step counts on the CPU.
+    """
     return moment.to(moment.device if kind == "step" else parameter.device, copy=True)
