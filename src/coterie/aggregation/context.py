@@ -41,6 +41,8 @@ class Memory:
 class Context:
     """The circumstances in which a hook is called."""
 
+    transform: str
+    """The name of the transform whose hook is called."""
     client: str
     """The name of the client that sends the upload or receives the download."""
     exchange: int
@@ -89,7 +91,7 @@ class Context:
         """
         assert self.ledger is not None, "only clients have a ledger"
         release = self.generator("release", update).initial_seed()
-        return self.ledger.spend(f"{release:016x}", noise, releases)
+        return self.ledger.spend(f"{self.transform}:{release:016x}", noise, releases)
 
 
 @dataclass(frozen=True)

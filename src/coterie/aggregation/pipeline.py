@@ -184,6 +184,7 @@ class Contexts:
     def of(self, stage: Stage) -> Context:
         """Return the context of one transform's hooks."""
         return Context(
+            stage.transform.name,
             self.client,
             self.exchange,
             self.exchanges,
