@@ -222,7 +222,7 @@ def test_what_cannot_be_is_refused(changes, sentence, run) -> None:
 
 
 def test_a_method_that_learns_otherwise_is_refused(run, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=r"'pcl-3' does not learn rankings; remove data\.kind"):
+    with pytest.raises(CoterieError, match=r"'pcl-3' cannot train on rankings; remove data\.kind"):
         coterie.run(run(method="pcl-3"), out=tmp_path / "run")
 
 

@@ -102,7 +102,7 @@ def test_a_methods_loss_falls(name, run, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in available() if name not in LEARNS])
 def test_a_method_that_learns_otherwise_is_refused(name, run, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=f"{name!r} does not learn preferences"):
+    with pytest.raises(CoterieError, match=f"{name!r} cannot train on preferences"):
         coterie.run(run(method=name), out=tmp_path / "run")
 
 

@@ -235,7 +235,7 @@ def test_a_run_scores_and_keeps_the_server_s_model(teachers, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"server": None}, "a server with a model of its own: set server.base"),
+        ({"server": None}, "a server that has its own model: set server.base"),
         ({"data": {"window": 48, "instructions": {"template": "{{ instruction }}"}}}, "public"),
         ({"data": {"window": 8, "public": "whaler.jsonl", "text": "output"}}, "instructions"),
     ],

@@ -1,4 +1,4 @@
-"""Checks that a run's method and transforms work with its clients."""
+"""Checks that a run's method and transforms work with the run's clients."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,10 +18,11 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     Args:
         config: The run.
         clients: The names of the clients; in a pooled run, the name of the only client.
-        public: Whether the run has a public text.
+        public: Whether the run has public data.
 
     Raises:
-        CoterieError: The run is invalid. The message names the keys of the run file to change.
+        CoterieError: The run is invalid. The message names the settings in the run file that must
+            be changed.
     """
     if config.server is not None and SERVER in clients:
         raise CoterieError(
@@ -38,15 +39,15 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     if not config.pooled and distinct != {config.base} and not method.mixes_bases:
         listed = ", ".join(f"{name}: {base}" for name, base in bases.items())
         raise CoterieError(
-            f"{method.name} needs the run's base ({config.base}) on all clients, but they have "
-            f"{listed}; set `base` and remove `bases`, or use a method that shares nothing, such "
-            "as local."
+            f"The method {method.name!r} needs the run's base ({config.base}) on all clients, but "
+            f"the clients have {listed}; set `base` and remove `bases`, or use a method that "
+            "shares nothing, such as local."
         )
     kind = config.data.declared
     if kind.compares and not method.learns_preferences:
         raise CoterieError(
-            f"The method {method.name!r} does not learn {kind.name}; remove {config.data.key}, or "
-            "use a method that does, such as comigs-1g1s."
+            f"The method {method.name!r} cannot train on {kind.name}; remove {config.data.key}, or "
+            "use a method that can, such as comigs-1g1s."
         )
     instructions = "answers" in kind.offers and not config.data.chats
     check_transforms(config, clients)
@@ -71,7 +72,7 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
         clients: The names of the clients.
 
     Raises:
-        CoterieError: A transform cannot be part of the run.
+        CoterieError: A transform does not work with the method or with another transform.
     """
     transforms, method = config.every_transform, config.method
     check_once(config.transforms, transforms)

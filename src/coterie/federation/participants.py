@@ -1,4 +1,4 @@
-"""The participants of a run, their data, and the contexts that a method receives for them."""
+"""The participants of a run, the participants' data, and the contexts that methods receive."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,14 +35,14 @@ NOTHING = Tokens(torch.zeros(0, dtype=torch.int32), 0)
 
 @dataclass(frozen=True)
 class Participant:
-    """A client, or a server with a model of its own, and its data."""
+    """A participant of a run and its data: a client, or a server that has its own model."""
 
     name: ClientId
     """The client's name; `everyone` for the client of a pooled run, `server` for the server."""
     data: ClientData
     """The training, validation and test text as tokens."""
     tests: dict[ClientId, Split]
-    """The texts that the model is scored on, by the name of the participant that owns a text."""
+    """The texts that the participant's model is scored on, by the name of each text's owner."""
     public: Split | None = None
     """The public text, if the run has one."""
     labels: Mapping[str, int] | None = None
@@ -54,7 +54,7 @@ class Participant:
     """The participant's own loaded base; None if the participant uses the run's base."""
 
     def digest(self) -> str:
-        """Hash all tokens, to detect changes to the files since the run began.
+        """Hash all tokens, to detect whether the data files have changed since the run began.
 
         Returns:
             A hexadecimal hash.
@@ -66,7 +66,7 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            The digest of the data, and the counts of tokens and other units in each split.
+            The digest of the data, and the numbers of tokens, samples and so on in each split.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -98,16 +98,16 @@ def digest_of(splits: Iterable[Split]) -> str:
 
 
 def text_digest(text: Split, window: int) -> str:
-    """Hash a text and the length of its windows.
+    """Return a string that identifies a text and the length of its windows.
 
-    Two runs' scores can be compared window by window if the two hashes are equal.
+    The scores of two runs can be compared window by window if the two runs' strings are equal.
 
     Args:
         text: The text.
-        window: The number of tokens that a window predicts.
+        window: The number of tokens that the model predicts in each window.
 
     Returns:
-        The hexadecimal hash of the text and the length of its windows, joined by a hyphen.
+        The hexadecimal hash of the text, a hyphen, and the length of the windows.
     """
     return f"{digest_of([text])}-{window}"
 
@@ -117,9 +117,9 @@ class Federation:
     """The participants of a run."""
 
     clients: list[Participant]
-    """The clients, sorted by name; in a pooled run, one client with all data."""
+    """The clients, sorted by name; in a pooled run, a single client that has all data."""
     server: Participant | None = None
-    """The server if it has a model of its own, else None."""
+    """The server if the server has its own model, else None."""
 
 
 Inspect = Callable[[Reading], None]
@@ -129,7 +129,7 @@ Inspect = Callable[[Reading], None]
 def participants_of(
     config: RunConfig, tokenizer: Tokenizer, inspect: Inspect = lambda _: None
 ) -> list[Participant]:
-    """Read the data of a run's clients.
+    """Read the data of a run, and return the clients without the server.
 
     Args:
         config: The run.
@@ -137,7 +137,7 @@ def participants_of(
         inspect: Called once with all clients' texts.
 
     Returns:
-        The clients, sorted by name; in a pooled run, one client with all data.
+        The clients, sorted by name; in a pooled run, a single client that has all data.
 
     Raises:
         CoterieError: A text cannot be read or is too short.
@@ -162,7 +162,7 @@ def gathered(
         begin: Called at the start of each step with the step's description, such as "Reading".
 
     Returns:
-        The clients, and the server if it has a model of its own.
+        The clients, and the server if the server has its own model.
 
     Raises:
         CoterieError: A text cannot be read or is too short.
@@ -213,7 +213,7 @@ def served(config: RunConfig) -> Participant | None:
         config: The run.
 
     Returns:
-        The server with its base; None if the server has no model of its own.
+        The server with its loaded base; None if the server has no model of its own.
 
     Raises:
         CoterieError: A text or the base cannot be read, or a text is too short.
@@ -247,7 +247,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 
     Args:
         config: The run.
-        set_aside: The records that `divide` set aside for the public text; None for no records.
+        set_aside: The records that `divide` set aside for the public text; None if there are none.
     """
     if set_aside is not None:
         return set_aside.train
@@ -259,7 +259,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 def _public(
     config: RunConfig, tokenizers: Mapping[str, Tokenizer], items: list[Any] | None
 ) -> Mapping[str, Split | None]:
-    """Tokenise the public text for each participant; those with the same base share the result."""
+    """Tokenise the public text for each participant, and only once for each base."""
     if items is None:
         return dict.fromkeys(tokenizers)
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
@@ -290,7 +290,7 @@ def public_digest(config: RunConfig) -> str | None:
 def described_templates(
     config: RunConfig, tokenizers: Mapping[BaseSpec, Tokenizer]
 ) -> dict[str, dict[str, dict[str, str]]]:
-    """Describe the chat templates of a run for its folder.
+    """Describe the chat templates of a run, for storage in the run folder.
 
     Args:
         config: The run.
@@ -308,9 +308,9 @@ def described_templates(
 
 
 def _plain(item: Any) -> Any:
-    """Return a text or sample as plain data, without fields that differ between machines.
+    """Return a text or sample as plain data that are equal on all machines with equal texts.
 
-    It omits the path of the item's file and the record's fields from which a prompt was rendered.
+    The result omits the record's location and the field values that a template has rendered.
     """
     if isinstance(item, str):
         return item
@@ -320,19 +320,19 @@ def _plain(item: Any) -> Any:
 def _server(
     config: RunConfig, tokenizer: Tokenizer, public: Split | None, set_aside: Texts[Any] | None
 ) -> Participant:
-    """Create the participant for a server with a model of its own; it trains on the public text.
+    """Create the participant for a server that has its own model, trained on the public text.
 
-    The participant's tests are empty if there is no text on which to score the server's model.
+    The participant's `tests` are empty if there is no text on which to score the server's model.
     """
     assert config.server is not None
     items: dict[str, list[Any]] = {}
     if config.server.test is not None:
-        path, owner = config.server.test, "The server: its test text"
+        path, owner = config.server.test, "The server's test text"
         items = dict.fromkeys(HELD_OUT, whole_text(path, config.data, config.root, owner))
     elif set_aside is not None and set_aside.test:
         items = {split: getattr(set_aside, split) for split in HELD_OUT}
     held_out = {
-        split: encoded(records, tokenizer, config.data, split, f"The server: its {split} text")
+        split: encoded(records, tokenizer, config.data, split, f"The server's {split} text")
         for split, records in items.items()
     }
     tests = {SERVER: held_out[config.evaluation.split]} if held_out else {}
@@ -350,7 +350,7 @@ def client_context(
 ) -> ClientContext:
     """Create the context that the client-side object of a method receives.
 
-    In a pooled run, the only client's batch has as many samples as all clients' batches together.
+    In a pooled run, the batch size is multiplied by the number of clients whose data are pooled.
 
     Args:
         config: The run.
@@ -395,6 +395,6 @@ def server_context(
     detach(base)
     context = None
     if server is not None:
-        assert server.base is not None, "a server with a model of its own needs its weights"
+        assert server.base is not None, "a server that has its own model needs a loaded base"
         context = client_context(config, server.base, server, log)
     return ServerContext(config.seed, base, tuple(sorted(clients)), log, config.training, context)

@@ -1,4 +1,4 @@
-"""The clients' texts as a run reads them, for checks of their quality before the run begins."""
+"""The clients' texts as a run reads them, for checks of the texts' quality before the run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ PUBLIC = "The public text"
 
 @dataclass(frozen=True)
 class Reading:
-    """The texts of all clients, sorted by the client's name, and their tokens."""
+    """The texts of all clients, in the order of the clients' names, and the texts' tokens."""
 
     texts: Mapping[ClientId, Texts[Any]]
     """Each client's documents or samples."""
@@ -42,15 +42,15 @@ class Reading:
     def quality(
         self, config: RunConfig, most: int, progress: Progress = lambda done, of: None
     ) -> Quality:
-        """Measure the quality of the texts: duplicates, omitted records and special tokens.
+        """Measure the quality of the texts: duplicates, special tokens and omitted records.
 
         Args:
             config: The run.
-            most: The number of characters that are searched for near duplicates.
+            most: The maximum total number of characters to search for near duplicates.
             progress: Called during the search with the amount of work done and the total amount.
 
         Returns:
-            The measurements, with the client's name where a measurement concerns one client.
+            The measurements. A measurement that concerns one client contains the client's name.
         """
         omitted = survey(_sources(config), config.data, config.divide, config.root)
         splits = [
@@ -77,7 +77,10 @@ class Reading:
 
 
 def _sources(config: RunConfig) -> list[tuple[str, str]]:
-    """List the files and folders that a run file names, as pairs of an owner and a path."""
+    """List the files and folders that a run file names, as pairs (owner, path).
+
+    The owner is a label for messages, such as "Client anna".
+    """
     sources: list[tuple[str, str | None]] = [
         (f"Client {client.name}", source)
         for client in config.clients

@@ -12,22 +12,22 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference model's log-likelihoods of pairs of answers, and the settings of the loss."""
+    """The reference model's log-likelihoods of n pairs of answers, and the settings of the loss."""
 
     logprobs: Tensor
-    """The log-likelihoods of the chosen and rejected answers of n pairs: (n, 2) float64, in nats.
+    """The log-likelihoods of each pair's chosen and rejected answer: (n, 2) float64, in nats.
 
     The log-likelihood of an answer includes the answer's end token.
     """
     beta: float
-    """The reward for one nat of difference from the reference's log-likelihood (DPO's beta)."""
+    """The reward per nat of difference from the reference model's log-likelihood (DPO's beta)."""
     label_smoothing: float
     """The assumed probability that the chosen and rejected answers of a pair are swapped."""
     rounding: Tensor
-    """The largest difference of a pair's rewards that rounding alone can cause: (n,) float64."""
+    """The largest margin that rounding errors alone can cause for each pair: (n,) float64."""
 
     def only(self, rows: Tensor | slice) -> Self:
-        """Return the reference of selected pairs; `rows` is an index tensor or a slice."""
+        """Return the reference for selected pairs; `rows` is an index tensor or a slice."""
         return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
@@ -37,7 +37,7 @@ class Rewards(NamedTuple):
     values: Tensor
     """The rewards of each pair's chosen and rejected answer: (n, 2)."""
     rounding: Tensor
-    """The largest margin that rounding alone can cause for each pair: (n,)."""
+    """The largest margin that rounding errors alone can cause for each pair: (n,)."""
 
     @property
     def margins(self) -> Tensor:
@@ -46,17 +46,17 @@ class Rewards(NamedTuple):
 
     @property
     def preferred(self) -> Tensor:
-        """The accuracy on each pair, (n,): 1 if the chosen answer has the higher reward, else 0.
+        """The accuracy on each pair: (n,); 1 if the chosen answer has the higher reward, else 0.
 
-        The accuracy is 0.5 if the two rewards differ by no more than rounding can cause. This is
-        the case if the trained model is still equal to the reference model.
+        The accuracy is 0.5 if the two rewards are equal up to rounding errors, as they are while
+        the trained model is still equal to the reference model.
         """
         margins = self.margins
         return (1 + margins.sign() * (margins.abs() > self.rounding.to(margins.device))) / 2
 
     @staticmethod
     def figures(parts: "Sequence[Rewards]") -> dict[str, float]:
-        """Return the means of rewards, margins and accuracies over all pairs of a training step.
+        """Return the mean rewards, margin and accuracy over all pairs of a training step.
 
         Args:
             parts: The rewards of the pieces into which the step's batch was split.
@@ -78,7 +78,8 @@ class Rewards(NamedTuple):
 def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
     """Compute the reward of each answer: beta (log pi(y|x) - log pi_ref(y|x)).
 
-    Here x is the prompt, y the answer, pi the trained model, and pi_ref the reference model.
+    Here x is the prompt, y is the answer, pi is the trained model, and pi_ref is the reference
+    model.
 
     Args:
         logprobs: The trained model's log-likelihoods of the chosen and rejected answers: (n, 2), in
@@ -96,9 +97,9 @@ def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
 def preference_losses(rewards: Tensor, label_smoothing: float) -> Tensor:
     """Compute -(1 - eps) log sigmoid(h) - eps log sigmoid(-h) for each pair's margin h.
 
-    Without label smoothing (eps = 0), this is equation 7 of the paper. With label smoothing, it is
-    "conservative DPO" (E. Mitchell, "A note on DPO with noisy preferences and relationship to IPO",
-    2023).
+    Without label smoothing (eps = 0), this is equation 7 of the DPO paper (arXiv 2305.18290). With
+    label smoothing, the loss is "conservative DPO" (E. Mitchell, "A note on DPO with noisy
+    preferences and relationship to IPO", 2023).
 
     Args:
         rewards: The rewards of each pair's chosen and rejected answer: (n, 2).

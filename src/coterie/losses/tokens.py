@@ -23,7 +23,6 @@ from coterie.bases.sites import decoder_of, working_dtype
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """The largest number of logits computed at a time, by device type (24 million take 96 MB)."""
-
 PIECE_COST = {"cpu": 50, "cuda": 1000}
 """The number of padding tokens that cost as much as splitting a batch into one more piece.
 
@@ -35,15 +34,15 @@ class Batch(NamedTuple):
     """Samples for a loss: the model reads tokens 0 .. time-1 and predicts tokens 1 .. time."""
 
     ids: Tensor
-    """The tokens: (batch, time + 1) int64."""
+    """The token ids: (batch, time + 1) int64."""
     counted: Tensor | None = None
-    """A mask of the tokens in ids[:, 1:] that the loss counts: (batch, time) bool; None: all."""
+    """A mask of the tokens in ids[:, 1:] that count for the loss: (batch, time) bool; None: all."""
     real: Tensor | None = None
     """A mask of the tokens in ids[:, :-1] that are not padding: (batch, time) bool; None: all."""
 
     @property
     def terms(self) -> int:
-        """The number of counted tokens, over which the loss is a mean."""
+        """The number of tokens that count towards the loss, which is the mean over these tokens."""
         return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
 
     def to(self, device: torch.device) -> Self:
@@ -51,14 +50,15 @@ class Batch(NamedTuple):
         return self._make(None if part is None else part.to(device) for part in self)
 
     def by_length(self) -> Self:
-        """Return the batch sorted by ascending sample length; if `real` is None, unchanged."""
+        """Return the samples sorted by ascending length, or the batch itself if `real` is None."""
         return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
 
     def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:
-        """Split the batch into pieces of similar lengths, each cut to its longest sample.
+        """Split the batch into pieces of samples of similar length.
 
-        The split minimises the total number of tokens in all pieces, padding included, plus `cost`
-        tokens per piece. A batch without masks is one piece.
+        Each piece is truncated to the length of its longest sample. The split minimises the number
+        of tokens, padding included, plus `cost` tokens per piece. A batch without masks is one
+        piece.
 
         Args:
             cost: The cost of a piece, in tokens.
@@ -90,31 +90,31 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy (a scalar with a gradient, in nats per token), and None."""
+        """Return the mean cross-entropy, and None because there are no further measurements.
+
+        The mean is a scalar with a gradient, in nats per token.
+        """
         return language_model_loss(model, *self), None
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Compute the mean cross-entropy without a gradient.
+        """Compute the mean cross-entropy of the tokens that count, in nats, without a gradient.
 
         Args:
             model: The model.
-            device: The device on which the model reads tokens.
-            at_once: The number of samples to process at a time.
-
-        Returns:
-            The mean over all counted tokens, in nats.
+            device: The device to which the batch is moved for the forward pass.
+            at_once: The number of samples per forward pass.
         """
         losses = [token_losses(model, *part.to(device)).cpu() for part in self.split(at_once)]
         return torch.cat(losses).sum(dtype=torch.float64).item() / self.terms
 
     @property
     def read(self) -> "Batch":
-        """The samples whose text the model learns to generate: here, the batch itself."""
+        """The samples that the model learns to generate; in this class, the batch itself."""
         return self
 
 
 def _cheapest_ends(lengths: Sequence[int], piece_cost: int) -> list[int]:
-    """Return the end index of each piece in the cheapest split of samples in ascending lengths."""
+    """Return each piece's end index in the cheapest split of samples sorted by ascending length."""
     costs, starts = [0], [0]
     for end, length in enumerate(lengths, start=1):
         cost, start = min((costs[s] + (end - s) * length + piece_cost, s) for s in range(end))
@@ -132,15 +132,15 @@ def language_model_loss(
     counted: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Compute the mean cross-entropy of the counted tokens.
+    """Compute the mean cross-entropy of the tokens that count towards the loss.
 
-    The output head computes logits only for counted tokens.
+    The output head computes logits only for these tokens.
 
     Args:
         model: The model.
         ids: (batch, time + 1) int64; the model reads tokens 0 .. time-1 and predicts 1 .. time.
-        counted: The mask `Batch.counted`.
-        real: The mask `Batch.real`.
+        counted: A mask of the tokens that count towards the loss, as in `Batch`; None: all tokens.
+        real: A mask of the tokens that are not padding, as in `Batch`; None: no padding.
 
     Returns:
         A scalar with a gradient, in nats per token.
@@ -158,17 +158,17 @@ def soft_target_loss(
 ) -> Tensor:
     """Compute the mean cross-entropy to soft targets.
 
-    The loss of a token is -sum_j probs_j log softmax(logits / temperature)_j. It needs only the
-    logits of k targets and the log-sum-exp of all logits, so no tensor of the size (n, vocabulary)
-    is stored.
+    The loss of a token is -sum_j probs_j log softmax(logits / temperature)_j. Only the logits of k
+    targets and the log-sum-exp of all logits are needed, so no (n, vocabulary) tensor is stored.
 
     Args:
         model: The model.
-        batch: Samples with n counted tokens.
-        targets: The k target tokens of each counted token: (n, k) int64.
-        probs: The targets' probabilities: (n, k) float32, where each row sums to 1; or a scalar.
+        batch: Samples with n tokens that count towards the loss.
+        targets: The k target tokens for each of the n tokens: (n, k) int64.
+        probs: The probability of each target: (n, k) float32, where each row sums to 1; or a
+            scalar, which is the probability of every target.
         temperature: The divisor of the model's logits.
-        weights: Factors of the tokens' losses before the mean: (n,); None: all are 1.
+        weights: The factors by which the losses are multiplied before the mean: (n,); None: 1.
 
     Returns:
         A scalar with a gradient, in nats per token.
@@ -178,9 +178,9 @@ def soft_target_loss(
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Sum the negative log-likelihoods of each sample's counted tokens: (samples,), in nats.
+    """Compute each sample's negative log-likelihood, with a gradient: (samples,), in nats.
 
-    The result has a gradient.
+    The value is the sum over the sample's tokens that count towards the loss.
     """
     return _all_losses(model, batch).sum(1)
 
@@ -192,22 +192,22 @@ def token_losses(
     counted: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Compute the negative log-likelihood of every token without a gradient.
+    """Compute the negative log-likelihood of each token that counts, without a gradient.
 
     Args:
         model: The model.
         ids: (batch, time + 1) int64; the model reads tokens 0 .. time-1 and predicts 1 .. time.
-        counted: The mask `Batch.counted`.
-        real: The mask `Batch.real`.
+        counted: A mask of the tokens that count towards the loss, as in `Batch`; None: all tokens.
+        real: A mask of the tokens that are not padding, as in `Batch`; None: no padding.
 
     Returns:
-        (batch, time) float32, in nats; 0 for tokens that are not counted.
+        (batch, time) float32, in nats; 0 for tokens that do not count towards the loss.
     """
     return _all_losses(model, Batch(ids, counted, real)).float()
 
 
 def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute each token's negative log-likelihood: (batch, time); 0 for tokens not counted."""
+    """Compute each token's negative log-likelihood: (batch, time); 0 where `counted` is False."""
     losses = _hard_losses(model, batch)
     if batch.counted is None:
         return losses.view(batch.ids[:, 1:].shape)
@@ -215,7 +215,7 @@ def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the negative log-likelihood of each of n counted tokens: (n,)."""
+    """Compute the negative log-likelihood of each of the n tokens that count: (n,)."""
     targets = _select_counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
     return _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
 
@@ -223,7 +223,7 @@ def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 def _soft_target_losses(
     model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Compute each counted token's cross-entropy, (n,); arguments as in `soft_target_loss`."""
+    """Compute each token's cross-entropy: (n,). `soft_target_loss` explains the arguments."""
     probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
@@ -240,14 +240,14 @@ def _soft_target_losses(
 
 @torch.no_grad()
 def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
-    """Compute the logits of the counted tokens without a gradient, a few tokens at a time.
+    """Compute the logits for the tokens that count, without a gradient, a few tokens at a time.
 
     Args:
         model: The model.
         batch: The samples.
 
     Yields:
-        The logits of consecutive counted tokens: (tokens, vocabulary), float32 or float64.
+        The logits for consecutive tokens: (tokens, vocabulary), float32 or float64.
     """
     head = _plain_head(model)
     if head is None:
@@ -284,7 +284,7 @@ class _HeadLosses(torch.autograd.Function):
 def _losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute each token's loss and, if `with_grad`, the loss's gradient for the hidden state."""
+    """Compute each token's loss and, if `with_grad`, the gradient with respect to `hidden`."""
     losses, grads = [], []
     pieces = _pieces(hidden, weight)
     # All pieces share three buffers: allocating memory of this size costs more than the arithmetic.
@@ -310,25 +310,25 @@ def _losses(
 
 
 def _pieces(hidden: Tensor, weight: Tensor) -> int:
-    """Return the number of pieces in which to compute the logits of hidden states."""
+    """Return the number of pieces into which to split the computation of the logits."""
     at_once = LOGITS_AT_ONCE.get(hidden.device.type, LOGITS_AT_ONCE["cuda"])
     return min(len(hidden), ceil(len(hidden) * len(weight) / at_once))
 
 
 def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
-    """Select counted tokens' rows from a (batch * time, ...) tensor; `counted` None: all rows."""
+    """Select the rows that `counted` marks in a (batch * time, ...) tensor; None marks all rows."""
     return rows if counted is None else rows[counted.flatten()]
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the hidden states from which the output head predicts the counted tokens.
+    """Compute the hidden states from which the output head predicts the tokens that count.
 
     Args:
         model: The model.
         batch: The samples.
 
     Returns:
-        (tokens, dim), in the dtype of the head's computation and on the device of the ids.
+        (tokens, dim), in the dtype of the head's computation and on the device of `batch.ids`.
     """
     decoder = decoder_of(model)
 
@@ -340,9 +340,9 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the counted tokens' logits with the model's forward pass: (tokens, vocabulary).
+    """Compute the logits for the tokens that count with a forward pass: (tokens, vocabulary).
 
-    Logits at the positions of a soft prompt that the model puts before the tokens are left out.
+    Logits at the positions of a soft prompt that the model puts before the tokens are omitted.
     """
 
     def logits(ids: Tensor) -> Tensor:
@@ -353,14 +353,14 @@ def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Apply a function to a batch in pieces of similar sample lengths, which saves padding.
+    """Apply a function to a batch in pieces of samples of similar length, to save padding.
 
     Args:
         compute: A function from ids (samples, time) to values (samples, time, dim).
         batch: The samples.
 
     Returns:
-        The values of the counted tokens in the order of the batch: (tokens, dim).
+        The values for the tokens that count, in the order of the batch: (tokens, dim).
     """
     numbers = torch.arange(batch.ids[:, 1:].numel(), device=batch.ids.device)
     numbers = numbers.view_as(batch.ids[:, 1:])
@@ -377,10 +377,10 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
-    """Return the output head if logits are exactly `W h` for a hidden state h, else None.
+    """Return the output head if the logits are exactly the head's weight times the hidden state.
 
-    Some models add a bias, a scale or a cap, and PEFT models may place a soft prompt before the
-    tokens.
+    Return None for models that add a bias to the logits, or scale or cap the logits, and for PEFT
+    models, which may place a soft prompt before the tokens.
     """
     if not isinstance(model, PreTrainedModel):
         return None
@@ -392,7 +392,7 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def _divided(values: Tensor, temperature: float) -> Tensor:
-    """Divide values by a temperature; if it is 1, return the values themselves, not a copy."""
+    """Divide values by a temperature; if the temperature is 1, return `values`, not a copy."""
     return values if temperature == 1 else values / temperature
 
 

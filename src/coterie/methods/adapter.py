@@ -1,9 +1,9 @@
 """Methods that train an adapter and average its shared parameters on the server.
 
-A method determines the adapter (by its settings, or `adapter`), the parameters that are shared
-(`shared`), the shared parameters in an upload (`sends`), when each parameter is updated (`levels`),
-and a term that is added to the loss (`penalty`). The client and server classes are the same for all
-of these methods. The engine computes the mean; see aggregation/mean.py.
+A method determines the adapter (by its settings, or by overriding `adapter`), which parameters are
+shared (`shared`), which shared parameters an upload contains (`sends`), when each parameter is
+updated (`levels`), and the term that is added to the loss (`penalty`). The client and server
+classes are the same for all of these methods. The engine computes the mean (aggregation/mean.py).
 """
 
 from collections.abc import Mapping
@@ -44,11 +44,11 @@ DESCRIPTIONS: dict[Role, str] = {
     "weight": "differences from the base's weights",
     "prompt": "soft prompt, or the encoder that computes it",
 }
-"""The description of the shared parameters of each role in a schema."""
+"""Descriptions of shared parameters for a method's schema, by the parameters' role."""
 
 
 class AdapterMethod(Method):
-    """A method that trains an adapter and replaces its shared parameters by their mean.
+    """A method that trains an adapter and averages the shared parameters over the clients.
 
     By default, the parts `mlp`, `attention`, `lora` and `router` of the settings determine the
     adapter; a method may lack any of these parts.
@@ -142,13 +142,13 @@ class AdapterMethod(Method):
         return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
 
     def levels(self, client: "AdapterClient") -> list[Level]:
-        """Return the training schedule of a client.
+        """Return the levels of a client's training: sets of parameters with one optimiser each.
 
         Args:
             client: The client-side object, whose adapter has already been created.
 
         Returns:
-            The levels. By default, one level that trains all parameters on the training text.
+            The levels. By default, one level, which trains all parameters on the training text.
         """
         rate = learning_rate(client.context.training, client.context.rounds)
         return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]
@@ -175,7 +175,7 @@ class AdapterMethod(Method):
 
     @property
     def averages_exactly(self) -> bool:
-        """Whether products B A are averaged exactly: `exact: true` in the method's settings."""
+        """Whether the products B A of LoRA pairs are averaged exactly (the setting `exact`)."""
         return bool(getattr(self, "exact", False))
 
     def check(self, run: RunFacts) -> None:
@@ -192,8 +192,8 @@ class AdapterMethod(Method):
         empty = any(layout.experts + layout.attention_rank == 0 for layout in layouts)
         if empty and type(self).adapter is AdapterMethod.adapter:
             raise CoterieError(
-                f"The method {self.name!r} has nothing to train; set its part mlp or attention, or "
-                "override adapter()."
+                f"The method {self.name!r} has nothing to train; set method.mlp or "
+                "method.attention, or override adapter()."
             )
         ranks = {layout.rank for layout in layouts}
         if len(ranks) > 1 and "generalist" in self.shared_roles and not self.mixes_ranks:
@@ -211,7 +211,7 @@ class AdapterMethod(Method):
 
 
 class AdapterClient(ClientSide, Generic[M]):
-    """A client that receives and uploads shared parameters, and trains its whole adapter."""
+    """A client that receives and uploads shared parameters, and trains the whole adapter."""
 
     def __init__(self, method: M, context: ClientContext) -> None:
         self.method, self.context = method, context
@@ -222,8 +222,8 @@ class AdapterClient(ClientSide, Generic[M]):
         self.buffers: dict[str, dict[str, Tensor]] = {}
         """Groups of tensors, other than the adapter, that must survive a restart.
 
-        A group named in `Schema.down` is overwritten by downloads, and one named in `Schema.up` is
-        uploaded; tensors of such a group have the names and shapes of the shared parameters.
+        Downloads overwrite the groups that `Schema.down` names, and uploads contain the groups that
+        `Schema.up` names; the tensors have the names and shapes of the shared parameters.
         """
         self.training = LocalTraining(context, self.adapter, method.levels(self))
 
@@ -277,14 +277,14 @@ class AdapterClient(ClientSide, Generic[M]):
             self.adapter.set_residual(state["residual"])
 
     def _on_device(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device of the trained tensor of that name; if none, of the base."""
+        """Copy a tensor to the device of the adapter's tensor `name`, else to the base's device."""
         original = self.adapter.tensors().get(name)
         device = self.context.base.device if original is None else original.device
         return tensor.to(device, copy=True)
 
 
 class AdapterServer(ServerSide, Generic[M]):
-    """A server that replaces the shared parameters by their mean in every exchange."""
+    """A server that replaces each shared parameter with its mean over clients in every exchange."""
 
     def __init__(self, method: M, context: ServerContext) -> None:
         self.method = method
@@ -303,11 +303,11 @@ class AdapterServer(ServerSide, Generic[M]):
         self.buffers: dict[str, dict[str, Tensor]] = {}
         """Groups of tensors, other than the shared parameters, that must survive a restart.
 
-        A group named in `Schema.down` is sent to the clients; the tensors of such a group have the
+        Downloads contain the groups that `Schema.down` names; the tensors of these groups have the
         names of the shared parameters.
         """
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        """The shapes of each client's shared tensors, by the client's and the tensor's name."""
+        """The shapes of each client's shared tensors, by the names of the client and the tensor."""
         self.residuals = Residuals(self.parameters if method.averages_exactly else {})
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
@@ -318,7 +318,7 @@ class AdapterServer(ServerSide, Generic[M]):
         self.held[client] = self.declared(client, hello)
 
     def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that a client's hello declares for its shared tensors.
+        """Return the shapes that a client's hello declares for the client's shared tensors.
 
         Args:
             client: The client's name.
@@ -343,8 +343,8 @@ class AdapterServer(ServerSide, Generic[M]):
             if name not in self.shared or shape != self.shape(client, name):
                 raise MessageError(
                     f"The client {client!r} declares the shared tensor {name!r} with the shape "
-                    f"{shape}, which the server does not expect; `shared` must return the same on "
-                    "both sides."
+                    f"{shape}, which the server does not expect; `shared` must return the same "
+                    "value on the client and on the server."
                 )
         return shapes
 

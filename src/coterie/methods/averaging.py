@@ -1,7 +1,7 @@
 """The baselines: local fine-tuning, federated averaging and its variants.
 
 Local and FedAvg train two sets of LoRA pairs on every MLP and average the outputs of the two sets.
-They therefore have as many trained parameters as a mixture of two experts (CoMiGS, arXiv
+The two methods therefore have as many trained parameters as a mixture of two experts (CoMiGS, arXiv
 2409.13931, section 4.1).
 """
 
@@ -65,13 +65,15 @@ class FedAvg(AdapterMethod):
 class FedProx(FedAvg):
     """Federated averaging with a proximal term that keeps clients close to the server's model.
 
-    The term is mu / 2 times the squared distance of the shared parameters from their values at the
-    start of the round.
+    The term is mu / 2 times the squared distance between the shared parameters and the values that
+    the shared parameters had at the start of the round.
     """
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "arXiv 1812.06127"
-    summary: ClassVar[str] = "as fedavg, with a proximal term towards the averaged parameters"
+    summary: ClassVar[str] = (
+        "like fedavg, with a proximal term that pulls towards the averaged parameters"
+    )
 
     mu: float = Field(default=0.01, ge=0)
     """weight of the proximal term"""
@@ -90,7 +92,7 @@ class FedProx(FedAvg):
 class FFALora(AdapterMethod):
     """Federated averaging of B only: A is frozen at initial values that are equal on all clients.
 
-    The product of the mean of B and A is therefore exactly the mean of the clients' products B A.
+    All clients have the same A, so mean(B) A is exactly the mean of the clients' products B A.
     """
 
     name: ClassVar[str] = "ffa-lora"

@@ -5,7 +5,7 @@ validation text for `router.steps` steps (the paper's bi-level problem, equation
 1). Generalists and LoRA pairs on attention are averaged over clients; specialists and routers never
 leave their client.
 
-This file also has CoMiGS's ablations and closest baselines. They differ in two choices: which
+This file also has CoMiGS's ablations and closest baselines, which differ in two choices: which
 experts are shared (one, both or none), and how the routers are trained: together with the experts,
 in separate phases on validation batches (as in CoMiGS), or in separate phases on new training
 batches (methods whose names end in "-tr"; the paper's tables 1 and 4).
@@ -65,11 +65,11 @@ class Mixture(AdapterMethod):
 
     def penalty(self, client: AdapterClient) -> Penalty | None:
         router, adapter = self.part("router", Router), client.adapter
-        # Both levels of the problem have the load-balancing loss (equation 2). It is constant, and
-        # therefore omitted, if every expert is chosen for every token.
+        # Both levels of the problem have the load-balancing loss (equation 2). The loss is omitted
+        # if every expert is chosen for every token, because it is constant then.
         if router is None or (form := router.load_balance) == "none" or not adapter.balances:
             return None
-        assert isinstance(adapter, Adapter), "AdapterMethod.adapter creates it from a layout"
+        assert isinstance(adapter, Adapter), "a Mixture's adapter is an Adapter"
         return lambda: router.load_balance_weight * adapter.load_balance(form)
 
 
@@ -77,7 +77,10 @@ JOINT, PHASED = Router(), PhasedRouter()
 
 
 def _preset(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
-    """Return a preset's class variables and settings. With only specialists, nothing is sent."""
+    """Return the class variables and default settings of a preset.
+
+    A preset whose experts are all specialists shares nothing: its `shared_roles` is empty.
+    """
     sharing = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
     return {"summary": summary, "mlp": mlp, "router": router, **sharing}
 
@@ -101,5 +104,5 @@ for name, original in (
     ("fedavg-moe-tr", "comigs-2g"),
     ("local-moe-tr", "comigs-2s"),
 ):
-    summary = f"as {original}, with routers trained on training text"
+    summary = f"like {original}, with routers trained on training text"
     PRESETS[name] = {**PRESETS[original], "summary": summary, "routers_learn": "train"}

@@ -36,7 +36,7 @@ from coterie.training.context import ClientContext, ClientId, Log
 from coterie.training.spec import TrainingSpec
 
 SERVER = "server"
-"""The name of a server that has a model of its own, used wherever a client has its name."""
+"""The name of a server that has its own model, used in the same places as a client's name."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class RunFacts:
 
     clients: tuple[ClientId, ...]
     public: bool
-    """Whether the run has a public text."""
+    """Whether the run has public data."""
     bases: Mapping[ClientId, BaseSpec] = field(default_factory=dict)
     """The base of each client, by the client's name."""
     server: bool = False
     """Whether the server has a model of its own."""
     instructions: bool = False
-    """Whether the data are prompts with answers that are not rendered by a chat template."""
+    """Whether the data are pairs of a prompt and an answer, rendered without a chat template."""
     optimiser: str = "adamw"
     """The clients' optimiser: the lower-case name of a class in torch.optim."""
     server_optimiser: bool = False
@@ -65,7 +65,7 @@ class RunFacts:
 class ServerContext:
     """The data and settings that the server-side object of a method receives.
 
-    The model `base` is the run's base; it may be without weights (meta tensors).
+    The attribute `base` is the run's base, which may have no weights (meta tensors).
     """
 
     seed: int
@@ -74,7 +74,7 @@ class ServerContext:
     log: Log
     training: TrainingSpec
     own: ClientContext | None = None
-    """The training context of a server with a model of its own, else None.
+    """The training context of a server that has its own model, else None.
 
     The context's name is `server`, and its training text is the public text.
     """
@@ -159,9 +159,9 @@ class Method(BaseModel):
     def budget(self) -> Budget | None:
         """The privacy budget (epsilon, delta) of uploaded fields other than trained parameters.
 
-        It covers the uploaded fields that are computed from a client's samples, except for trained
-        parameters. Epsilon is infinite if such a field is sent without noise. The budget is None if
-        there is no such field.
+        The budget covers all uploaded fields that are computed from a client's samples, except for
+        trained parameters. Epsilon is infinite if a covered field is sent without noise. The
+        budget is None if no field is covered.
         """
         return None
 
@@ -191,13 +191,13 @@ class Method(BaseModel):
         """Return the number of exchanges in a run.
 
         In one exchange, every participating client receives a download and sends an upload. The
-        clients, the server and all records of a run number exchanges, not rounds.
+        numbers that clients, the server and logs use are numbers of exchanges, not of rounds.
 
         Args:
             rounds: The number of rounds in the run file.
 
         Returns:
-            The number of exchanges. By default, one per round.
+            The number of exchanges. By default, there is one exchange per round.
         """
         return rounds
 
@@ -208,8 +208,9 @@ class Method(BaseModel):
             message: An upload or a download.
 
         Returns:
-            The number of items by the name of one item, such as 1,000 by `public sample`. The
-            default is an empty mapping, with which sizes are not stated per item.
+            A mapping from the name of an item to the number of such items, such as
+            `{"public sample": 1000}`. By default, the mapping is empty, and reports state no size
+            per item.
         """
         return {}
 

@@ -22,22 +22,22 @@ from coterie.messages import Groups, Message, Schema, Shapes, Tensors
 
 SETTING: Any = Field(
     default=False,
-    description="average the products B A exactly, at more traffic (FedEx-LoRA); false: "
-    "average A and B",
+    description="average the products B A exactly, which needs more traffic (FedEx-LoRA); "
+    "false: average A and B",
 )
 """The pydantic field of the setting `exact`.
 
-It has an explicit description, because the fields of presets have no docstrings.
+The field has an explicit description, because the fields of presets have no docstrings.
 """
 NEGLIGIBLE = 1e-7
-"""The relative size below which singular values of a residual are dropped (float32 precision)."""
+"""The relative size below which a residual's singular values are dropped (float32 precision)."""
 
 
 def with_residuals(averaged: Schema) -> Schema:
-    """Extend the schema of a method that averages LoRA pairs, for exact averages.
+    """Extend a method's schema with the fields that exact averaging of LoRA pairs needs.
 
     Args:
-        averaged: The schema of the method.
+        averaged: The schema of the method, in which uploaded LoRA pairs are averaged.
 
     Returns:
         A schema in which downloads also contain residuals, and in which the server receives each
@@ -45,7 +45,7 @@ def with_residuals(averaged: Schema) -> Schema:
     """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
     residual = MessageField(
-        "residual", "difference of the mean update from the averaged LoRA pairs"
+        "residual", "mean update minus the product of the averaged B and A of each LoRA pair"
     )
     return Schema(averaged.hello, (*averaged.up, *each), (*averaged.down, residual))
 

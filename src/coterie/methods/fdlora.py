@@ -61,8 +61,8 @@ class FDLora(AdapterMethod):
     """steps of training alone before the first round; null: training.steps"""
     private: Literal["snapshot", "trained"] = "snapshot"
     """private adapter; snapshot: copy of the locally trained shared adapter, taken in the first
-    round and then every sync_every rounds, as released; trained: trained separately in every round,
-    as in the paper"""
+    round and then every sync_every rounds, as in the released code; trained: trained separately in
+    every round, as in the paper"""
     sync_every: int = Field(default=5, ge=1)
     """rounds between snapshots"""
     outer_learning_rate: float = Field(default=1.0, gt=0)
@@ -111,7 +111,7 @@ class FDLoraClient(AdapterClient[FDLora]):
         )
         self.private_training = self._private_training(context, "private")
         self.began = False
-        """Whether the client has trained the private adapter alone, as in its first exchange."""
+        """Whether the client has trained the private adapter alone (done in its first exchange)."""
         self.weights = [1.0, 0.0]
         """The weight w1 of the shared adapter and the weight w2 of the private adapter."""
 
@@ -156,7 +156,7 @@ class FDLoraClient(AdapterClient[FDLora]):
         self.weights, self.began = list(state.values["fusion"]), state.values["began"]
 
     def _private_training(self, context: ClientContext, name: str) -> LocalTraining:
-        """Create the training of the private adapter; `name` enters the seed of its batches."""
+        """Create the training of the private adapter; the seed of the batches depends on `name`."""
         levels = [replace(level, name=name) for level in self.method.levels(self)]
         return LocalTraining(context, self.private, levels)
 
@@ -177,7 +177,10 @@ class FDLoraClient(AdapterClient[FDLora]):
 
     @torch.no_grad()
     def _fuse(self, round: int) -> None:
-        """Choose the w1 and w2 that minimise `loss + 0.05 mean(|w1|, |w2|)` on the fusion set."""
+        """Choose the weights of the shared adapter (w1) and of the private adapter (w2).
+
+        The search minimises `loss + 0.05 mean(|w1|, |w2|)` on the fusion set.
+        """
         context, samples = self.context, self.samples
         chance = generator(context.seed, "fusion", context.name, round)
         batch = context.training.batch
@@ -245,7 +248,7 @@ def _nevergrad() -> Any:
         import nevergrad
     except ImportError:
         raise CoterieError(
-            "The method 'fdlora' searches its fusion weights with nevergrad; install it with "
-            "pip install 'coterie[fdlora]'."
+            "The method 'fdlora' uses nevergrad to choose the fusion weights; install nevergrad "
+            "with pip install 'coterie[fdlora]'."
         ) from None
     return nevergrad

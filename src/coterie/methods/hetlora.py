@@ -42,8 +42,8 @@ class HetLora(RankMethod):
     client removes the pair's tail permanently. The gain of a pruned pair does not change: it is
     computed from the pair's initial rank.
 
-    With `form: released` (the code of CoMiGS's comparison), A_k is weighted by the norm of A_k, B_k
-    by the norm of B_k, and the server uses g_k = 1.
+    With `form: released`, as in the code that the authors of CoMiGS used for their comparison, A_k
+    is weighted by the norm of A_k, B_k by the norm of B_k, and the server uses g_k = 1.
     """
 
     name: ClassVar[str] = "hetlora"
@@ -61,15 +61,15 @@ class HetLora(RankMethod):
         return 1.0 if self.form == "released" else super().gain(client)
 
     def weights(self, B: Tensor, A: Tensor) -> tuple[float, float]:
-        """Return the weights of a client's B and A in their means.
+        """Return the weights of a client's B and A in the means over clients.
 
         Args:
-            B: (out, r), multiplied by the client's gain.
-            A: (r, in).
+            B: The client's B, multiplied by the client's gain: (out, r).
+            A: The client's A: (r, in).
 
         Returns:
-            The weight of B and the weight of A, both positive. If the updates of all clients are
-            zero, all clients have equal weights.
+            The weight of B and the weight of A, both positive. All clients have equal weights if
+            the updates of all clients are zero.
         """
         if self.form == "released":
             norms = torch.linalg.norm(B).item(), torch.linalg.norm(A).item()

@@ -1,11 +1,11 @@
 """PCL: each client averages all clients' LoRA updates with its own trust weights.
 
 Personalised collaborative fine-tuning (arXiv 2404.09753). Clients train alone for `warmup` rounds.
-Then, every `every` rounds, they exchange their adapters through the server, which only forwards
-them. Each client i scores all clients' models locally, converts the scores to trust weights w_ij
-(its row of the trust matrix), and mixes: theta_i <- theta_i + sum_j w_ij Delta_j (algorithm 1).
-Here theta_i is the adapter of client i after the previous exchange, and Delta_j is the change of
-client j's adapter since then. The strategies differ only in the score.
+Then, at intervals of `every` rounds, clients exchange adapters through the server, which only
+forwards the adapters. Each client i scores all clients' models locally, converts the scores to
+trust weights w_ij (row i of the trust matrix), and mixes: theta_i <- theta_i + sum_j w_ij Delta_j
+(algorithm 1). Here theta_i is the adapter of client i after the previous exchange, and Delta_j is
+the change of client j's adapter since then. The strategies differ only in the score.
 
 The released code differs from the paper. With `form: released`, clients average adapters instead of
 updates, every client draws its own initial A, and scores are computed as each strategy describes.
@@ -52,12 +52,12 @@ Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
-    """The base class of PCL's strategies. The defaults are those of the PCL baseline of CoMiGS."""
+    """The base class of PCL's strategies. The defaults are those of PCL in the CoMiGS paper."""
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     evidence_fields: ClassVar[tuple[MessageField, ...]] = ()
-    """The fields besides adapters and updates that clients upload to compute scores."""
+    """The uploaded fields, other than adapters and updates, from which scores are computed."""
     scores_weights: ClassVar[bool] = True
     """Whether scores are computed from adapters. If so, clients upload adapters and updates."""
 
@@ -71,7 +71,7 @@ class PCL(AdapterMethod):
     mix: bool = True
     """mix models by trust weights; false: only compute and record trust weights"""
     form: Literal["paper", "released"] = "paper"
-    """formulas of the paper, or of its released code"""
+    """formulas of the paper, or of the code that the paper's authors released"""
 
     def due(self, rounds: int) -> bool:
         """Return whether clients exchange their adapters after this number of completed rounds."""
@@ -111,9 +111,9 @@ class PCL(AdapterMethod):
         """Return a client's row of the trust matrix.
 
         Args:
-            client: The client that scores the others.
+            client: The client whose row is computed.
             rounds: The number of completed rounds.
-            uploads: The uploads of this exchange by client, including the client's own.
+            uploads: The uploads of this exchange by client, including the upload of `client`.
 
         Returns:
             The trust weight of every client in `uploads`; the weights sum to 1.
@@ -121,7 +121,7 @@ class PCL(AdapterMethod):
         raise NotImplementedError
 
     def evidence(self, context: ClientContext, rounds: int) -> Groups:
-        """Compute the groups of `evidence_fields`. The adapter must be attached to the base."""
+        """Compute the groups that `evidence_fields` declares; the adapter must be attached."""
         return {}
 
     def evidence_shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
@@ -241,7 +241,7 @@ class PCLUniform(PCL):
 
 
 class PCLTheoretical(PCL):
-    """Trust from known mixtures of topics.
+    """Trust that is computed from the known mixture of topics of each client.
 
     The weight w_ij is the dot product of the topic shares of clients i and j, divided by a number
     that makes client i's weights sum to 1 over the clients that take part.
@@ -333,7 +333,7 @@ class PCLClient(AdapterClient[PCL]):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Return each adapter's mean loss: in nats per token, or the DPO loss for answer pairs."""
+        """Return each adapter's mean loss: nats per token or, for answer pairs, the DPO loss."""
         base, model = self.context.base, self.model()
         own, losses = copied(self.shared), {}
         for peer, upload in uploads.items():

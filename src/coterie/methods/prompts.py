@@ -25,8 +25,8 @@ TEXT = (
 )
 """The default text that initialises a prompt, from FedAMoLE (arXiv 2411.19128, appendix D.1).
 
-FedAMoLE's comparison uses this text for data sets with written answers. The prompt has as many
-vectors there as the text has tokens.
+The comparison in that paper uses this text for data sets with written answers. In the comparison,
+the prompt has as many vectors as the text has tokens.
 """
 
 
@@ -44,8 +44,8 @@ class PromptClient(AdapterClient["FedPrompt | FedPTuning"]):
         if longest is not None and context.window + method.virtual_tokens > longest:
             raise CoterieError(
                 f"data.window ({context.window} tokens) plus virtual_tokens "
-                f"({method.virtual_tokens}) exceeds the {longest} tokens of the base's context; "
-                "lower one of them."
+                f"({method.virtual_tokens}) exceeds the base's context length ({longest} tokens); "
+                "lower data.window or virtual_tokens."
             )
         super().__init__(method, context)
 
@@ -54,8 +54,8 @@ class FedPrompt(AdapterMethod):
     """Federated prompt tuning; every client's result is the base with the averaged prompt.
 
     The trained parameter, which is uploaded and averaged, is the difference between the prompt and
-    the embeddings of `init_text`. It is initialised with zeros, so a server without the base's
-    weights has the same initial values as the clients.
+    the embeddings of `init_text`. The difference is initialised with zeros, so a server without the
+    base's weights has the same initial values as the clients.
     """
 
     name: ClassVar[str] = "fedprompt"
@@ -67,7 +67,8 @@ class FedPrompt(AdapterMethod):
     virtual_tokens: int = Field(default=23, ge=1)
     """number of soft-prompt vectors before the text"""
     init_text: str | None = Field(default=TEXT, min_length=1)
-    """text that initialises the prompt, repeated or cut to its length; null: random vectors"""
+    """text that initialises the prompt, repeated or truncated to virtual_tokens tokens; null: the
+    vectors are initialised at random"""
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> PromptAdapter:
         return soft_prompt(base, self.virtual_tokens, seed, STD if self.init_text is None else 0.0)

@@ -29,7 +29,7 @@ from coterie.methods.sides import Holders
 from coterie.training.schedule import Penalty
 
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
-"""The gamma and weight of HetLoRA's penalty in FlexLoRA's released loss; FlexLoRA never prunes."""
+"""HetLoRA's gamma and penalty weight in FlexLoRA's `form: released`; FlexLoRA never prunes."""
 R = TypeVar("R", bound="RankMethod", default="RankMethod", covariant=True)
 Pairs = dict[str, str]
 """A mapping from the name of A to the name of B, for the LoRA pairs of the experts."""
@@ -74,7 +74,7 @@ class RankServer(AdapterServer[R], Generic[R]):
             if (a in shapes) != (b in shapes):
                 raise MessageError(
                     f"The client {client!r} declares only one of the tensors {a!r} and {b!r}; "
-                    "it must declare both or none."
+                    "it must declare both or neither."
                 )
         return shapes
 
@@ -124,8 +124,8 @@ class RankServer(AdapterServer[R], Generic[R]):
         Args:
             client: The client's name.
             a: The name of the pair's A.
-            B: (out, r) float64, already multiplied by the client's gain.
-            A: (r, in).
+            B: The pair's B, already multiplied by the client's gain: (out, r) float64.
+            A: The pair's A: (r, in).
         """
         raise NotImplementedError
 
@@ -144,13 +144,13 @@ class RankMethod(AdapterMethod):
     mixes_ranks: ClassVar[bool] = True
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     hello_fields: ClassVar[tuple[MessageField, ...]] = ()
-    """The fields of a client's hello besides the shapes of the shared tensors."""
+    """The fields of a client's hello, other than the shapes of the shared tensors."""
 
     mlp: SharedSets = SharedSets(sets=1, rank=16)
     attention: Attention | None = Attention()
     lora: Lora = Lora()
     form: Literal["paper", "released"] = "paper"
-    """formulas of the paper, or of CoMiGS's released comparison"""
+    """formulas of the paper, or of the code that CoMiGS's authors released for their comparison"""
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         rest = MessageField("adapter", DESCRIPTIONS["dense"], reduce="mean")
@@ -185,9 +185,9 @@ class FlexLora(RankMethod):
     `W = sum_k n_k g_k B_k A_k / sum_k n_k = U S V^T`, and client k receives `B = U_r S_r / g_k` and
     `A = V_r^T`, so that `g_k B A` is the best approximation of W with the client's rank r.
 
-    With `form: released` (the code of CoMiGS's comparison), the server uses g_k = alpha / r even if
-    training uses another scale, and the clients' losses include HetLoRA's penalty although nothing
-    is pruned.
+    With `form: released`, as in the code that the authors of CoMiGS used for their comparison, the
+    server always uses g_k = alpha / r, even when the clients train with another scale. The clients'
+    losses then include HetLoRA's penalty, but no pair is pruned.
     """
 
     name: ClassVar[str] = "flexlora"
@@ -263,11 +263,11 @@ def pruned_rank(rank: int, gamma: float) -> int:
 
 
 def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
-    """Compute `||B_tail||_F ||A_tail||_F` of a pair at its current rank.
+    """Compute `||B_tail||_F ||A_tail||_F` of a LoRA pair at the pair's current rank.
 
     Args:
-        A: (r, in).
-        B: (out, r).
+        A: The pair's A: (r, in).
+        B: The pair's B: (out, r).
         gamma: The fraction of the current rank that does not belong to the tail.
 
     Returns:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from coterie.methods.contract import Method
 
 POOLED = "centralized"
-"""The name of a pooled run, in which one client has the text of all clients and trains as `local`.
+"""The name of a pooled run: a single client has the text of all clients and trains as in `local`.
 
 The name can be used like a method's name, but no method class has this name.
 """
@@ -61,7 +61,7 @@ _presets: "dict[str, type[Method]]" = {}
 def register(kind: K) -> K:
     """Register a method, so that run files can use its name in this process.
 
-    Can be used as a decorator.
+    The function can be used as a decorator.
 
     Args:
         kind: The method's class, with a `name` and a `summary`.
@@ -103,7 +103,7 @@ def _builtin(name: str) -> "type[Method]":
 
 
 def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type[Method]":
-    """Derive a method from a class by changing class variables and defaults of settings only.
+    """Derive a method that differs from a class only in class variables and settings' defaults.
 
     Args:
         kind: The class that implements the method.
@@ -123,7 +123,7 @@ def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type
 
 def fine_tuned(name: str) -> dict[str, dict[str, str]]:
     """Return the preset NAME-ft of a method NAME, which reports models after local training."""
-    summary = f"as {name}; reports each client's model after local training"
+    summary = f"like {name}, but reports each client's model after local training"
     return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
 
 
@@ -140,7 +140,7 @@ kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 
 
 def available() -> "dict[str, type[Method]]":
-    """Map the name of every method to the method's class, in the order of `names`."""
+    """Map the name of every method to the method's class, in the order that tables use."""
     return {name: kind_of(name) for name in names()}
 
 
@@ -167,7 +167,10 @@ def method_from(value: object) -> "Method":
 
 
 def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
-    """Return the settings that a comparison copies from a method to a method of another class.
+    """Return the settings of a method that also apply to a method of another class.
+
+    A comparison copies these settings, so that the compared methods have, for example, the same
+    LoRA rank.
 
     A part that differs from its default is copied as a whole. If the two methods have different
     settings classes for the part, only the fields of the nearest common base class of these
@@ -178,7 +181,7 @@ def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
         kind: The class of the other method.
 
     Returns:
-        The copied settings, by the names of the parts of `kind`.
+        The settings to copy, by the names of the parts of `kind`.
     """
     defaults, settings = kind.parts(), {}
     for name, default in type(method).parts().items():

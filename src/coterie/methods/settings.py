@@ -40,7 +40,7 @@ class Mlp(Settings):
     beside"""
 
     counted: ClassVar[tuple[str, str]] = ("generalists", "specialists")
-    """The settings for the numbers of averaged sets and of private sets; "" if there is none."""
+    """The settings for the numbers of averaged and of private sets; "" if there is no setting."""
 
     def counts(self, client: ClientId) -> tuple[int, int]:
         """Return how many averaged sets and how many private sets a client has.
@@ -150,8 +150,8 @@ class PhasedRouter(Router):
     learning_rate: float = Field(default=2e-3, gt=0)
     """learning rate of router updates (constant)"""
     leftover_gradients: bool = False
-    """true: gradients that a router phase computes for the experts are added to those of the
-    experts' next step, and vice versa, as in the released code; experts then also learn from
+    """true: gradients that a router phase computes for the experts are added to the gradients
+    of the experts' next step, and vice versa, as in the released code; experts then also learn from
     validation text"""
 
 
@@ -161,7 +161,7 @@ class Trusted(Settings):
     top: int | None = Field(default=None, ge=1)
     """number of best-scored clients to trust; null: no limit"""
     threshold: float | None = None
-    """score above which clients are trusted (the best two always are); null: no limit"""
+    """score above which clients are trusted (the best two are always trusted); null: no limit"""
 
     @model_validator(mode="after")
     def _one_choice(self) -> "Trusted":
@@ -208,13 +208,13 @@ def for_client(counts: PerClient, client: ClientId, noun: str) -> int:
         The number.
 
     Raises:
-        CoterieError: The setting has no number for the client, or a negative one.
+        CoterieError: The setting has no number for the client, or the number is negative.
     """
     count = counts if isinstance(counts, int) else counts.get(client, counts.get("others"))
     if count is None:
         raise CoterieError(
-            f"The method has no {noun} for the client {client!r}; add the client's name or "
-            "`others` to the setting."
+            f"The method's settings specify no {noun} for the client {client!r}; add the client's "
+            f"name or `others` where the {noun} is set."
         )
     if count < 0:
         raise CoterieError(

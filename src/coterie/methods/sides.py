@@ -1,4 +1,7 @@
-"""Base classes of a method's two objects: one runs where a client's data are, one on the server."""
+"""Base classes of a method's two objects.
+
+The client-side object runs where a client's data are, and the server-side object on the server.
+"""
 
 from collections.abc import Mapping
 
@@ -28,15 +31,15 @@ class ClientSide:
 
         Returns:
             A message with the facts that the server needs only once, such as the client's ranks or
-            vocabulary. It may contain only fields in `Schema.hello`.
+            vocabulary. The message may contain only fields in `Schema.hello`.
         """
         return Message()
 
     def receive(self, download: Message) -> None:
-        """Apply a download from the server. May run for minutes.
+        """Apply a download from the server. The call may run for minutes.
 
         Args:
-            download: The server's message. Its `round` is the number of completed exchanges.
+            download: The server's message; `download.round` is the number of completed exchanges.
 
         Raises:
             MessageError: The download is not valid for this client. In this case, `receive` must
@@ -46,21 +49,21 @@ class ClientSide:
     def train(self, exchange: int) -> None:
         """Train locally, starting from the last download.
 
-        If a class does not override `train`, its client learns nothing. The engine then does not
-        compare the client's models of different rounds to find the best one.
+        If a class does not override `train`, nothing is trained, so the engine does not compare the
+        client's models of different rounds to find the best model.
 
         Args:
             exchange: The number of the exchange; the first is 0.
         """
 
     def upload(self, exchange: int) -> Message:
-        """Return the upload of an exchange. Must not change the object's state.
+        """Return the upload of an exchange without changing the object's state.
 
         Args:
             exchange: The number of the exchange; the first is 0.
 
         Returns:
-            The message to send after training. It may contain only fields in `Schema.up`.
+            The message to send after training, with no other fields than those in `Schema.up`.
         """
         return Message(exchange)
 
@@ -134,7 +137,7 @@ class ServerSide:
         """
 
     def leave(self, client: ClientId) -> None:
-        """Delete a client's data when the client leaves the run. Called between two rounds.
+        """Delete a client's data when the client leaves the run, between two rounds.
 
         Aggregates of past rounds, to which the client has contributed, do not change. By default,
         the client is removed from the state that `state` returns. A class that stores clients' data
@@ -161,8 +164,8 @@ class ServerSide:
             client: The client's name.
 
         Returns:
-            A message whose `round` is the number of completed exchanges. It may contain only fields
-            in `Schema.down`.
+            A message whose `round` is the number of completed exchanges. The message may contain
+            only fields in `Schema.down`.
         """
         return Message(self.exchange)
 
@@ -173,16 +176,16 @@ class ServerSide:
             client: The client's name.
 
         Returns:
-            For every group that the schema reduces by `mean`, the shapes of the group's tensors, by
-            the tensors' names.
+            For every group whose reduction in the schema is `mean`, the shapes of the group's
+            tensors, by the tensors' names.
         """
         return {}
 
     def reference(self, client: ClientId) -> Groups:
         """Return the tensors from which a client's training starts in this exchange.
 
-        The engine bounds the distance between an upload and its reference. Uploaded groups without
-        a reference, such as predictions, are bounded by their norm.
+        The engine limits the distance between an uploaded group and the group's reference. For
+        uploaded groups without a reference, such as predictions, the engine limits the norm.
 
         Args:
             client: The client's name.
@@ -196,7 +199,7 @@ class ServerSide:
         """Return the parameters of the server that the aggregate of an exchange will replace.
 
         If the run has a server optimiser, the optimiser takes a step from these parameters towards
-        their aggregate. Aggregates of other groups, such as statistics, are used unchanged.
+        the aggregate. Aggregates of other groups, such as statistics, are used unchanged.
 
         Returns:
             The parameters by group and name.
@@ -210,8 +213,8 @@ class ServerSide:
 
         Args:
             client: The client's name.
-            upload: The client's upload with all of its values, but only with those groups of
-                tensors that the schema reduces by `each`.
+            upload: The client's upload, with all values, but only with the groups of tensors whose
+                reduction in the schema is `each`; the engine aggregates the other groups.
 
         Raises:
             MessageError: The upload is refused.
@@ -221,7 +224,7 @@ class ServerSide:
         """End the exchange. Later downloads belong to the next exchange.
 
         Args:
-            mean: The aggregates of the fields that the schema reduces by `mean`.
+            mean: The aggregates of the fields whose reduction in the schema is `mean`.
             held: For each tensor of `mean`, the number of clients whose uploads contained it, by
                 group and name.
         """
@@ -239,8 +242,8 @@ class ServerSide:
         """Return everything that must survive a restart.
 
         Returns:
-            A state in which one client's data are stored under the client's name, in `State.parts`
-            or in one of the values, so that `leave` can delete them.
+            A state that stores each client's data under the client's name, as a key of
+            `State.parts` or of a mapping in `State.values`, so that `leave` can delete the data.
         """
         return State(values={"round": self.exchange})
 

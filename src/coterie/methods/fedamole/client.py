@@ -34,7 +34,8 @@ MOST_EXPERTS = 2**16
 class FedAMoLEClient(ClientSide):
     """A client that receives newly assigned experts in every round.
 
-    The optimiser is therefore reset in every round, as in the released code.
+    The optimiser is therefore reset in every round, as in the code that the authors of FedAMoLE
+    released.
     """
 
     def __init__(self, settings: FedAMoLESettings, context: ClientContext) -> None:
@@ -67,7 +68,7 @@ class FedAMoLEClient(ClientSide):
         self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
 
     def _assignment(self, download: Message) -> tuple[Held, int]:
-        """Return the experts that a download assigns, and the number of all experts per layer."""
+        """Return the experts that a download assigns, and the total number of experts per layer."""
         count, held = download.values.get("count"), download.values.get("held")
         if type(count) is not int or not 1 <= count <= MOST_EXPERTS:
             raise MessageError("The download has no valid number of experts.")

@@ -14,5 +14,5 @@ def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
 
 
 def expert_name(path: str, number: int) -> str:
-    """Return the name of a domain expert's mean embedding in messages."""
+    """Return the name under which messages contain a domain expert's mean embedding."""
     return f"{path}.{number}"

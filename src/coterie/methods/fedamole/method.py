@@ -1,12 +1,13 @@
 """FedAMoLE: domain experts choose their clients (arXiv 2411.19128).
 
 A client has, on every chosen linear layer, one expert that all clients share and some of the E
-domain experts. After local training, it uploads the trained parameters and, for every layer, two
-kinds of mean embeddings over a few of its samples: the mean of A_j x for each of its experts j, and
-the mean token embedding W_t x, where x is the layer's input. The server averages shared parameters
-over all clients, and each domain expert over the clients that trained it. Then every expert chooses
-k_c clients for the next round by its relevance for the clients' tokens (reverse selection-based
-expert assignment, RSEA: one exact linear programme per layer).
+domain experts. After local training, the client uploads the trained parameters and, for every
+layer, two kinds of mean embeddings over a few of the client's samples: the mean of A_j x for each
+of the client's experts j, and the mean of the token embedding W_t x, where x is the layer's input.
+The server averages shared parameters over all clients, and each domain expert over the clients that
+trained the expert. Then every expert chooses k_c clients for the next round by the expert's
+relevance for the clients' tokens (reverse selection-based expert assignment, RSEA: one exact linear
+programme per layer).
 """
 
 import math
@@ -47,19 +48,19 @@ class FedAMoLE(Method, FedAMoLESettings):
         return True
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        shared = "the shared expert's and " if self.shared_expert else ""
-        description = f"LoRA pairs: {shared}those of the domain experts held; router weights"
+        shared = "the shared expert and of " if self.shared_expert else ""
+        description = f"LoRA pairs of {shared}the client's domain experts; router weights"
         adapter = MessageField("adapter", description, reduce="mean")
         means = (
             MessageField(
                 "experts",
-                "mean embedding of a few samples, for each expert of the client",
+                "mean embedding of held-out samples, for each expert of the client",
                 reduce="mean",
             ),
-            MessageField("tokens", "mean token embedding of the same samples"),
+            MessageField("tokens", "mean token embedding of held-out samples, for each layer"),
         )
         count = MessageField("count", "number of domain experts", "json")
-        held = MessageField("held", "domain experts that the client holds, by layer", "json")
+        held = MessageField("held", "numbers of the client's domain experts, by layer", "json")
         return Schema(up=(adapter, *(means if self.chooses else ())), down=(adapter, count, held))
 
     def client(self, context: ClientContext) -> FedAMoLEClient:

@@ -1,8 +1,8 @@
 """FedAMoLE's server: it averages the experts and assigns them to clients (RSEA).
 
 Shared parameters are averaged over all clients, and each domain expert over the clients that
-trained it. Then each expert chooses k_c clients by its relevance for the clients' tokens; one exact
-linear programme per layer computes the choices (arXiv 2411.19128, section 4.4).
+trained the expert. Then each expert chooses k_c clients by the expert's relevance for the clients'
+tokens. One exact linear programme per layer computes the choices (arXiv 2411.19128, section 4.4).
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class FedAMoLEServer(ServerSide):
         self.assigned: dict[ClientId, Held] = {}
         """The experts assigned to each client, by the client's name and by layer."""
         self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
-        """The exchange and participants of `assigned`; -1 and () if nothing is assigned yet."""
+        """The exchange and participants that `assigned` is for; -1 and () before any assignment."""
 
     def join(self, client: ClientId, hello: Message) -> None:
         self.joined.add(client)
@@ -97,7 +97,7 @@ class FedAMoLEServer(ServerSide):
         return {(path, j) for path, held in self.assigned[client].items() for j in held}
 
     def _held_by(self, client: ClientId) -> dict[str, Tensor]:
-        """Return a client's tensors: shared parameters and those of its domain experts."""
+        """Return a client's tensors: the shared parameters and the domain experts' parameters."""
         experts, parameters = self._experts_of(client), self.parameters
         return {
             name: tensor
@@ -112,7 +112,7 @@ class FedAMoLEServer(ServerSide):
     def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
         """Let the experts of every layer choose among the participants.
 
-        The result depends only on the exchange, the participants and the embeddings.
+        Within a run, the result depends only on the exchange, the participants and the embeddings.
         """
         bounds = self.settings.bounds(self.experts, len(participants), relaxed=True)
         scores = {path: self._scores(path, participants) for path in self.paths}
@@ -138,7 +138,7 @@ class FedAMoLEServer(ServerSide):
         return torch.stack(draws, dim=1).numpy()
 
     def relevance_dim(self, path: str) -> int:
-        """Return the number whose square root divides a layer's relevance scores.
+        """Return the number n such that a layer's relevance scores are divided by sqrt(n).
 
         Args:
             path: The path of the layer.

@@ -12,9 +12,10 @@ from coterie.privacy.mechanisms import MOST_EPSILON
 
 
 class Privacy(Settings):
-    """Differential privacy of the samples in a client's mean embeddings.
+    """Differential privacy of the samples from which a client's mean embeddings are computed.
 
-    It does not cover the samples on which adapters are trained, which are other samples.
+    The guarantee does not cover the samples on which adapters are trained. No sample is in both
+    sets.
     """
 
     epsilon: float = Field(gt=0, le=MOST_EPSILON)
@@ -31,7 +32,7 @@ class Embeddings(Settings):
     share: float = Field(default=0.05, gt=0, lt=1)
     """fraction of the training samples held out for embeddings"""
     samples: int = Field(default=200, ge=1)
-    """maximum number of samples to use"""
+    """maximum number of samples from which embeddings are computed"""
     privacy: Privacy | None = None
     """differential privacy of the mean embeddings"""
 
@@ -40,7 +41,8 @@ class AmoleRouter(Settings):
     """Routing of tokens to the domain experts that a client holds."""
 
     kind: Literal["token", "vanilla"] = "token"
-    """token: scores from the experts' embeddings; vanilla: from a gate with one row per expert"""
+    """source of routing scores; token: the experts' embeddings; vanilla: a gate with one row per
+    expert"""
     top_k: int = Field(default=2, ge=1)
     """domain experts per token (k)"""
     score_scale: Literal["rank", "dim"] = "rank"
@@ -51,8 +53,8 @@ class AmoleRouter(Settings):
     load_balance_weight: float = Field(default=1e-3, ge=0)
     """weight of the load-balancing loss (beta)"""
     load: Literal["top_k", "first"] = "top_k"
-    """tokens that count as an expert's load; top_k: all tokens routed to it; first: only tokens for
-    which it has the highest score, as in the paper"""
+    """tokens that count as an expert's load; top_k: all tokens routed to the expert; first: only
+    tokens for which the expert has the highest score, as in the paper"""
 
     @model_validator(mode="after")
     def _acts(self) -> Self:
@@ -64,7 +66,7 @@ class AmoleRouter(Settings):
 
 
 class FedAMoLESettings(Settings):
-    """Settings of FedAMoLE. Defaults are those of the paper (30 domain experts for 10 clients)."""
+    """Settings of FedAMoLE. The defaults are the paper's (30 domain experts for 10 clients)."""
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()
@@ -79,8 +81,8 @@ class FedAMoLESettings(Settings):
     """maximum number of domain experts per client and layer (b)"""
     assignment: Literal["rsea", "homogeneous", "random", "random-once"] = "rsea"
     """assignment of experts to clients; rsea: experts choose clients (reverse selection);
-    homogeneous: reverse selection with equally many experts for every client; random: drawn in
-    every round; random-once: drawn once"""
+    homogeneous: reverse selection with equally many experts for every client; random: a new random
+    assignment in every round; random-once: one random assignment for all rounds"""
     shared_expert: bool = True
     """add one expert shared by all clients"""
     embeddings: Embeddings = Embeddings()
@@ -105,7 +107,10 @@ class FedAMoLESettings(Settings):
 
     @property
     def chooses(self) -> bool:
-        """Whether experts choose clients by mean embeddings: `assignment` is not random."""
+        """Whether experts choose clients by mean embeddings.
+
+        False if the setting `assignment` is random or random-once.
+        """
         return self.assignment in ("rsea", "homogeneous")
 
     def count(self, clients: int) -> int:

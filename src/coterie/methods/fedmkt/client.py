@@ -25,20 +25,23 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
     def distiller(self) -> Distiller:
         """The client's distiller.
 
-        It is created on first use, because it needs the public samples, which are missing if a
-        client is created only to load its model.
+        The distiller is created on first use. It needs the public samples, which are missing if a
+        client object is created only to load the client's model.
         """
         return Distiller(self.method, self.context, self.adapter)
 
     @cached_property
     def private(self) -> Tensor:
-        """Keys of the client's private samples: (samples,) int64. Their predictions stay local."""
+        """The keys of the client's private samples: (samples,) int64.
+
+        The client does not upload its predictions on these samples.
+        """
         data = self.context.data
         keys = keys_of(data.train, data.validation, data.test)
         if overlap := int(torch.isin(self.distiller.positions.samples, keys).sum()):
             log.warning(
-                "%s has %d of the public samples in its own data; predictions on them are not "
-                "sent, so the server can infer which samples these are",
+                "%s has %d of the public samples in its own data; predictions on these samples "
+                "are not sent, so the server can infer which samples these are",
                 self.context.name,
                 overlap,
             )

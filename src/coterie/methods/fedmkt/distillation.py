@@ -1,8 +1,8 @@
 """Selective distillation on the public samples: the code that clients and the server share.
 
-The student, which is a client or the server, predicts the public samples. For every sample, it
-selects the predictions of the teacher with the lowest loss, if the teacher's loss is lower than the
-student's. Then the student learns from the selected predictions.
+The student, which is a client or the server, predicts the public samples. For every sample,
+the student selects the predictions of the teacher with the lowest loss, if the teacher's loss is
+lower than the student's. Then the student learns from the selected predictions.
 """
 
 import logging
@@ -41,24 +41,25 @@ MOST_LISTED = 20
 
 
 class Distiller:
-    """A student model, the public samples, and the targets that the student learns on them.
+    """A student model, the public samples, and the targets that the student learns to predict.
 
     The student is the model of one client or of the server. There are n samples, whose answers have
-    p token positions in total. A target has k tokens per position.
+    p token positions in total. The target of a position consists of k tokens and their
+    probabilities.
     """
 
     def __init__(
         self, settings: FedMKTSettings, context: ClientContext, adapter: Trainable
     ) -> None:
         samples = None if context.public is None else context.public.beginnings
-        assert samples is not None, "FedMKT.check refuses other public texts"
+        assert samples is not None, "FedMKT.check accepts only prompts with answers"
         self.settings, self.context, self.adapter = settings, context, adapter
         self.samples = samples
         self.positions = Positions.of(self.samples, context.base.tokenizer)
         places = torch.arange(len(self.samples.ids))
         sample = torch.searchsorted(self.samples.starts, places, right=True) - 1
         self.labels = self.samples.ids[places >= self.samples.answers[sample]].long()
-        """The sample's next token at each position: (p,) int64."""
+        """The correct next token at each position: (p,) int64."""
         head: Any = context.base.model.get_output_embeddings()
         self.vocabulary_size: int = head.weight.shape[0]
         """The number of tokens that the model can predict; the tokenizer may have more or fewer."""
@@ -82,8 +83,8 @@ class Distiller:
         finite = nats.isfinite() & ~self._per_sample(predicted.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
-                "%s has no finite predictions for %d public samples, so they are excluded; "
-                "their numbers, from 1, among the samples that fit the window: %s",
+                "%s has no finite predictions for %d public samples and excludes these "
+                "samples; first numbers, counted from 1 without samples that exceed the window: %s",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
@@ -99,7 +100,7 @@ class Distiller:
         ).only(finite & first_of_each(self.positions.samples))
 
     def begin(self, own: Knowledge) -> None:
-        """Reset the targets to the labels or the student's predictions, as the settings specify.
+        """Reset the targets to the labels or to the student's predictions, as the settings specify.
 
         Args:
             own: The student's predictions.
@@ -129,7 +130,7 @@ class Distiller:
             self.own_targets = self.targets[torch.arange(len(self.labels))]
 
     def offer(self, teacher: int, knowledge: Knowledge, ids: Tensor | None = None) -> None:
-        """Use a teacher's predictions as targets on samples where its loss is the lowest so far.
+        """Use a teacher's predictions as targets where the teacher's loss is the lowest so far.
 
         This implements DualMinCE: after all offers, the targets of a sample come from the teacher
         with the lowest loss, if the teacher's loss is lower than the student's.
@@ -137,8 +138,8 @@ class Distiller:
         Args:
             teacher: The teacher's number.
             knowledge: The teacher's predictions.
-            ids: The map from the teacher's vocabulary to the student's; None if `knowledge` already
-                has tokens of the student's vocabulary.
+            ids: The map from the teacher's vocabulary to the student's vocabulary; None if
+                `knowledge` already has tokens of the student's vocabulary.
         """
         rows = self.positions.known(knowledge)
         if (rows < 0).all():
@@ -160,7 +161,7 @@ class Distiller:
     ) -> SoftTargets:
         """Return the targets that a teacher's predictions give at the selected positions.
 
-        A position that is aligned with none of the teacher's positions has the label as its target.
+        If no position of the teacher is aligned with a position, the target there is the label.
         """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
@@ -217,11 +218,12 @@ class Distiller:
         return fmean(losses)
 
     def _sample_weights(self, batch: Tensor) -> Tensor:
-        """Return the weight of each sample's distillation loss in a batch: (n,).
+        """Return the weight of each sample's distillation loss in the update on a batch: (n,).
 
-        With `own: none`, samples without a teacher have the weight 0. The other samples have equal
-        weights that make the distillation loss a mean over the positions of the other samples in
-        the batch. With any other value of `own`, all weights are 1.
+        With `own: none`, a sample without a teacher has the weight 0, and all samples with a
+        teacher have the same weight. With this weight, the distillation loss is the mean over the
+        positions of those samples in the batch that have a teacher. With any other value of `own`,
+        all weights are 1.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -262,8 +264,8 @@ class Distiller:
     def _mixed_targets(self) -> SoftTargets:
         """Return the targets from which the student learns.
 
-        With `own: mean`, they are the mean of the student's own predictions and the selected
-        targets, weighted by exp(-loss).
+        With `own: mean`, these targets are the mean of the student's own predictions and the
+        selected targets, weighted by exp(-loss).
         """
         if self.settings.own != "mean":
             return self.targets

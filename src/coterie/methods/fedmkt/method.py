@@ -1,7 +1,7 @@
 """FedMKT: mutual knowledge transfer between large and small models (arXiv 2406.02224).
 
-The server has a large base, and each client has a small base with its own tokenizer. All of them
-have the same public set of prompts with answers. In a round (the paper's algorithm 1),
+The server has a large base, and each client has a small base with its own tokenizer. All
+participants have the same public set of prompts with answers. In a round (the paper's algorithm 1),
 
 1. clients train on their private samples;
 2. clients predict the public answers and upload, for each sample, their loss and their most likely
@@ -32,8 +32,8 @@ from coterie.methods.fedmkt.vocabulary import VOCABULARY
 
 KNOWLEDGE = MessageField(
     "knowledge",
-    "predictions on public samples: sample hashes, losses, start of each sample, end of the "
-    "text read at each position, most likely tokens and their log-probabilities",
+    "predictions on public samples: hash, loss and first position of each sample; number of "
+    "the answer's characters before each position; most likely tokens and their log-probabilities",
     {
         "samples": "int64",
         "losses": "float32",
@@ -75,11 +75,11 @@ class FedMKT(FedMKTSettings):
         for satisfied, need in (
             (
                 run.instructions,
-                "prompts with answers that are not rendered by a chat template: set "
+                "pairs of a prompt and an answer, without a chat template: set "
                 "data.instructions, with a template other than chat",
             ),
             (run.public, "public samples: set data.public, or divide.public: true"),
-            (run.server, "a server with a model of its own: set server.base"),
+            (run.server, "a server that has its own model: set server.base"),
         ):
             if not satisfied:
                 raise CoterieError(f"The method {self.name!r} needs {need}.")
@@ -99,13 +99,13 @@ PRESETS = {
     # The paper's homogeneous setting. Adapters are averaged after the clients have learnt from the
     # server, so a round takes two exchanges: first of predictions, then of adapters.
     "fedmkt-fedavg": {
-        "summary": "as fedmkt, with averaged LoRA pairs; all clients have the same base",
+        "summary": "like fedmkt, but LoRA pairs are averaged too; all clients have the same base",
         "shared_roles": ("dense",),
         "per_round": 2,
     },
     # The paper's baseline: the server learns nothing.
     "llm2slm": {
-        "summary": "as fedmkt, in one direction: the server's model teaches and is not trained",
+        "summary": "like fedmkt, but the server's model only teaches and is not trained",
         "teaches": False,
     },
 }

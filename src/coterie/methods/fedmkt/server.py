@@ -30,7 +30,7 @@ class FedMKTServer(AdapterServer[FedMKTSettings]):
 
     def __init__(self, method: FedMKTSettings, context: ServerContext) -> None:
         super().__init__(method, context)
-        assert context.own is not None, "FedMKT.check refuses runs without a server's model"
+        assert context.own is not None, "FedMKT.check refuses runs whose server has no model"
         self.own, self.log = context.own, context.log
         self.adapter = method.adapter(self.own.base.model, self.own.seed, self.own.name)
         self.vocabulary = Vocabulary.of(self.own.base.tokenizer)
@@ -45,8 +45,8 @@ class FedMKTServer(AdapterServer[FedMKTSettings]):
     def distiller(self) -> Distiller:
         """The server's distiller.
 
-        It is created on first use, because it needs the public samples, which are missing if a
-        server is created only to load its model.
+        The distiller is created on first use. It needs the public samples, which are missing if a
+        server object is created only to load the server's model.
         """
         distiller = Distiller(self.method, self.own, self.adapter)
         scored = keys_of(self.own.data.validation, self.own.data.test)

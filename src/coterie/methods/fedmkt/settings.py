@@ -9,7 +9,7 @@ from coterie.methods.settings import Attention, Lora
 
 
 class FedMKTSettings(AdapterMethod):
-    """Settings of FedMKT. Defaults are those of the paper, except for `own`."""
+    """Settings of FedMKT. The defaults are the paper's, except for `own`."""
 
     teaches: ClassVar[bool] = True
     """Whether clients teach the server."""
@@ -27,20 +27,21 @@ class FedMKTSettings(AdapterMethod):
     epochs: int = Field(default=1, ge=1)
     """passes over the public set per round"""
     own: Literal["none", "labels", "self", "mean"] = "labels"
-    """distillation target of samples for which no teacher has a lower loss; none: no target, as in
-    the paper (the loss is a mean over the other samples of a batch); labels: the answer; self: the
-    model's own predictions; mean: as self, and the target of the other samples is the mean of the
-    model's and the teacher's predictions, weighted by exp(-loss)"""
+    """distillation target of samples for which no teacher has a lower loss than the student; none:
+    no target, as in the paper (the distillation loss is a mean over the batch's samples with such a
+    teacher); labels: the answer; self: the student's own predictions; mean: the student's own
+    predictions, and for samples with such a teacher, the mean of the student's and the teacher's
+    predictions, weighted by exp(-loss)"""
     align: Literal["offsets", "warping"] = "offsets"
-    """alignment of two tokenizers' positions; offsets: by the number of characters read so far;
-    warping: by the paper's dynamic programme over edit distances"""
+    """alignment of two tokenizers' positions; offsets: by the number of the answer's characters
+    before a position; warping: by the paper's dynamic programme over edit distances"""
 
     def averages(self, exchange: int) -> bool:
         """Return whether clients upload adapters to be averaged, instead of uploading predictions.
 
         Args:
-            exchange: The number of the exchange; the first is 0. The first download counts as the
-                result of exchange -1.
+            exchange: The number of the exchange; the first is 0. Use -1 for the state before the
+                first exchange, which the first download contains.
 
         Returns:
             True if the exchange ends with the mean of the clients' adapters.

@@ -17,7 +17,7 @@ Each limit is twice the largest value among current tokenizers.
 VOCABULARY = (
     Field(
         "vocabulary",
-        "bytes of all tokens, concatenated, and the length of each",
+        "bytes of all tokens, concatenated; length of each token",
         {"spelling": "uint8", "lengths": "int32"},
     ),
     Field("roles", "tokens that begin, end or pad a text", "json"),
