@@ -32,7 +32,7 @@ def test_a_run_is_estimated(values, tmp_path) -> None:
     assert "comigs-1g1s on" in text
     assert "peak memory of one client's process" in text
     assert "training step (2 samples at once)" in text
-    assert "or scoring (16 windows at once)" in text
+    assert "scoring (16 windows at once)" in text
     assert "An upload contains" in text
     text = shown(str(tmp_path / "us.yaml"), "--set", "method.mlp.placement=beside")
     assert "experts beside GPT2MLP" in text

@@ -78,5 +78,5 @@ def test_it_is_said_what_can_be_left_out_and_what_can_differ_by_client() -> None
 def test_an_unknown_method_and_the_pooled_one() -> None:
     with pytest.raises(CoterieError, match="Did you mean 'fedavg'"):
         method_table("fedavgg")
-    with pytest.raises(CoterieError, match="settings of local"):
+    with pytest.raises(CoterieError, match="settings of the method `local`"):
         method_table("centralized")

@@ -41,11 +41,12 @@ Parameters = Mapping[str, Parameter]
 
 
 def audit_run(config: RunConfig) -> Iterator[Table]:
-    """Yield the tables of an audit: declared fields, then the contents of one round's messages.
+    """Yield the tables of an audit: the fields of messages, then the messages of one round.
 
-    The round is the first in which a client uploads anything; see `first_exchange`. Each client has
-    tables of its messages and of the state that stays on the client. Clients whose tables would be
-    equal share them.
+    The fields are those that the method declares; messages may contain no other fields. The round
+    is the first in which a client uploads anything; see `first_exchange`. For each client, there
+    are tables of the client's messages and of the state that stays on the client. Clients with
+    equal tables share one set of tables.
     """
     run = start(Session(config), config)
     yield _declared(run)
@@ -102,7 +103,7 @@ def _kind(value: Json) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> Row:
-    """Merge rows that differ at most in the size in the last cell, and keep the largest size."""
+    """Merge rows that are equal except for the size in their last cell; keep the largest size."""
     sizes = sorted({row[-1] for row in rows}, key=lambda size: (len(size), size))
     return (*rows[0][:-1], f"≤{sizes[-1]}" if len(sizes) > 1 else sizes[-1])
 
@@ -135,7 +136,7 @@ def _dtypes(field: Field) -> str:
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
-    """Yield a client's rows for all tables; every row begins with the title of its table."""
+    """Yield one client's rows of all tables; the first cell of a row is the title of its table."""
     side = run.clients[name]
     for way, title in WAYS.items():
         message, total = messages[way], len(run.schema.send(way, messages[way]))
@@ -149,9 +150,9 @@ def _account(
 
 
 def _contents(schema: Schema, way: Way, message: Message, parameters: Parameters) -> Iterator[Row]:
-    """Yield a row for each kind of tensor in a message, and for each value.
+    """Yield a row for each kind of tensor in a message, and a row for each JSON value.
 
-    The tensors of all other clients are treated as one group.
+    If a message contains tensors of several other clients, these clients' tensors are combined.
     """
     groups: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
     for peer, group, name, tensor in message.tensors():
@@ -169,10 +170,10 @@ def _kinds(
     parameters: Parameters,
     described: Iterable[str] = (),
 ) -> Iterator[Row]:
-    """Yield a row for each kind of tensor of a group.
+    """Yield a row for each kind of tensor in a group.
 
-    The kind of a parameter consists of its role, its expert and its location in the base. The kind
-    of another tensor is its name if the name is in `described`, else empty.
+    The kind of a parameter consists of the parameter's role, expert and location in the base. The
+    kind of any other tensor is the tensor's name if the name is in `described`, otherwise empty.
     """
     kinds: dict[tuple[str, str], list[Tensor]] = {}
     for name, tensor in tensors:
@@ -187,7 +188,7 @@ def _kinds(
 
 
 def _kind_of_parameter(parameter: Parameter) -> str:
-    """Return a parameter's role, expert and location in the base: `generalist 0, mlp.up`."""
+    """Return the role, expert and location of a parameter, such as `generalist 0, mlp.up`."""
     # Domain experts are grouped: the same number is a different expert on every layer.
     numbered = parameter.expert is not None and parameter.role != "domain"
     role = f"{parameter.role} {parameter.expert}" if numbered else parameter.role
@@ -197,9 +198,10 @@ def _kind_of_parameter(parameter: Parameter) -> str:
 def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
     """Yield the rows of the state that stays on a client.
 
-    The trained tensors that the client uploaded are excluded. They are in the group `adapter` of
-    the client's state, whatever their group in the message. Every other group and every inner state
-    is private, even if the names of its tensors are also in the message.
+    The trained tensors that the client uploaded are excluded. In the client's state, these tensors
+    are in the group `adapter`, even if the message has them in another group. Every other group,
+    and every state that is nested in the client's state, stays on the client. This is also true for
+    tensors whose names occur in the message.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():
@@ -217,5 +219,5 @@ def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Ro
 
 
 def size(value: Tensor | Json) -> int:
-    """Return the size in bytes of a tensor, or of a value as JSON."""
+    """Return the size in bytes of a tensor, or of a value that is encoded as JSON."""
     return value.nbytes if isinstance(value, Tensor) else len(json.dumps(value).encode())

@@ -21,16 +21,16 @@ from coterie.methods.pretrained import Pretrained
 from coterie.runs import Callback, RunFolder
 
 TRIALS = "trials"
-"""The name of the folder of trials, inside the folder that contains the run folders."""
+"""The name of the folder of trials. It is in the folder that contains the run folders."""
 
 
 class Cells:
-    """An executor of several runs, which reports the progress and counts the executed runs.
+    """An executor of several runs, which reports progress and counts the runs that it executes.
 
     Args:
         total: the number of runs.
         callbacks: the callbacks of every run that is executed or resumed.
-        report: a function to which messages on the progress are passed.
+        report: a function that is called with progress messages.
     """
 
     def __init__(
@@ -57,13 +57,14 @@ class Cells:
             self.worked_on += folder.result is None
             session.finish(folder, config, self.callbacks)
         outcome = folder.outcome
-        assert outcome is not None, "the run is finished"
+        assert outcome is not None, "a finished run has an outcome"
         return folder, outcome
 
     def _folder(self, session: Session, config: RunConfig, path: Path) -> RunFolder:
         """Return the folder of a run: the existing folder if it can be reused, else a new folder.
 
-        An existing folder can be reused if the texts have not changed since the run started.
+        An existing folder can be reused if the texts of the run's clients and server have not
+        changed since the run started.
         """
         description = session.description(config, session.participants(config))
         matches = sorted(path.glob(f"*-{config.digest()}"))  # the row may have been renamed
@@ -96,11 +97,11 @@ class Tuner:
         self.session = session
 
     def trials(self, row: str, config: RunConfig) -> list[RunConfig]:
-        """Return the trials of one row of the comparison, a trial for each combination of settings.
+        """Return the trials of one row of the comparison: one trial per combination of settings.
 
         Args:
             row: the name of the row.
-            config: the row's run.
+            config: the configuration of the row's run.
 
         Returns:
             The trials; an empty list if the method trains nothing.

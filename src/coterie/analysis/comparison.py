@@ -22,7 +22,10 @@ from coterie.evaluation.metrics import Metric
 from coterie.evaluation.perplexity import PERPLEXITY
 
 DECIMALS = 12
-"""The number of decimals of scores in the ranking, so that rounding errors affect no rank."""
+"""The number of decimals to which scores are rounded before they are ranked.
+
+Without rounding, floating-point errors could decide the rank of equal scores.
+"""
 ALONE = "local"
 """The name of the method with which each client trains alone."""
 MARK = "="
@@ -37,15 +40,15 @@ class Comparison:
     results: Mapping[str, Sequence[Result]]
     """For each method, the results of its runs: one result per seed."""
     split: str = "test"
-    """The text on which models are scored: "test" or "validation"."""
+    """The split on which models are scored: "test" or "validation"."""
     asked: str | None = None
     """The name of the metric to show; None selects the metric that suits the data (`metric_of`)."""
     against: str | None = None
-    """The name of the row with which all others are compared; None selects the best row."""
+    """The name of the row with which all other rows are compared; None selects the best row."""
     tuned: Mapping[str, Summary] = field(default_factory=dict)
     """For each tuned method, the record of its tuning; see `Tuner.choose`."""
     floor: Sequence[Result] = ()
-    """Results of always giving the commonest answer: one per seed; see `coterie.engines.floor`."""
+    """The results of always giving the commonest answer, one per seed (`coterie.engines.floor`)."""
 
     def __repr__(self) -> str:
         """Return the comparison's name and methods."""
@@ -64,14 +67,15 @@ class Comparison:
         """Return one row per method as plain data.
 
         Under the metric's name (`perplexity`, `accuracy`, ...), each row contains the method's mean
-        score over clients and seeds. Its other entries are:
+        score over clients and seeds. The other entries include:
 
         - `clients`, `clients_std`: the mean and the standard deviation over seeds of each client's
           score;
-        - `spread`: the standard deviation over clients of these means;
-        - `std`: the standard deviation over seeds of the mean over clients;
-        - `server`: the mean, `std` and `seeds` of the scores of the server's own model, which is
-          not part of any mean over clients; None if the server has no model;
+        - `spread`: the standard deviation, over clients, of the clients' means;
+        - `std`: the standard deviation, over seeds, of the mean over clients;
+        - `server`: the score of the server's own model, as a mean under the metric's name, the
+          standard deviation over seeds (`std`) and the number of seeds (`seeds`). This score is
+          not part of any mean over clients. The entry is None if the server has no model;
         - `kept`: for each client, the rounds of the kept models, one per seed; empty if clients
           always keep the model of the last round;
         - `difference`: the fields of a `Difference`, and under `from` the name of the reference
@@ -80,9 +84,9 @@ class Comparison:
         - `at_floor`: whether the method is not significantly better than always giving the
           commonest answer.
 
-        Metrics that are shares have values from 0 to 1. If answers are chosen from a list, there is
-        a last row, COMMONEST, with the scores of always giving the commonest answer. It has no
-        rank.
+        Metrics that are fractions, such as accuracy, have values from 0 to 1. If answers are chosen
+        from a list, the last row is COMMONEST, which contains the scores of always giving the
+        commonest answer. This row has no rank.
         """
         return self._rows
 
@@ -215,7 +219,7 @@ def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
     if any(row["server"] for row in entries):
         yield "Mean and rank exclude the server."
     if any(map(_rounds, entries)):
-        yield f"Column `kept`: {KEPT} Ranges: over clients and seeds."
+        yield f"Column `kept`: {KEPT} A range spans all clients and seeds."
     if tuned := next(filter(None, (row.get("tuned") for row in entries)), None):
         yield (
             f"{', '.join(tuned['settings'])}: best of {len(tuned['trials'])} trials per method, "
@@ -257,7 +261,7 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
 
 
 def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
-    """Yield a sentence that explains the mark, and sentences on rows that were not compared."""
+    """Yield a sentence that explains MARK, and sentences on rows that could not be compared."""
     compared = {name: row["difference"] for name, row in rows.items() if row.get("difference")}
     reference = next((difference["from"] for difference in compared.values()), "")
     if any("value" in difference for difference in compared.values()):
@@ -276,7 +280,7 @@ def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def _tuned_columns(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return a column for each tuned setting: the setting's key, and the value chosen per row."""
+    """Return a column for each tuned setting: the setting's key, and each row's chosen value."""
     chosen = [row.get("tuned", {}).get("settings", {}) for row in rows]
     keys = dict.fromkeys(key for settings in chosen for key in settings)
     return [(key, [str(settings.get(key, "")) for settings in chosen]) for key in keys]
@@ -303,10 +307,10 @@ def _worst(row: Summary, metric: Metric) -> str:
 
 
 def _beside_mean(row: Summary, metric: Metric) -> str:
-    """Return the cell that complements a row's mean.
+    """Return a row's cell in the column `bits/byte` or `over clients`.
 
-    If the metric is perplexity, the cell contains bits per byte. Otherwise, it contains the
-    standard deviation over clients, or nothing if that is unknown.
+    If the metric is perplexity, the cell contains bits per byte. For any other metric, the cell
+    contains the standard deviation over clients. It is empty if this deviation is unknown.
     """
     if metric is PERPLEXITY:
         return f"{row['bits_per_byte']:.3f}"
@@ -320,21 +324,22 @@ def _rounds(row: Summary) -> str:
 
 
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
-    """Return a metric's mean, with the standard deviation in brackets for several seeds."""
+    """Return a mean, followed by the standard deviation in brackets if there are several seeds."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.name]) + spread
 
 
 def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None:
-    """Describe which clients' scores the last method improves or worsens, compared with `local`.
+    """Describe which clients' scores are better or worse with a method than with `local`.
 
     Args:
-        results: the results of one seed, by method, as returned by `RunFolder.outcome`.
+        results: the results of one seed, by method, as returned by `RunFolder.outcome`. The last
+            method is compared with `local`.
         asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
 
     Returns:
-        A sentence; None if the last method is `local`, or if there is no result of `local` or there
-        are no scores by window.
+        A sentence, or None if the last method is `local`, if `results` does not contain `local`, or
+        if the two results cannot be compared window by window.
     """
     method, joint = list(results.items())[-1]
     if method == ALONE or ALONE not in results:
@@ -362,12 +367,15 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
     ]
     return (
         f"With {method} instead of {ALONE}, {metric.title} is {'; '.join(clauses)}. (95 % "
-        "confidence, bootstrap over this run's test texts; other seeds may differ.)"
+        "confidence, bootstrap over this run's test texts; results with other seeds may differ.)"
     )
 
 
 def _change(value: float, baseline: float, metric: Metric) -> str:
-    """Format a difference, in percentage points for shares, else in per cent of the baseline."""
+    """Format a difference in percentage points, or in per cent of `baseline`.
+
+    Percentage points are used if the metric is a fraction, such as accuracy.
+    """
     if metric.share:
         return f"{metric.shown(value):+.1f} points"
     return f"{100 * value / baseline:+.1f} %"

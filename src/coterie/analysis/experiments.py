@@ -2,7 +2,7 @@
 
 An experiment is a set of runs on the same texts and base. The label of a run is the method's name,
 followed by the settings in which the runs of that method differ. Runs that differ only in their
-seeds have the same label, and figures show the means of their metrics.
+seeds have the same label, and figures show the mean over these runs.
 """
 
 import json
@@ -38,9 +38,9 @@ class ReportedRun:
     path: Path
     config: Mapping[str, Any]
     clients: Mapping[str, Mapping[str, Any]]
-    """Each client's entry in run.json, such as the numbers of tokens and of records per label."""
+    """Each client's entry in run.json, which includes the number of tokens in each split."""
     metrics: Frame
-    """A row per line of metrics.jsonl; see `frame.metrics`."""
+    """The recorded metrics, with a row per line of metrics.jsonl; see `frame.metrics`."""
     result: Mapping[str, Any] | None
     """The run's outcome (`RunFolder.outcome`); None if the run is unfinished or has no scores."""
     server: Mapping[str, Any]
@@ -70,12 +70,12 @@ class ReportedRun:
 
     @property
     def progress(self) -> str:
-        """A text on the progress of an unfinished run: the seed and the number of rounds so far."""
+        """The progress of an unfinished run as a text: the seed and the number of rounds so far."""
         return f"seed {self.config['seed']}: {self.rounds} of {self.config['rounds']} rounds"
 
     @property
     def split(self) -> str:
-        """The text on which models are scored: "test" or "validation"."""
+        """The split on which models are scored: "test" or "validation"."""
         return self.config["evaluation"].get("split", "test")
 
     @property
@@ -87,7 +87,7 @@ class ReportedRun:
 
     @property
     def score_name(self) -> str:
-        """The name of the metric that contains the scores at the point of a round in `reports`."""
+        """The name of the metric that contains the scores at the point that `reports` returns."""
         return f"{TEST}{self.reports}"
 
     def by_client(self, name: str) -> Frame:
@@ -101,14 +101,14 @@ class ReportedRun:
 
     @property
     def has_routers(self) -> bool:
-        """Whether the run recorded router weights, and every client's set of experts is fixed."""
+        """Whether the run recorded router weights and every client has a fixed set of experts."""
         return bool(self.names(ROUTING)) and not self.names(ASSIGNMENT)
 
     def expert_names(self, client: str, count: int) -> list[str]:
         """Return names for a client's experts.
 
-        The names are the experts' roles, with numbers if several experts have the same role. If the
-        roles are unknown, the names are `expert 1`, `expert 2`, ...
+        An expert's name is its role, followed by a number if several experts have the same role. If
+        the roles are unknown, the names are `expert 1`, `expert 2`, ...
 
         Args:
             client: the name of the client.
@@ -134,7 +134,7 @@ class ReportedRun:
 
     @property
     def scores(self) -> list[Mapping[str, float]]:
-        """The clients' final scores or, if the run is unfinished, all of their scores so far."""
+        """The final scores of all clients; for an unfinished run, all scores recorded so far."""
         if self.result is not None:
             return list(self.result[self.result["reports"]].values())
         return list(self.metrics["value"][self.metrics["name"] == self.score_name])
@@ -185,7 +185,7 @@ class Experiment:
 
     @cached_property
     def drawn(self) -> dict[str, list[ReportedRun]]:
-        """The runs of each label that figures show: finished runs, or all if none is finished.
+        """The runs that figures show, by label: finished runs, or all runs if none is finished.
 
         Finished and unfinished runs are not averaged together, because the mean over seeds would
         jump in the round in which an unfinished run ends.
@@ -195,12 +195,12 @@ class Experiment:
 
     @property
     def split(self) -> str:
-        """The text on which models are scored: "test" or "validation"."""
+        """The split on which models are scored: "test" or "validation"."""
         return self.all[0].split
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric that figures show: the metric named in a run file, else the default metric."""
+        """The metric that figures show: a metric that a run file names, else the default metric."""
         asked = (run.config["evaluation"].get("metric") for run in self.all)
         scores = (score for runs in self.drawn.values() for run in runs for score in run.scores)
         return metric_of(scores, next(filter(None, asked), None))
@@ -236,7 +236,7 @@ class Experiment:
 
     @cached_property
     def bases(self) -> tuple[list[str], str | None]:
-        """Descriptions of the clients' bases, and of the server's base (None if it has none)."""
+        """Descriptions of the clients' bases, and a description of the server's base or None."""
         config = self.all[0].config
         default, server = config["base"], config.get("server")
         by_client = config.get("bases") or {}
@@ -285,8 +285,9 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
     """Yield pairs of a name and a run folder, for all run folders at a path.
 
-    If the path is a run folder, these are the folders of the run and of its baselines, all with the
-    run's name. Otherwise, a run folder's name is the name of the folder that contains it.
+    If the path is itself a run folder, yield the folders of the run and of the run's baselines,
+    each paired with the run's name. Otherwise, yield all run folders below the path, each paired
+    with the name of its parent folder.
     """
     if RunFolder(path).is_run:
         name = RunFolder(path).description["config"]["name"]  # checks the folder's format first
@@ -305,7 +306,7 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
 
 
 def _texts_and_base(run: ReportedRun) -> str:
-    """Return a string of the settings that are the same in all runs of an experiment."""
+    """Return a string that is equal for two runs if they belong to the same experiment."""
     keys = ("base", "bases", "server", "data", "clients", "divide")
     common = {key: run.config.get(key) for key in keys}
     return json.dumps([run.split, _set_only(common)], sort_keys=True)
@@ -322,8 +323,8 @@ def _set_only(value: Any) -> Any:
 def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
     """Group runs by label.
 
-    Labels are in the order of their methods in `coterie methods`, and the runs of a label are in
-    the order of their seeds.
+    The labels are in the order in which `coterie methods` lists the methods. The runs of a label
+    are in the order of their seeds.
     """
     order = [*names(), POOLED]
     labelled: dict[str, list[ReportedRun]] = {}
@@ -357,7 +358,7 @@ def chosen_layers(layer: str | None, count: int) -> list[int]:
     Args:
         layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
             first, the middle and the last layer.
-        count: the number of layers; 0 for a client with one expert, which has no router.
+        count: the number of layers with a router; 0 if the client has one expert and no router.
 
     Returns:
         Indices, counted from 0.

@@ -1,7 +1,8 @@
 """Estimates of the floating-point operations in a round of training.
 
 CoMiGS estimates the operations by hand (appendix B.1). Here, PyTorch counts the operations of one
-training step on one sample for each level of the schedule, and the counts are scaled to a round.
+training step on one sample for each level of the schedule, and the counts are scaled to a round. A
+level is a group of parameters that are trained together, such as the routers.
 
 The count includes every matrix product in the forward and the backward pass. The product of an
 (m, k) matrix and a (k, n) matrix counts as 2 m n k operations, and attention is counted as if it
@@ -28,7 +29,9 @@ from coterie.training.schedule import Level
 
 Cost = Mapping[str, float]
 """The floating-point operations of all clients in a round, for each level of the schedule."""
-NO_LEVELS = "the method's training is not divided into levels"
+NO_LEVELS = (
+    "operations cannot be counted, because the method does not train by a schedule of levels"
+)
 
 
 def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
@@ -68,18 +71,18 @@ def counting_base(config: RunConfig) -> Base:
 
 
 def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
-    """Return the cost of a round of a run; None if the method's training has no levels.
+    """Return the cost of a round of a run; None if the method does not train by levels.
 
-    A level has one turn per tau steps of the run, where tau is `Level.every`. The cost is computed
-    with the mean number of turns per round: the number of turns in the whole run, divided by the
-    number of rounds. This mean is 0 if the run has fewer than tau steps.
+    A level is trained once in every `Level.every` steps of the run; this is called a turn. The cost
+    is computed with the mean number of turns per round: the number of turns in the whole run,
+    divided by the number of rounds. This mean is 0 if the run has fewer than `Level.every` steps.
 
     Args:
         config: the run.
         base: the base of all clients.
         clients: for each client, the names of the test texts on which the client is scored. The
-            only client of a pooled run is scored on all test texts, and its batch is as large as
-            the batches of all clients together.
+            only client of a pooled run is scored on all test texts, and the batch of this client
+            is as large as the batches of all clients together.
     """
     levels: dict[str, float] = {}
     for name, tests in clients.items():

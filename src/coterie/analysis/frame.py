@@ -30,12 +30,12 @@ def metrics(lines: Iterable[Mapping[str, Any]]) -> Frame:
 def components(metrics: Frame) -> Frame:
     """Return the values of one metric as a frame, with a row for each logged value.
 
-    Rows are in the order of the log, and are indexed by client and round. The columns are the keys
-    of values that are mappings, or the indices of values that are lists. Plain numbers are in
-    column 0.
+    Rows are in the order of the log, and are indexed by client and round. If the values are
+    mappings, the columns are the keys of the mappings. If the values are lists, the columns are the
+    indices of the lists. If the values are numbers, the only column is 0.
 
     Args:
-        metrics: the metric's rows of the frame returned by `metrics`.
+        metrics: the rows of one metric, taken from the frame that `metrics` returns.
     """
     index = MultiIndex.from_frame(metrics[["client", "round"]])
     return DataFrame(metrics["value"].tolist(), index=index)
@@ -53,10 +53,10 @@ def scores(result: Result, point: str | None = None) -> Frame:
 
 
 def of_clients(result: Result, clients: Collection[str]) -> Result:
-    """Return a copy of a result that contains the scores of some clients only.
+    """Return a copy of a result in which the reported scores are limited to some clients.
 
-    The scores are those at the point of a round that the method reports. Scores at another point
-    are not filtered by client.
+    Only the scores at the point of a round that the method reports are limited to these clients.
+    Mean scores at the other point are copied unchanged; scores by window at that point are removed.
     """
     point = result["reports"]
     items = result["items"].get(point, {})

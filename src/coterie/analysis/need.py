@@ -1,8 +1,8 @@
 """Tables about a base: its architecture, the layers that adapters cover, and a client's needs.
 
-A client's needs are the memory of its process and the traffic of its uploads. Both are estimated
-without the base's weights: a training step and an evaluation run on PyTorch's fake tensors, which
-have shapes but no values, while the bytes of all live tensors are counted.
+A client's needs are the memory of the client's process and the size of the client's uploads. Both
+are estimated without the base's weights: a training step and an evaluation run on PyTorch's fake
+tensors, which have shapes but no values, while the bytes of all live tensors are counted.
 """
 
 import resource
@@ -41,55 +41,58 @@ from coterie.training.passes import training_pass
 from coterie.training.spec import TrainingSpec
 
 LAYOUTS = {
-    "experts and LoRA, as comigs-1g1s": Layout(),
-    "LoRA on queries and values, as fedit": Layout(
+    "experts and LoRA, as in the method comigs-1g1s": Layout(),
+    "LoRA on queries and values, as in the method fedit": Layout(
         generalists=0, specialists=0, targets=QUERY_VALUE
     ),
 }
 QUANTISED = {"int8": 1.0, "nf4": 0.516}
 """Bytes per weight of a quantised linear layer.
 
-The value for nf4 includes the scales, which are quantised, too (QLoRA).
+The value for nf4 includes the quantisation scales, which are also quantised (QLoRA).
 """
 CAST = (torch.float32, "bf16")
-"""The checkpoint dtype and the training precision with which linear layers are cast on loading."""
+"""A checkpoint dtype and a training precision; if both apply, linear layers are cast on loading."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Estimated bytes of memory and traffic of one client's process.
+    """Estimates of the memory and the traffic of one client's process, in bytes.
 
-    The memory of Python and its libraries is not included.
+    The memory of Python and of imported libraries is not included.
     """
 
     weights: int
     """The weights of the base."""
     pages: int
-    """The memory-mapped checkpoint, if its weights are converted on loading; otherwise 0.
+    """The memory-mapped checkpoint if the weights are converted on loading; otherwise 0.
 
     The OS can reclaim this memory.
     """
     adapter: int
-    """The adapter's parameters, and the gradients and optimiser state of the trained ones."""
+    """The adapter's parameters, and the gradients and optimiser state of trained parameters."""
     step: int
-    """The peak of activations and logits in a training step."""
+    """The peak memory of activations and logits in a training step."""
     scoring: int
-    """The peak of activations and logits in scoring a batch, which never overlaps with training."""
+    """The peak memory of activations and logits when a batch is scored.
+
+    A client never trains and scores at the same time.
+    """
     traffic: int
-    """The tensors of an upload."""
+    """The size of the tensors in an upload."""
 
     @property
     def memory(self) -> int:
-        """The peak memory. Only the larger of `step` and `scoring` counts: they never overlap."""
+        """The peak memory. It includes the larger of `step` and `scoring`, which never overlap."""
         return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
 
 
 def need_of(config: RunConfig, client: ClientId) -> Need | None:
-    """Estimate the memory and the traffic of a client of a run that trains on a CPU.
+    """Estimate the memory and the traffic of one client of a run, if the client trains on a CPU.
 
     Returns:
-        The estimate. None if the method's clients do more than train an adapter, or if shapes in
-        the computation depend on the values of tensors.
+        The estimate, or None if the method's clients do more than train an adapter, or if the
+        computation fails on fake tensors because a shape depends on the values of a tensor.
 
     Raises:
         CoterieError: if the base does not exist.
@@ -142,13 +145,13 @@ def process_memory() -> int:
 def side_without_texts(
     config: RunConfig, base: Base, client: ClientId, tests: Sequence[str] = ()
 ) -> ClientSide:
-    """Create the method's client-side object for a client that has no texts.
+    """Create the method's client-side object without loading the client's texts.
 
     Args:
         config: the run.
         base: the client's base, whose weights may be fake tensors.
         client: the client's name.
-        tests: names of the test texts on which the client is scored.
+        tests: the names of the test texts on which the client would be scored.
     """
     data = ClientData(NOTHING, NOTHING, NOTHING)
     participant = Participant(client, data, dict.fromkeys(tests, NOTHING))
@@ -200,11 +203,11 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _ids(config: RunConfig, count: int) -> Tensor:
-    """Return token ids for a batch, shaped (rows, window + 1).
+    """Return a batch of token ids, all of which are 0, shaped (rows, window + 1).
 
     Args:
         config: the run.
-        count: the number of samples. A sample has one row, or two if it is a preference pair.
+        count: the number of samples. A preference pair has two rows; other samples have one.
     """
     rows = count * config.data.declared.rows
     return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
@@ -218,7 +221,7 @@ def _evaluation(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _moments(training: TrainingSpec) -> int:
-    """Count the tensors in the optimiser's state of a parameter that have the parameter's shape."""
+    """Return how many tensors of a parameter's shape the optimiser keeps for each parameter."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimiser = build(training.optimiser, [parameter], training.learning_rate)
@@ -228,9 +231,10 @@ def _moments(training: TrainingSpec) -> int:
 
 
 class LiveTensors(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of the tensors that operations inside it create.
+    """A dispatch mode that counts the bytes of tensors that are created while the mode is active.
 
-    `now` is the number of bytes of the tensors that are still live, and `peak` the maximum so far.
+    `now` is the number of bytes of the created tensors that are still live. `peak` is the largest
+    value of `now` so far.
     """
 
     def __init__(self) -> None:
@@ -241,7 +245,7 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count the storages that it allocates."""
+        """Run an operation, and count the bytes of the storages that the operation allocates."""
         outputs = func(*args, **(kwargs or {}))
         inputs = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(outputs):
@@ -287,7 +291,7 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
 
 
 def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
-    """Return a table of the layers of a base that adapters cover.
+    """Return a table of the base's layers that adapters cover.
 
     Args:
         spec: the base.
@@ -314,7 +318,7 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
 
 
 def need_tables(config: RunConfig) -> Iterator[Table]:
-    """Yield a table for each base of a run: the memory and traffic of a client with the base."""
+    """Yield a table for each base of a run: the memory that a client with this base needs."""
     libraries = process_memory()
     names = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
@@ -330,13 +334,14 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
             "checkpoint, memory-mapped (the OS can reclaim it)": need.pages,
             "adapter, gradients, optimiser": need.adapter,
             f"training step ({training.at_once} samples at once)": need.step,
-            f"or scoring ({config.evaluation.batch} windows at once)": need.scoring,
+            f"scoring ({config.evaluation.batch} windows at once)": need.scoring,
             "peak memory of one client's process": libraries + need.memory,
         }
         note = (
-            f"Estimated for a CPU and windows of {config.data.window} tokens. In the local engine, "
-            "each additional client adds its adapter and optimiser. An upload contains "
-            f"{need.traffic / 1e6:.2f} MB of tensors."
+            f"Estimated for a CPU and windows of {config.data.window} tokens. The peak includes "
+            "either the training step or scoring, whichever needs more memory. In the local "
+            "engine, each additional client adds the memory of one adapter with gradients and "
+            f"optimiser. An upload contains {need.traffic / 1e6:.2f} MB of tensors."
         )
         rows = [(item, _mib(size)) for item, size in sizes.items() if size]
         yield Table(title, ("memory of a client", "MiB"), rows, note)

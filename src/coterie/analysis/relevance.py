@@ -29,7 +29,7 @@ from coterie.training.embeddings import token_embeddings
 
 SAMPLES = 200
 """The maximum number of points per client."""
-COMPONENTS = "the two principal components (scikit-learn is not installed)"
+COMPONENTS = "the first two principal components (scikit-learn is not installed)"
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,19 @@ class LayerRelevance:
 
     layer: str
     points: Mapping[str, np.ndarray]
-    """For each client, the points of its samples, shaped (samples, 2)."""
+    """For each client, the points of the client's samples, shaped (samples, 2)."""
     reduced_by: str
     """The name of the dimensionality reduction."""
     experts: Mapping[str, int]
-    """For each client, the number of experts that would choose it for the next round."""
+    """For each client, the number of experts that would choose the client for the next round."""
 
 
 def sample_relevance(
     experiment: Experiment, layer: str | None
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
-    """Compute the relevance of samples for each label whose experts choose clients by relevance.
+    """Compute the relevance of clients' samples to the experts, for each label.
+
+    Labels are omitted unless their method lets experts choose clients by relevance.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.
@@ -56,7 +58,8 @@ def sample_relevance(
             first, the middle and the last layer.
 
     Returns:
-        For each label, the relevance on each layer, or an error that explains why it is unknown.
+        For each label, the relevance on each layer, or an error that explains why the relevance is
+        unknown.
     """
     results: dict[str, Sequence[LayerRelevance] | CoterieError] = {}
     for label, run in experiment.first:
@@ -76,7 +79,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
     server, embeddings = _server(config, folder), {}
     for client in participants_of(config, tokenizer(run.path)):
         base, side = loader.side(folder, config, client.name)
-        assert isinstance(side, FedAMoLEClient), "only FedAMoLE's runs are read"
+        assert isinstance(side, FedAMoLEClient), "the run's method is FedAMoLE"
         samples = spaced_samples(client.data.train, config.data.window)
         at_once = config.training.at_once
         embeddings[client.name] = token_embeddings(base, side.adapter, samples, at_once)
@@ -92,12 +95,15 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    """Restore the server after the last round; experts are already assigned for the next round."""
+    """Create the server in its state after the last round.
+
+    In this state, experts are already assigned to clients for the next round.
+    """
     names = sorted(folder.description["clients"])
     skeleton = load_skeleton(config.base, config.root)
     context = server_context(config, skeleton, names, None, lambda name, value: None)
     server = config.method.server(context)
-    assert isinstance(server, FedAMoLEServer), "only FedAMoLE's runs are read"
+    assert isinstance(server, FedAMoLEServer), "the run's method is FedAMoLE"
     for name in names:
         server.join(name, Message(0))
     server.restore(folder.load("server"))
@@ -115,14 +121,15 @@ def spaced_samples(train: Split, window: int) -> AnyBatch:
 
 
 def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarray:
-    """Compute the relevance of samples to a layer's experts (equation 20).
+    """Compute the relevance of samples to a layer's experts (equation 20 of the FedAMoLE paper).
 
-    Experts that no client has held yet have no embedding and are omitted.
+    Experts that no client has held yet have no embedding, so they have no column in the result.
 
     Args:
         server: the server, which has the experts' embeddings.
         path: the path of the layer.
-        tokens: the mean token embedding of each sample, of width r, shaped (samples, r).
+        tokens: the mean token embedding of each sample, shaped (samples, r) for embeddings of
+            width r.
 
     Returns:
         Relevances, shaped (samples, experts).
@@ -152,7 +159,8 @@ def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, n
 def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
     """Reduce rows to two dimensions by t-SNE.
 
-    Without scikit-learn, and for few rows or a single column, use principal components instead.
+    Principal components are used instead if scikit-learn is missing, if there are fewer than four
+    rows, or if there is a single column.
     """
     tsne = _tsne()
     if tsne is not None and len(rows) > 3 and rows.shape[1] > 1:

@@ -19,7 +19,7 @@ from coterie.training.spec import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
 NAMED = (MethodSpec, OptimiserSpec, KindSpec)
-"""Models that a run file specifies by a name, or by a mapping that contains the key `name`.
+"""Pydantic models that a run file specifies by a name, or by a mapping with the key `name`.
 
 Tables show such a model as one key, without the keys of the mapping.
 """
@@ -39,7 +39,9 @@ def method_table(name: str) -> Table:
         CoterieError: if the method does not exist or has no settings of its own.
     """
     if name == POOLED:
-        raise CoterieError(f"{POOLED} uses the settings of local; see `coterie methods local`.")
+        raise CoterieError(
+            f"{POOLED} uses the settings of the method `local`; see `coterie methods local`."
+        )
     kind = type(method_from(name))
     papers = f" ({kind.paper})" if kind.paper else ""
     rows = list(keys(kind)) or [("none", "", "this method has no settings")]
@@ -53,8 +55,8 @@ def keys(
     """Yield the key, default and meaning of every field; keys of nested models are dotted paths.
 
     Args:
-        model: the model whose fields are listed.
-        prefix: the path of the model, ending in a dot, if it is nested.
+        model: the pydantic model whose fields are listed.
+        prefix: the path of a nested model, ending in a dot; empty for the outermost model.
         defaults: an instance of the model whose values replace the fields' own defaults; None shows
             the fields' own defaults.
     """
@@ -74,12 +76,12 @@ def keys(
 def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
     """Return the description of a section, that is, of a field whose value is a nested model.
 
-    In a method's settings, a section without a description is described by its model's docstring.
+    In a method's settings, the docstring of the nested model replaces a missing description.
 
     Args:
         inner: the model of the section.
         field: the field.
-        text: the description of the field; empty if it has none.
+        text: the description of the field; empty if the field has no description.
     """
     if not issubclass(inner, Settings):
         return text.rstrip(".")
@@ -89,7 +91,7 @@ def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a section, or of the entries of a list; None for any other field."""
+    """Return the pydantic model of a field's value or list entries; None if there is no model."""
     # The keys of a base are listed once, for the run's own `base`.
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in NAMED:
@@ -116,7 +118,7 @@ def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
 
 
 def _meaning(description: str, field: FieldInfo) -> str:
-    """Return a field's description, followed by the field's allowed values if they are listed."""
+    """Return a field's description, followed by the allowed values if the type lists them."""
     text = description.rstrip(".")
     text += "; or {CLIENT: N, others: N}" if field.annotation == PerClient else ""
     kinds = (field.annotation, *get_args(field.annotation))  # the type and any union's members

@@ -22,10 +22,10 @@ from coterie.seeding import generator
 
 Floats = NDArray[np.float64]
 Items = Mapping[str, Mapping[str, Any]]
-"""For each client, the scores of every window of its text; see `ClientPart.keep_items`."""
+"""For each client, the scores of every window of its test text; see `ClientPart.keep_items`."""
 DRAWS = 2000
 BLOCK = 100
-"""The number of draws that are computed at once; it bounds the memory for long texts."""
+"""The number of draws that are computed at once, which limits the memory for long texts."""
 LEVEL = 0.95
 """The confidence level of intervals."""
 COMMONEST = "commonest answer"
@@ -66,8 +66,9 @@ def differences(
         metric: the metric to compare.
 
     Returns:
-        For each other row, the difference over the seeds that both rows have, or Unpaired if the
-        rows' windows cannot be paired.
+        For each other row, the mean difference over the seeds that both rows have. If the rows
+        cannot be compared window by window, the value is an `Unpaired` exception that states the
+        reason.
     """
     others = {name: results for name, results in rows.items() if name != reference}
     outcomes: dict[str, Difference | Unpaired] = {}
@@ -94,7 +95,7 @@ def differences(
 
 
 def _difference(by_seed: Floats) -> Difference:
-    """Compute the interval and the p-value of a difference.
+    """Compute the confidence interval and the p-value of a difference.
 
     Args:
         by_seed: differences shaped (seeds, 1 + DRAWS). Column 0 contains the observed differences,
@@ -131,7 +132,7 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
 
 
 def _paired(result: Result, reference: Result, metric: Metric) -> Items:
-    """Return a result's scores by window; raise Unpaired if the reference's windows differ."""
+    """Return a result's scores by window; raise Unpaired if the reference has other windows."""
     items = _items(result, metric)
     if _texts(items) != _texts(_items(reference, metric)):
         raise Unpaired("they were scored on different clients, texts, tokens or windows")
@@ -152,7 +153,7 @@ def _items(result: Result, metric: Metric) -> Items:
             raise Unpaired("runs of earlier versions and deployed runs keep no scores by window")
         mean = _value(_sums(items[name], metric).sum(1, keepdims=True), metric)
         if not np.isclose(mean, reported, rtol=1e-6):
-            raise Unpaired("the scores by window are from another round than the result")
+            raise Unpaired("the scores by window come from a different round than the result")
         checked[str(name)] = items[name]
     return checked
 
@@ -164,7 +165,7 @@ def _texts(items: Items) -> dict[str, str]:
 def _sums(items: Mapping[str, Any], metric: Metric) -> Floats:
     """Return the metric's numerator and denominator for each window, shaped (2, windows).
 
-    Samples without a score, such as samples without choices, are omitted.
+    Windows without a score are omitted, such as samples that have no answer choices.
     """
     return np.array(metric.sums(items), dtype=float)
 
@@ -186,9 +187,9 @@ def _resampled(sums: Floats, *text: str) -> Floats:
     """Sum values over all windows, and over the windows of each draw.
 
     Args:
-        sums: the values of n windows, shaped (..., n).
-        text: strings that identify the text. The draws depend only on these strings, so that all
-            rows are resampled identically.
+        sums: one value (a numerator or a denominator) for each of n windows, shaped (..., n).
+        text: strings that identify the test text to which the windows belong. The draws depend only
+            on these strings, so that all rows are resampled identically.
 
     Returns:
         Sums shaped (..., 1 + DRAWS): first the sum over all windows, then the sums of the draws.
@@ -212,13 +213,14 @@ def at_floor(
     """Return the names of the rows that are not significantly better than the floor.
 
     The floor is the score of always giving the commonest answer. If scores by sample are missing, a
-    row counts as better than the floor if its mean is better.
+    row counts as better than the floor if the row's mean is better than the floor's mean.
 
     Args:
         rows: for each row, the results, one per seed.
         floor: the floor's results, one per seed; see `coterie.engines.floor`. Empty if the data
             have no floor.
-        metric: the metric to compare. If the floor has no score for it, no names are returned.
+        metric: the metric to compare. If the floor has no score for this metric, no names are
+            returned.
     """
     if not has_floor(floor, metric):
         return []

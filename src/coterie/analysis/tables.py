@@ -28,8 +28,8 @@ KEPT = "the round with the best validation score, whose model was kept (0: the u
 class Table:
     """A table whose cells are text, with a title and an optional note.
 
-    The first cell of a row is the name of the row. On a console of the library Rich, a table that
-    is too wide is printed in several blocks of columns.
+    The first cell of a row is the name of the row. If a table is printed with the library Rich
+    and is too wide for the console, it is split into several blocks of columns.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
     group: int = 1
-    """The number of consecutive columns, after the first column, that are printed in one block."""
+    """The number of consecutive columns, after the first column, that always stay in one block."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table for a terminal. Cells of text are wrapped; cells of numbers are not."""
@@ -107,8 +107,9 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
 
     Args:
         title: the table's title.
-        corner: the head of the first column, which contains the names of the rows.
-        figures: a frame whose index and columns contain the names of the rows and columns.
+        corner: the heading of the first column, which contains the names of the rows.
+        figures: the values, as a frame whose index and columns contain the names of the rows and
+            columns.
         form: the format specification of a value, such as ".2f".
     """
     cells = figures.map(lambda value: format(value, form), na_action="ignore").fillna("")
@@ -120,7 +121,7 @@ def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
     """Return the metric that a table of several results shows.
 
     Args:
-        results: the results. The scores of the servers' models count, too.
+        results: the results. The scores of servers' own models are considered, too.
         asked: the name of the metric; None selects the metric that suits the scores (`metric_of`).
     """
     by_run = [[*result[result["reports"]].values(), result.get("server")] for result in results]
@@ -137,12 +138,12 @@ def run_table(
 
     Cells contain either perplexity with bits per byte, or another metric. The rows below the
     clients contain the means, each method's worst client, the standard deviation over clients (not
-    for perplexity), and the score of the server's model if the server has one. If clients keep the
-    best of their models, the number in brackets after a score is the round of the kept model.
+    for perplexity), and the score of the server's model if the server has one. If clients keep
+    their best models, the number in brackets after a score is the round of the kept model.
 
     Args:
         results: the result of each method.
-        split: the text on which models are scored: "test" or "validation".
+        split: the split on which models were scored, "test" or "validation".
         asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
         floor: the scores of always giving the commonest answer, for the last column; see
             `coterie.engines.floor`. None omits the column.

@@ -1,4 +1,4 @@
-"""Texts routed by clients' models, with the expert that the router scores highest per token."""
+"""Texts routed by clients' models: each token with the expert that the router scores highest."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ LENGTH = 90
 
 @dataclass(frozen=True)
 class Coloured:
-    """A text routed by one client's model at one layer.
+    """A text, with the expert to which one client's router sends each token at one layer.
 
-    `model_of` is the name of the client with the model, and `text_of` the name of the text.
+    `model_of` is the name of the client whose model has the router. `text_of` is the name of the
+    text.
     """
 
     model_of: str
@@ -37,11 +38,14 @@ class Coloured:
     layer: str
     experts: Sequence[str]
     pieces: Sequence[tuple[str, int]]
-    """Pieces of the text, each with the index of its expert in `experts`."""
+    """The pieces of the text (single or merged tokens), each with the index of its expert."""
 
     @property
     def generalists(self) -> float:
-        """The share of pieces routed to generalists, or to expert 1 if there is no generalist."""
+        """The share of the text's pieces that are routed to generalists.
+
+        If there is no generalist, this is the share of pieces that are routed to the first expert.
+        """
         numbers = [n for n, name in enumerate(self.experts) if name.startswith("generalist")] or [0]
         return fmean(expert in numbers for _, expert in self.pieces)
 
@@ -49,7 +53,7 @@ class Coloured:
 def coloured_texts(
     experiment: Experiment, layer: str | None, folder: Path | None = None
 ) -> dict[str, Sequence[Coloured] | CoterieError]:
-    """Route all texts by all clients' models, for each label with routers.
+    """Route every text through every client's model, for each label whose runs have routers.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.
@@ -59,7 +63,7 @@ def coloured_texts(
             selects the test texts.
 
     Returns:
-        For each label with routers, the routed texts, or an error that explains why there are none.
+        For each such label, the routed texts, or an error that explains why no text was routed.
     """
     results: dict[str, Sequence[Coloured] | CoterieError] = {}
     for label, run in experiment.first:
@@ -112,7 +116,8 @@ def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list
         context: the id of the token that precedes every text.
 
     Returns:
-        For each file name without its ending, a list of one sequence of token ids.
+        A mapping from the name of each file, without `.txt`, to a list with one sequence of token
+        ids.
     """
     files = sorted(folder.glob("*.txt"))
     if not files:
@@ -145,11 +150,11 @@ def _beginning(text: Split, context: int) -> list[Tensor]:
 def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a model on texts, and return the tokens with their highest-scoring experts.
 
-    The first token of every text is the context token, which is omitted.
+    The first token of every text is the context token, which is omitted from the returned tokens.
 
     Returns:
-        Token ids, shaped (tokens,), and for each layer's path the experts' indices, shaped
-        (tokens,).
+        The token ids of all texts, shaped (tokens,), and a mapping from each layer's path to the
+        indices of the tokens' experts, shaped (tokens,).
     """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH + 1)
     ids, chosen = [], []
@@ -163,9 +168,10 @@ def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict
 
 
 def _pieces(encoder: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
-    """Yield the text and the expert of each token.
+    """Yield the pieces of a text, each with the index of an expert.
 
-    Tokens that share a character form one piece, which has the expert of its last token.
+    A piece is the text of one token. If a character is split over several tokens, these tokens form
+    one piece, with the expert of the last of these tokens.
     """
     shown = 0
     for end, expert in enumerate(experts, 1):

@@ -14,7 +14,7 @@ from coterie.runs import RunFolder
 from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
-"""For each client: the hello with which it joins, one upload, and the following download."""
+"""For each client, the hello (the client's first message), one upload and the next download."""
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:
@@ -22,8 +22,8 @@ def start(session: Session, config: RunConfig) -> LocalRun:
 
     The short run has one training step per round. It scores models only if clients send their
     scores to the server. The batch size is not reduced, because the shapes of tensors in messages
-    may depend on it. The public text is not reduced either, so that FedMKT's server trains on all
-    of it once.
+    may depend on the batch size. The public text is not shortened either. FedMKT's server therefore
+    trains on the whole public text in a round, which usually takes more than one step.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
@@ -38,9 +38,9 @@ def start(session: Session, config: RunConfig) -> LocalRun:
 def first_exchange(run: LocalRun) -> Messages:
     """Return the messages of the first exchange in which a client uploads anything.
 
-    Exchanges run as in training. Messages are encoded and checked, but not sent over a network. If
-    the method begins with local rounds, several exchanges are run. If the method sends nothing, one
-    exchange is run.
+    Clients and server do the same as in a real run. Messages are encoded and checked, but not sent
+    over a network. If the method begins with rounds in which clients upload nothing, several
+    exchanges are run. If the method never uploads anything, one exchange is run.
     """
     schema, names = run.schema, sorted(run.names)
     messages: Messages = {
@@ -61,7 +61,7 @@ def first_exchange(run: LocalRun) -> Messages:
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a trial; the sizes of messages are the maxima over clients."""
+    """Measurements of a trial. The size of a message is the maximum over all clients."""
 
     up: int
     """The size of an upload in bytes."""
@@ -74,7 +74,9 @@ class Trial:
 
 
 def run_trial(session: Session, config: RunConfig) -> Trial:
-    """Measure one exchange and one further training step of a run, and discard the models.
+    """Measure the messages of one exchange, the time of a training step, and the memory.
+
+    The trained models are discarded.
 
     Raises:
         CoterieError: if the run cannot start on this machine.

@@ -1,4 +1,4 @@
-"""Figures of the experts that FedAMoLE's clients hold: which, how many, and how many are shared.
+"""Figures that show which experts FedAMoLE's clients hold, how many, and how many are shared.
 
 In every round and separately on every layer, FedAMoLE's experts choose the clients that hold them.
 """
@@ -25,8 +25,8 @@ def holdings(run: ReportedRun) -> Frame:
     """Return which client held which expert, as recorded by a run's server.
 
     Returns:
-        A frame of booleans with a column per expert, and a row per round, layer (its path) and
-        client. Rounds for which the record lacks a layer are omitted.
+        A frame of booleans with a column per expert, and a row per round, layer (given by its
+        path) and client. Rounds for which the record lacks a layer are omitted.
     """
     by_layer = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*map(set, by_layer.values())))
@@ -47,7 +47,8 @@ def holdings(run: ReportedRun) -> Frame:
 def shared(held: Frame) -> Frame:
     """Compute the overlap of every two clients' experts in a round, averaged over layers.
 
-    On a layer, the overlap of two clients' sets of experts A and B is |A & B| / |A | B|.
+    On each layer, the overlap of two sets of experts is the number of experts in both sets, divided
+    by the number of experts in at least one of the sets.
 
     Args:
         held: the rows of one round of the frame returned by `holdings`.
@@ -65,7 +66,10 @@ def shared(held: Frame) -> Frame:
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield the figures of labels with assigned experts, from the runs with the smallest seeds."""
+    """Yield figures of the experts that clients hold, for each label whose method assigns experts.
+
+    The figures show the run with the smallest seed.
+    """
     runs = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
     holdings_by_label = {label: held for label, held in runs.items() if held.size}
     if not holdings_by_label:
@@ -129,7 +133,7 @@ def _held_experts(label: str, held: Frame) -> Picture:
 def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> str:
     """Return a sentence that says which layers or rounds are shown.
 
-    The sentence is empty if all of them are shown.
+    The sentence is empty if all layers or rounds are shown.
 
     Args:
         kind: "layers" or "rounds".

@@ -115,7 +115,7 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | No
     extra = [f"{100 * (flop / totals[fedavg] - 1):+.1f} %" for flop in totals] if fedavg else []
     # A method's first level is drawn in full colour, its other levels in paler colours.
     turns = list(zip_longest(*(cost.items() for cost in costs.values()), fillvalue=("", 0.0)))
-    long = " Every sample is counted at full window length." if experiment.instructed else ""
+    long = " Every sample is assumed to fill the window." if experiment.instructed else ""
 
     def draw(canvas: Canvas) -> Figure:
         figure, (axis,) = canvas.panels(1, 0.27 * len(costs) + 0.6)
@@ -146,10 +146,11 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | No
     return Picture(
         "flops",
         "Floating-point operations per round",
-        "Matrix multiplications of the forward and backward passes, counted on one training step "
-        "per level of the schedule and scaled to one round of all clients; router phases are "
-        f"weighted by their frequency.{' Percentages are relative to FedAvg.' if fedavg else ''}"
-        f"{long}",
+        "Operations of matrix multiplications in forward and backward passes, summed over all "
+        "clients. The operations of one training step are counted for each level of the schedule, "
+        "and multiplied by the mean number of such steps in a round. (A level is a group of "
+        "parameters that are trained together, such as the routers.)"
+        f"{' Percentages are relative to FedAvg.' if fedavg else ''}{long}",
         f"Bar chart of operations per round by level for {listed(costs)}; the table lists the "
         "values.",
         draw,

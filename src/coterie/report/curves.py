@@ -39,7 +39,7 @@ def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield LeftOut("Training loss", "no run has trained yet")
 
 
-POINT = "measured after local training or after aggregation, as the method defines"
+POINT = "measured after local training or after aggregation, depending on the method"
 LAST = (
     " The last point is the score after the last round. The summary table lists the scores of the "
     "kept models, which may be from earlier rounds."
@@ -56,7 +56,7 @@ def _title(experiment: Experiment) -> str:
 
 
 def _last(experiment: Experiment) -> Frame:
-    """Return the final scores, with a row per label and run and the columns of `Experiment.series`.
+    """Return the final scores: a row per label and run, and the columns of `Experiment.series`.
 
     A finished run's final scores are the scores in its result, which belong to the kept models if
     clients keep their best models. An unfinished run's final scores are its latest scores.
@@ -70,7 +70,10 @@ def _last(experiment: Experiment) -> Frame:
 
 
 def _best(experiment: Experiment) -> list[str]:
-    """Return up to MOST labels with the best final means, in the order of the summary table."""
+    """Return the labels with the best final means, in the order of the summary table.
+
+    At most `MOST` labels are returned.
+    """
     means = _last(experiment)[MEAN].groupby("label", sort=False).mean().dropna()
     selected = means.map(experiment.metric.order).nsmallest(MOST).index
     return [label for label in means.index if label in selected]
@@ -153,7 +156,7 @@ def _steps(run: ReportedRun, level: str) -> Column:
 
     Args:
         run: the run.
-        level: the name of the metric, which is LOSS followed by the level of the schedule.
+        level: the name of the metric: LOSS, followed by the name of the level of the schedule.
 
     Returns:
         A series, indexed by the number of the update (counted from 1).
@@ -205,9 +208,10 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     return Picture(
         "loss",
         "Training loss by update",
-        "Loss of the batch before each update, mean over clients and seeds, with one panel per "
-        "level of the schedule (router levels may use validation text). Thick lines: running "
-        "mean over one round's steps."
+        "Training loss of each batch, computed before the update; mean over clients and seeds. "
+        "There is one panel for each level of the schedule, which is a group of parameters that "
+        "are trained together. A level that trains routers may use validation text. Thick lines: "
+        "running mean over as many updates as a round has training steps."
         f"{_selection(experiment, shown) if len(shown) < len(trained) else ''}",
         f"Line plot of training loss by update for {listed(shown)}, with one panel for each "
         f"level of the schedule ({listed(names)}). The table lists the first and last values.",

@@ -1,4 +1,4 @@
-"""Figure of the data distribution: records by client and label, or tokens by client and split."""
+"""Figure of the data distribution: records by class label or tokens by split, for each client."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,10 +14,11 @@ HEIGHT = 0.42
 
 
 def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a bubble chart of the amount of each client's data.
+    """Yield a bubble chart of how much data each client has.
 
-    If the run recorded labels, each bubble shows the number of a client's records with one label.
-    Otherwise, each bubble shows the number of tokens in one split of a client's data.
+    If the run recorded class labels, there is a bubble for each client and class label, which shows
+    the number of records. Otherwise, there is a bubble for each client and split, which shows the
+    number of tokens.
     """
     entries = next((run.clients for run in experiment.all if not run.config["pooled"]), {})
     for key, unit in (("labels", "records"), ("tokens", "tokens")):
@@ -48,7 +49,7 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, unit: str) -> Pi
             range(len(columns)), columns, **({"rotation": 60, "ha": "right"} if steep else {})
         )
         axis.set_yticks(range(len(clients)), clients)
-        axis.set_xlabel(f"bubble area: {unit}, at most {number(values.max())}")
+        axis.set_xlabel(f"bubble area: number of {unit} (largest: {number(values.max())})")
         return figure
 
     singular = "label" if key == "labels" else "split"

@@ -43,13 +43,13 @@ FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
 PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
 SINGLE = (
     f"This page contains a point for each of up to {SAMPLES} training samples of every client; "
-    "use --no-samples to exclude them."
+    "use --no-samples to exclude these points."
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: one experiment, or content that the caller of `write_report` adds."""
+    """A section of the page: an experiment, or content that the caller of `write_report` adds."""
 
     name: str
     tables: Sequence[Table]
@@ -82,13 +82,13 @@ def write_report(
     Args:
         paths: run folders, or folders that contain run folders.
         out: the folder to write to.
-        with_texts: whether to include the clients' private texts.
+        with_texts: whether to show the clients' private texts.
         layer: the layer that figures of single layers show: "first", "middle", "last", or the
             number of a layer, counted from 1. None selects the first, the middle and the last
             layer.
-        with_samples: whether to include a point for each of the clients' private samples.
-        texts_from: a folder of texts to show instead of the clients' texts; None shows no other
-            texts.
+        with_samples: whether to draw figures in which each point is a private sample of a client.
+        texts_from: a folder of .txt files to show instead of the clients' texts. None shows the
+            clients' texts if `with_texts` is set, and no texts otherwise.
         sections: sections to place before the experiments.
 
     Raises:
@@ -183,7 +183,7 @@ def _html(sections: Sequence[Section], private: str) -> str:
 
 @cache
 def _svg(picture: Picture, theme: Theme, narrow: bool = False) -> bytes:
-    """Render a figure as SVG. The result is cached, as both the page and a file contain it."""
+    """Render a figure as SVG. The SVG is cached, because the page and a file both contain it."""
     return picture.render(Canvas(theme, narrow), "svg")
 
 

@@ -17,16 +17,18 @@ SPREAD = "Bands and bars: ±1 standard deviation over seeds."
 
 
 def scale_of(metric: Metric) -> str:
-    """Return the clause of a caption that names a logarithmic scale, or an empty string."""
+    """Return a caption's clause about a logarithmic scale; empty if the scale is linear."""
     return "; logarithmic scale" if metric.logarithmic else ""
 
 
 def scale(axes: Axes, way: str, metric: Metric) -> None:
-    """Make an axis logarithmic if the metric is plotted logarithmically; call after plotting.
+    """Make an axis logarithmic if the metric is plotted logarithmically.
+
+    Call this function after plotting.
 
     Args:
         axes: the axes.
-        way: "x" or "y", the axis that shows the metric.
+        way: the axis that shows the metric, "x" or "y".
         metric: the metric.
     """
     if metric.logarithmic:
@@ -35,7 +37,7 @@ def scale(axes: Axes, way: str, metric: Metric) -> None:
 
 
 def plain_log(axis: Axis) -> None:
-    """Label a logarithmic axis with a few round numbers; call after plotting."""
+    """Label a logarithmic axis with a few round numbers. Call this function after plotting."""
     low, high = axis.get_view_interval()
     axis.set_major_locator(AutoLocator() if high < 10 * low else LogLocator(subs=(1, 3)))
     axis.set_major_formatter(lambda value, _: number(value) if value >= 1000 else f"{value:.6g}")
@@ -56,7 +58,7 @@ def entry(label: str) -> str:
 
 
 def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> None:
-    """Draw a frame's column `mean` as a line over the index, with a band of ±1 `std`."""
+    """Draw a frame's column `mean` as a line over the index, with a band of ± `std`."""
     colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
     spread = figures["std"].fillna(0.0)  # NaN for a single seed
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
@@ -64,7 +66,7 @@ def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> 
 
 
 def lines_by_client(canvas: Canvas, axis: Axes, figures: Frame) -> None:
-    """Draw a line for each client, which is a column of the frame, over the frame's index."""
+    """Draw a line per client over the frame's index. Each column contains one client's values."""
     for position, client in enumerate(figures):
         axis.plot(figures[client], **canvas.series(position), markersize=3.5, label=entry(client))
 
@@ -78,7 +80,7 @@ def over_rounds(
     metric: Metric,
     y: str,
 ) -> Figure:
-    """Draw scores over rounds, with a panel for the mean and for each client, and a line per label.
+    """Draw scores over rounds: one panel for the mean and one per client, with a line per label.
 
     Args:
         canvas: the canvas to draw on.
@@ -132,7 +134,10 @@ def cells(
 
 
 def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: str) -> None:
-    """Draw a frame as a heat map with a colour bar; the names of the frame's axes become labels."""
+    """Draw a frame as a heat map with a colour bar.
+
+    The axes are labelled with the names of the frame's columns and index.
+    """
     values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     image = cells(canvas, axis, figures, low, max(high, low + 1e-9), ".2f")
@@ -142,7 +147,7 @@ def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: 
 def of_pairs(
     canvas: Canvas, matrices: Mapping[str, Frame], low: float, high: float, label: str
 ) -> Figure:
-    """Draw matrices of clients by clients, in panels with a common colour bar.
+    """Draw matrices with a row and a column per client, each in a panel, with a common colour bar.
 
     Args:
         canvas: the canvas to draw on.

@@ -22,7 +22,7 @@ TITLE = "Samples and experts"
 def relevance(
     results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
 ) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label whose experts choose clients by relevance.
+    """Yield a figure for each label whose method lets experts choose clients by relevance.
 
     Args:
         results: the return value of `sample_relevance`.
@@ -63,9 +63,9 @@ def _picture(label: str, layers: Sequence[LayerRelevance]) -> Picture:
     return Picture(
         f"relevance-{path_part(label)}",
         f"{TITLE}, {label}",
-        "Each point is one training sample (at most "
-        f"{SAMPLES} per client): its relevance to all domain experts of the layer after the last "
-        f"round (FedAMoLE, equation 20), reduced to two dimensions by {layers[0].reduced_by}. "
+        "Each point shows the relevance of one training sample to all domain experts of the layer "
+        "after the last round (FedAMoLE, equation 20), reduced to two dimensions by "
+        f"{layers[0].reduced_by}. There are at most {SAMPLES} points per client. "
         f"Bars: number of experts that would choose the client for the next round. {SMALLEST_SEED}",
         f"Scatter plots of training samples of {listed(clients)}, and bar charts of each client's "
         "number of experts; the table lists these numbers.",

@@ -1,7 +1,8 @@
 """Themes, sizes and colours of figures. A method has the same colour in all figures of a report.
 
-The colours are those of Okabe and Ito, which are distinguishable with every kind of colour vision,
-darkened or lightened for contrast with the page. Methods also differ in their markers.
+The colours are derived from those of Okabe and Ito, which are distinguishable with every kind of
+colour vision. They are darkened or lightened for contrast with the page. Methods also differ in
+their markers.
 """
 
 import io
@@ -33,11 +34,11 @@ class Theme:
     quiet: str
     lines: str
     colours: tuple[str, ...]
-    """The colours of methods. The first is for untrained models, the second for pooled training."""
+    """The colours of methods. The first two are for untrained models and for pooled training."""
     depths: tuple[float, float]
-    """The start and the end of the part of the colour map viridis that contrasts with the paper.
+    """The start and the end of the range of the colour map viridis that is used for layers.
 
-    The colours of layers are taken from this part.
+    All colours in this range contrast with the background.
     """
 
 
@@ -64,7 +65,7 @@ FIXED = {
     "comigs-2g": 5,
     "comigs-2s": 6,
 }
-"""Indices of frequent methods' colours in `Theme.colours`; other methods get other colours."""
+"""Indices in `Theme.colours` for frequent methods. Other methods get other colours."""
 MARKERS = "osD^vPXdp<>*hH8"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
@@ -194,7 +195,7 @@ class Canvas:
         return ListedColormap(colormaps["viridis"](np.linspace(*self.theme.depths, layers)))
 
     def heat(self) -> Colormap:
-        """Return the colour map of heat maps; low values are close to the colour of the paper."""
+        """Return the colour map of heat maps; low values are close to the background colour."""
         light = self.theme is LIGHT
         name, low, high = ("Blues", 0.0, 0.85) if light else ("viridis", 0.12, 0.95)
         return ListedColormap(colormaps[name](np.linspace(low, high, 256)))

@@ -23,16 +23,18 @@ TITLE = "Distillation between server and clients"
 MOST = 10
 """The maximum number of rounds in the table."""
 Lesson = Mapping[str, Any]
-"""A participant's record of one distillation.
+"""The record of one distillation, in which a client or the server learnt from a teacher.
 
-The number of samples whose predictions the participant learnt is under `samples`, the share of
-aligned token positions under `positions`, and the teacher's mean probability under `mass`.
+`samples` is the number of samples on which the learner learnt from a teacher. `positions` is the
+share of these samples' token positions that are aligned with a position in the teacher's tokens.
+`mass` is the part of the teacher's probability that could be translated into the learner's
+vocabulary, averaged over the aligned positions.
 """
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """The records of distillation of a run's participants, by round (counted from 1)."""
+    """The records of distillation of one run, by learner and round (rounds are counted from 1)."""
 
     clients: Sequence[str]
     public: int | None
@@ -40,14 +42,14 @@ class Lessons:
     server: Mapping[int, Lesson]
     """The server's record of each round; empty if the server only teaches.
 
-    Under `by`, a record contains the number of samples learnt from each client.
+    Under `by`, a record contains the number of samples on which the server learnt from each client.
     """
     learnt: Mapping[str, Mapping[int, Lesson]]
-    """For each client, its record of each round. Clients that share no metrics are absent."""
+    """For each client, the record of each round. Clients that share no metrics are absent."""
 
     @property
     def rounds(self) -> list[int]:
-        """All rounds in which any participant learnt."""
+        """All rounds in which a client or the server learnt from a teacher."""
         learners = (self.server, *self.learnt.values())
         return sorted({round for records in learners for round in records})
 
@@ -56,8 +58,8 @@ def lessons(run: ReportedRun) -> Lessons:
     """Read the records of distillation of a run.
 
     A record's `after` is the number of rounds that were complete when the participant learnt. A
-    client may learn twice after the same round: once to be scored, and once more to train. Only the
-    later of these records is returned.
+    client may learn twice after the same round: first before it is scored, and again before it
+    trains in the next round. Only the second record is returned.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
@@ -70,7 +72,7 @@ def lessons(run: ReportedRun) -> Lessons:
 
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label with distillation, from the run with the smallest seed."""
+    """Yield a figure for each label whose run with the smallest seed recorded distillation."""
     by_label = {label: lessons(run) for label, run in experiment.first}
     pictures = [_picture(label, records) for label, records in by_label.items() if records.rounds]
     reason = "no run recorded distillation between a server and its clients"
@@ -96,10 +98,10 @@ def _picture(label: str, records: Lessons) -> Picture:
     return Picture(
         f"teaching-{path_part(label)}",
         f"{TITLE}, {label}",
-        "Number of public samples on which a participant learnt another participant's "
-        "predictions, because these had a lower loss than those of all other participants and its "
-        "own. In each round, the server learns from the clients, then the clients learn from the "
-        f"server.{dotted} {SMALLEST_SEED}",
+        "Number of public samples on which a participant (a client or the server) learnt from "
+        "another participant. On each sample, the teacher is the participant with the lowest loss, "
+        "if this loss is lower than the learner's own loss. In each round, the server learns from "
+        f"the clients, then the clients learn from the server.{dotted} {SMALLEST_SEED}",
         f"Numbers of public samples by round: bars for the server, which learns from "
         f"{listed(records.clients)}, and lines for the clients, which learn from the server. The "
         "table lists the values.",
@@ -109,7 +111,7 @@ def _picture(label: str, records: Lessons) -> Picture:
 
 
 def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
-    """Draw the number of samples that the server learnt, as a bar per round, stacked by client."""
+    """Draw a bar per round: the number of samples on which the server learnt from each client."""
     rounds = sorted(records.server)
     below = np.zeros(len(rounds))
     for n, client in enumerate(records.clients):
@@ -120,7 +122,7 @@ def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
 
 
 def _lines(axis: Axes, canvas: Canvas, records: Lessons) -> None:
-    """Draw the number of samples that each client learnt, as a line over rounds per client."""
+    """Draw a line per client: the number of samples on which the client learnt from the server."""
     for n, client in enumerate(records.clients):
         by_round = sorted(records.learnt.get(client, {}).items())
         counts = {round: lesson["samples"] for round, lesson in by_round}
@@ -140,17 +142,18 @@ def _table(records: Lessons) -> Table:
                 rows.append([str(round), client, SERVER, *_quality(lesson)])
     total = "" if records.public is None else f" (of {records.public})"
     return Table(
-        "Public samples learnt from other participants",
+        "Public samples on which participants learnt from others",
         ["round", "learner", "teacher", f"samples{total}", "positions", "probability"],
         rows,
-        "Positions: share of the answers' token positions that are aligned with a position of the "
-        "teacher; the other positions learn from the labels. Probability: mean probability that "
-        "the teacher gave to the transferred tokens at aligned positions.",
+        "Positions: share of the token positions in these samples' answers that are aligned with a "
+        "position in the teacher's tokens; at all other positions, the learner learns from the "
+        "correct answer. Probability: the part of the teacher's probability that could be "
+        "translated into the learner's vocabulary, averaged over the aligned positions.",
     )
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Return a record's cells: number of samples, share of aligned positions, mean probability."""
+    """Return a record's table cells: samples, share of aligned positions, and probability."""
     if not lesson["samples"]:
         return ["0", "", ""]
     return [str(lesson["samples"]), *(f"{lesson[k]:.1%}" for k in ("positions", "mass"))]

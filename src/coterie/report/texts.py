@@ -32,7 +32,7 @@ class TextPicture(Picture):
     """Texts routed by several models at one layer. The page shows them as text, not as an image."""
 
     texts: Mapping[str, Mapping[str, Coloured]] = field(default_factory=dict)
-    """Routed texts, by the name of the text and then by the client whose model routed the text."""
+    """For each name of a text, the text as routed by each client's model, by client."""
 
     @property
     def columns(self) -> list[str]:
@@ -49,7 +49,7 @@ class TextPicture(Picture):
 def texts(
     results: Mapping[str, Sequence[Coloured] | CoterieError],
 ) -> Iterator[TextPicture | LeftOut]:
-    """Yield a figure for each label with routers and each selected layer.
+    """Yield a figure for each selected layer of each label whose runs have routers.
 
     Args:
         results: the return value of `coloured_texts`.
@@ -89,7 +89,8 @@ def _picture(label: str, layer: str, coloured: Sequence[Coloured]) -> TextPictur
             f"Share of tokens whose highest-scoring expert is a generalist, {layer}",
             ["text", *models],
             shares,
-            "Each column is a client's model. Models without generalists: share of expert 1.",
+            "Each column is a client's model. If a model has no generalist, the share of expert 1 "
+            "is shown.",
         ),
         rows,
     )

@@ -40,8 +40,9 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
     """Average the trust weights of several runs over seeds.
 
-    If a client set no weights in a round, the client's row is NaN. After the training of the last
-    round, clients average once more; of the two sets of weights in that round, the later is used.
+    If a client set no weights in a round, the client's row is NaN. Clients average their models
+    before they train in a round, and once more after the training of the last round. The last round
+    may therefore have two sets of weights, of which the later set is used.
     """
     by_run = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
     weights: Frame = pd.concat(by_run).fillna(0.0)
@@ -56,7 +57,7 @@ def _heat_maps(label: str, weights: Matrices) -> Picture:
     round, last = list(weights.items())[-1]
     return Picture(
         f"trust-{path_part(label)}",
-        f"Trust matrices of {label}",
+        f"Trust matrices, {label}",
         "Rows: the client that averages. Columns: the client whose update is weighted. Each row "
         "sums to 1. Mean over seeds.",
         f"Heat maps of trust weights between {listed(last)} in several rounds; the table shows "
@@ -72,8 +73,9 @@ def _others(label: str, weights: Matrices) -> Picture:
     low, high = _ends(others)
     return Picture(
         f"trust-in-others-{path_part(label)}",
-        f"Trust in other clients of {label}",
-        f"Trust weights without the clients' weights for themselves (PCL, figures 3, 4 and 8). "
+        f"Trust in other clients, {label}",
+        "Trust weights without the clients' weights for themselves (as in figures 3, 4 and 8 of "
+        "the PCL paper). "
         f"Colours range from the lowest weight ({number(low)}) to the highest ({number(high)}).",
         f"Heat maps of trust weights between {listed(others[max(others)])} without the diagonal.",
         lambda canvas: _draw(canvas, others, low, max(high, low + 1e-9)),
@@ -110,7 +112,7 @@ def _evolution(label: str, weights: Matrices) -> Picture:
 
     return Picture(
         f"trust-over-rounds-{path_part(label)}",
-        f"Trust over rounds of {label}",
+        f"Trust over rounds, {label}",
         "One panel per client: the client's weights for all clients, including itself. Mean over "
         "seeds.",
         f"Line plot of trust weights by round, with one panel for each of {listed(frame)}.",

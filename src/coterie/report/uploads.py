@@ -1,6 +1,6 @@
-"""Figure of the size of uploads: the norm of each upload's change, relative to the round's median.
+"""Figure of the size of uploads: the norm of each client's change, relative to the round's median.
 
-The change is the difference between an upload and the preceding download.
+A client's change is the difference between the client's upload and the preceding download.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,21 +19,25 @@ TITLE = "Size of uploads"
 
 
 def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure with a panel per label and a line per client; excluded uploads are crosses."""
+    """Yield a figure with a panel per label and a line per client; crosses are excluded uploads."""
     runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
     if runs:
         yield _ratios(runs)
     else:
-        yield LeftOut(TITLE, "no run recorded the change of each upload")
+        yield LeftOut(
+            TITLE, "no run recorded by how much uploads differ from the preceding downloads"
+        )
 
 
 def _changes(run: ReportedRun) -> Frame:
     """Return statistics of a run's uploads.
 
     Returns:
-        A frame with a row per client and round. Column `ratio` contains the norm of the change,
-        divided by the round's median; `cosine` the cosine similarity to the sum of the other
-        clients' changes; and `excluded` whether the upload was excluded from the round.
+        A frame with a row per client and round. A change is the difference between an upload and
+        the preceding download. Column `ratio` contains the norm of the client's change, divided by
+        the median norm of the round. Column `cosine` contains the cosine similarity between the
+        client's change and the sum of the other clients' normalised changes. Column `excluded`
+        tells whether the upload was excluded from the round.
     """
     rows = run.metrics[run.metrics["name"] == LEFT_OUT]
     excluded = pd.MultiIndex.from_frame(rows[["client", "round"]])
@@ -81,16 +85,20 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
     return Picture(
         "uploads",
         TITLE,
-        "Norm of the difference between each upload and the preceding download, as a multiple of "
-        "the round's median; logarithmic scale. Crosses: uploads excluded from the round. "
+        "Norm of the difference between each upload and the preceding download, divided by the "
+        "median of these norms in the same round; logarithmic scale. Crosses: uploads excluded "
+        "from the round. "
         f"{SMALLEST_SEED}",
         f"Line plot of the relative size of each client's upload by round for {listed(changes)}; "
-        "the table lists each client's largest ratio and the rounds that excluded its upload.",
+        "the table lists each client's largest ratio, and the rounds from which the upload was "
+        "excluded.",
         draw,
         Table(
             "Largest change of each client, as a multiple of the round's median",
             ["method", "client", "largest ratio", "lowest cosine", "excluded in rounds"],
             rows,
-            "Cosine: between the change of an upload and the sum of the other clients' changes.",
+            "Change: difference between an upload and the preceding download. Cosine: cosine "
+            "similarity between the client's change and the sum of the other clients' normalised "
+            "changes.",
         ),
     )
