@@ -181,7 +181,7 @@ def test_which_template_is_used() -> None:
     assert chat_template(tokenizer, None).name == "Coterie's"
     tokenizer.chat_template = own = source("ours").replace("User", "They")
     found = chat_template(tokenizer, None)
-    assert (found.name, found.source) == ("that of tiny-gpt2", own)
+    assert (found.name, found.source) == ("from tiny-gpt2", own)
     given = chat_template(tokenizer, source("ours"))
     assert given.name == "data.chat_template"
     assert given.digest != found.digest

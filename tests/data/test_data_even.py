@@ -78,7 +78,7 @@ def test_one_client_can_take_one_of_five_parts(root: Path) -> None:
 
 def test_parts_are_for_all_who_take_one_and_for_even_divisions() -> None:
     even = {"source": "x", "by": "even", "clients": 4}
-    with pytest.raises(ValidationError, match="clients and the public set take 5; set it to 5"):
+    with pytest.raises(ValidationError, match="clients and the public set need 5; set it to 5"):
         DivideSpec.model_validate({**even, "parts": 4, "public": True})
     with pytest.raises(ValidationError, match="by label does not use parts; remove it"):
         DivideSpec.model_validate({"source": "x", "by": "label", "parts": 4})

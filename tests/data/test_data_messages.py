@@ -79,11 +79,17 @@ def test_thinking_stays_in_the_answer_and_is_not_what_is_compared() -> None:
         ({"messages": "Hi"}, ": field messages contains 'Hi', not a list of turns; fix"),
         ({"messages": []}, r": field messages is an empty list"),
         ({"messages": [HI]}, ": the conversation has no turn of the assistant; add an answer"),
-        ({"messages": ["Hi"]}, ": turn 1 is 'Hi', not a mapping such as {role: user"),
+        ({"messages": ["Hi"]}, ": turn 1 is 'Hi', not a mapping like "),
         ({"messages": said({"content": "Hi"})}, ": turn 1 has no role"),
-        ({"messages": said({"role": "bot", "content": "Hi"})}, ": turn 1 has 'bot' as role, not"),
-        ({"conversations": said({"from": "bard", "value": "Hi"})}, ": turn 1 has 'bard' as from"),
-        ({"messages": said({"role": 1, "content": "Hi"})}, ": turn 1 has 1 as role"),
+        (
+            {"messages": said({"role": "bot", "content": "Hi"})},
+            ": turn 1 has 'bot' under the key role, but",
+        ),
+        (
+            {"conversations": said({"from": "bard", "value": "Hi"})},
+            ": turn 1 has 'bard' under the key from",
+        ),
+        ({"messages": said({"role": 1, "content": "Hi"})}, ": turn 1 has 1 under the key role"),
         ({"messages": said({"role": "user"})}, ": turn 1 is an empty turn of the user; correct"),
         ({"messages": said(HI | {"content": " \n"})}, ": turn 1 is an empty turn of the user"),
         ({"messages": said(HI | {"content": 3})}, ": turn 1 has 3, not text, in content; fix"),
@@ -174,7 +180,7 @@ def test_a_template_s_file_is_read_with_the_run_file(tmp_path: Path) -> None:
     assert chat(text) == text
     with pytest.raises(CoterieError, match=r"data\.chat_template: there is no file .*other\.jinja"):
         chat("other.jinja")
-    with pytest.raises(CoterieError, match=r"notes\.txt is not a chat template, which is Jinja"):
+    with pytest.raises(CoterieError, match=r"notes\.txt is not a chat template, because it"):
         chat("notes.txt")
     told = {**run, "data": {"messages": True}}
     with pytest.raises(CoterieError, match="accuracy` needs answers to choose from"):

@@ -178,7 +178,7 @@ def test_records_are_left_out_by_an_expression(root: Path) -> None:
     [
         ("outptu | wordcount > 3", r"line 1 of .* has no field outptu \(did you mean output"),
         ("output >", "divide.where is not a valid Jinja expression"),
-        ("output > 3", "does not fit divide.where .*not supported"),
+        ("output > 3", "divide.where cannot be evaluated for .*not supported"),
         ("label == 'none'", "no records that contain text.*divide.where"),
     ],
 )
@@ -189,5 +189,5 @@ def test_expressions_that_do_not_fit_are_told(root: Path, where: str, sentence: 
 
 def test_no_instructions_left_are_told(root: Path) -> None:
     data = DataSpec(instructions=InstructionSpec(template="plain"))
-    with pytest.raises(CoterieError, match=r"true for no train record; correct divide\.where"):
+    with pytest.raises(CoterieError, match=r"no train record satisfies divide\.where; correct"):
         divide(root, data, by="label", where="false")

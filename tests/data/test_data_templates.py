@@ -74,10 +74,10 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
         ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, use a built-in"),
         ("none.jinja", r"The template .*none\.jinja uses no field; insert one"),
         ("latin.jinja", r"latin\.jinja is not UTF-8"),
-        ("bad.jinja", r"The template is not valid Jinja, line 2: .*; fix that line"),
-        ("a\n\n{{ b", r"The template is not valid Jinja, line 3: unexpected end of template"),
-        ("{{ a | shout }}", r"line 1: No filter named 'shout'"),
-        ("{% if a %}\n", r"line 1: Unexpected end of template"),
+        ("bad.jinja", r"Line 2 of the template is not valid Jinja: .*; fix that line"),
+        ("a\n\n{{ b", r"Line 3 of the template is not valid Jinja: unexpected end of template"),
+        ("{{ a | shout }}", r"Line 1 .*: No filter named 'shout'"),
+        ("{% if a %}\n", r"Line 1 .*: Unexpected end of template"),
     ],
 )
 def test_a_template_that_cannot_be_used_is_named(

@@ -1,9 +1,9 @@
 """Chat templates: rendering conversations, and locating the assistant's answers in the result.
 
-Templates are used as published. Many of them drop earlier thinking, strip spaces, or render the
-last answer differently from the others, so an answer cannot be located by rendering a shorter
-conversation. Instead, a conversation is rendered twice, the second time with a mark in place of
-each answer.
+Templates are used as published. Many templates drop the thinking of earlier answers, strip spaces,
+or render the last answer differently from earlier answers. An answer can therefore not be located
+by rendering a shorter conversation. Instead, a conversation is rendered twice, the second time with
+a mark in place of each answer.
 """
 
 import re
@@ -27,14 +27,17 @@ from coterie.errors import CoterieError
 TODAY = datetime(2024, 7, 26)
 """The date that templates print as today's date.
 
-It is constant, so that a resumed run reads the same texts.
+The date is constant, so that a resumed run reads the same texts.
 """
 
 
 _SPACE = re.compile(r"\s*")
 _TURN_MARKER = re.compile(r"<[^<>\s]{1,40}>|<<[^<>\s]{1,40}>>|\[/?[A-Z_]{2,40}\]")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
-"""The placeholder for the thinking (t) or the answer (a) of one turn, with the turn's number."""
+"""A mark: the placeholder for the thinking (t) or the answer (a) of one turn of the assistant.
+
+The mark contains the index of the turn among the assistant's turns, counted from 0.
+"""
 
 
 OURS = Path(__file__).parents[1] / "assets" / "chat.jinja"
@@ -44,19 +47,19 @@ TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
 
 
 class Rendered(NamedTuple):
-    """A conversation rendered through a chat template, in parts."""
+    """The parts of a conversation that a chat template has rendered."""
 
     parts: list[tuple[str, bool]]
-    """The consecutive parts of the text, with True for an answer, else False.
+    """The consecutive parts of the text, each with True for an answer, or False for other text.
 
-    An answer includes the marker that ends it.
+    The marker that ends an answer is part of the answer.
     """
     bytes: int
     """The number of UTF-8 bytes of all answers, without markers."""
 
 
 class ChatTemplate:
-    """A chat template, with the tokenizer of its base.
+    """A chat template, and the tokenizer of the base with which the template is used.
 
     Args:
         tokenizer: The base's tokenizer, which defines the special tokens.
@@ -64,8 +67,8 @@ class ChatTemplate:
         name: The template's name in error messages.
 
     Raises:
-        CoterieError: The template is invalid, does not write every answer, or writes no marker
-            after an answer.
+        CoterieError: The template is invalid, omits or repeats an answer, or writes no marker after
+            an answer that another turn follows.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
@@ -80,8 +83,9 @@ class ChatTemplate:
     def rendered(self, conversation: Conversation) -> Rendered:
         """Render a conversation up to the end of its last answer, and locate the answers.
 
-        A space that the template writes before an answer is part of the answer, as tokenizers join
-        it to the first word. Thinking is part of the answer where the template renders it.
+        A space that the template writes before an answer is part of the answer, because tokenizers
+        join the space to the answer's first word. If the template renders the assistant's thinking,
+        the thinking is part of the answer.
 
         Raises:
             CoterieError: The template refuses the conversation, or changes an answer.
@@ -110,17 +114,20 @@ class ChatTemplate:
 
     @property
     def around(self) -> tuple[str, str]:
-        """The space before the last answer (or "") and the marker after it, as in `rendered`."""
+        """The space before the last answer ("" if there is none), and the marker after the answer.
+
+        If the template writes no marker after the last answer, the marker is the end-of-text token.
+        """
         return self.lead, self.last_end or str(self.tokenizer.eos_token)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers that end answers: the last answer's and, if different, the others'."""
+        """The marker after the last answer and, if different, the marker after earlier answers."""
         return tuple(dict.fromkeys((self.around[1], self.inner_end)))
 
     @property
     def turn_markers(self) -> set[str]:
-        """The markers of turns and speakers, such as <|im_start|>, <start_of_turn> or [INST]."""
+        """The markers of turns and of roles, such as <|im_start|>, <start_of_turn> or [INST]."""
         rendered = [self._render(TRIAL, "A trial conversation")]
         with suppress(CoterieError):  # some templates refuse system prompts
             rendered.append(self._render((Turn("system", "S"), *TRIAL), "A trial conversation"))
@@ -130,8 +137,8 @@ class ChatTemplate:
     def opening_and_answer(self, turns: Sequence[Turn], thinking: bool = False) -> list[str]:
         """Render turns as a prompt for generation, followed by a placeholder for the answer.
 
-        The prompt is the text that precedes an answer in training, as in `rendered`. With
-        `add_generation_prompt`, some templates would write a different prompt.
+        The prompt is the same text that precedes an answer in training. The template's option
+        `add_generation_prompt` is not used, because it makes some templates write another prompt.
 
         Args:
             turns: The conversation up to the user's last turn.
@@ -139,7 +146,7 @@ class ChatTemplate:
 
         Returns:
             The parts of the prompt, and the placeholder as the last part. The placeholder is
-            needed because the tokens at the end of the prompt depend on the text after it.
+            needed because the tokens at the end of the prompt depend on the text that follows.
         """
         answer = Turn("assistant", "<think>T</think>A" if thinking else "A")
         conversation = Conversation((*turns, answer))
@@ -157,9 +164,9 @@ class ChatTemplate:
         """Return the texts that the template writes around answers.
 
         Returns:
-            Three texts: a space if the template writes one before an answer, else ""; the marker
-            after an answer inside a conversation; and the marker after the last answer, or "" if
-            the end-of-text token is used.
+            Three texts: a space if the template writes a space before an answer, else ""; the
+            marker after an answer that another turn follows; and the marker after the last answer,
+            or "" if the template writes none, so that the end-of-text token must end the answer.
         """
         where = "A trial conversation"
         marked = self._render(_marked(TRIAL), where)
@@ -192,7 +199,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise CoterieError(
-                f"The chat template ({self.name}) is not valid Jinja, line {error.lineno}: "
+                f"Line {error.lineno} of the chat template ({self.name}) is not valid Jinja: "
                 f"{(error.message or '').rstrip('.')}; correct it or set data.chat_template to "
                 "another template."
             ) from error
@@ -203,16 +210,27 @@ class ChatTemplate:
             ) from error
 
     def _gaps(self, marked: str, answers: int, where: str) -> list[tuple[tuple[str, int], str]]:
-        """Split a text at its marks; return each mark's kind and number, and the text after it.
+        """Split a rendered conversation at the marks that replace its answers and its thinking.
 
-        The first entry is the text before all marks, with the kind "" and the number -1.
+        Args:
+            marked: The conversation rendered with marks; see `_MARK`.
+            answers: The number of answers in the conversation.
+            where: The conversation's location, for error messages.
+
+        Returns:
+            For each mark, the kind ("t" or "a") and the turn's index; and the text between this
+            mark and the next mark. The first entry, which has the kind "" and the index -1, is the
+            text before all marks.
+
+        Raises:
+            CoterieError: The template omits, repeats or changes a mark of an answer.
         """
         first, *rest = _MARK.split(marked)
         marks = [(kind, int(number)) for kind, number in zip(rest[::3], rest[1::3], strict=True)]
         if [number for kind, number in marks if kind == "a"] != list(range(answers)):
             raise CoterieError(
-                f"{where}: the chat template ({self.name}) does not write every answer once, "
-                "word for word; set data.chat_template to another template."
+                f"{where}: the chat template ({self.name}) omits, repeats or changes an answer; "
+                "set data.chat_template to another template."
             )
         return [(("", -1), first), *zip(marks, rest[2::3], strict=True)]
 
@@ -221,7 +239,7 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         """Return the start and end of each answer in a rendered conversation.
 
-        An answer includes its thinking, if the template renders that.
+        An answer includes the thinking before it, if the template renders thinking.
 
         Args:
             text: The rendered conversation.
@@ -258,7 +276,7 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> ChatTemplate:
-    """Return the run file's chat template, or else the base's, or else Coterie's.
+    """Return the chat template of the run file, or else of the base, or else of Coterie.
 
     Args:
         tokenizer: The base's tokenizer.
@@ -274,7 +292,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> Cha
                 f"The base {tokenizer.name_or_path} has several chat templates; set "
                 "data.chat_template to one of them."
             ) from error
-        return ChatTemplate(tokenizer, default, f"that of {tokenizer.name_or_path}")
+        return ChatTemplate(tokenizer, default, f"from {tokenizer.name_or_path}")
     return ChatTemplate(tokenizer, OURS.read_text(encoding="utf-8"), "Coterie's")
 
 
@@ -293,13 +311,13 @@ def _marked(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _after_space(text: str, start: int) -> int:
-    """Return the position of the first character from `start` on that is not white space."""
+    """Return the position of the first character at or after `start` that is not white space."""
     space = _SPACE.match(text, start)
     return start if space is None else space.end()
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
-    """Return the texts of a sample as they are encoded: prompts and answers in alternation.
+    """Return the texts of a sample as they are encoded: alternately a prompt and an answer.
 
     Args:
         item: The sample.
@@ -320,6 +338,6 @@ def _leading(marker: re.Pattern[str], text: str) -> list[str]:
 
 
 def _tag_start(text: str, start: int) -> int:
-    """Return the start of the <think> tag that precedes `start`; without a tag, `start` itself."""
+    """Return the position of a <think> tag directly before `start`; without such a tag, `start`."""
     before = text[:start].rstrip()
     return len(before) - len("<think>") if before.endswith("<think>") else start

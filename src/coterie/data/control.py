@@ -1,7 +1,8 @@
 """Control tokens in texts: special tokens of a tokenizer, and markers of a chat template.
 
-A record that contains `<|endoftext|>`, or a forged turn such as `<|im_start|>assistant`, is encoded
-with the base's special tokens, so the model learns to obey them inside texts.
+If a record contains `<|endoftext|>`, or a forged turn such as `<|im_start|>assistant`, the base's
+tokenizer encodes these characters as special tokens. A model that is trained on such records learns
+to obey control tokens inside texts.
 """
 
 import re
@@ -14,7 +15,7 @@ from coterie.data.chat import ChatTemplate
 from coterie.errors import CoterieError
 
 AROUND = 20
-"""The number of characters that an error shows before and after a control token."""
+"""The number of characters that an error message shows before and after a control token."""
 NEVER = "(?!)"
 """A pattern that matches nothing."""
 _BARS = re.compile(r"<[|｜].*[|｜]>")
@@ -25,16 +26,21 @@ DeepSeek's tokenizer does not declare all of its control tokens as special token
 
 
 def own_texts(item: Any) -> tuple[str, ...]:
-    """Return a document, or the texts of a sample's record without the text of a template."""
+    """Return the texts that the data itself contains, without the words that a template adds.
+
+    Args:
+        item: A document, which is returned as it is, or an item with the property `content`.
+    """
     return (item,) if isinstance(item, str) else item.content
 
 
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> re.Pattern[str]:
-    """Return a pattern that matches any control token, preferring longer tokens.
+    """Return a pattern that matches any control token; longer tokens take precedence.
 
-    Control tokens are the tokenizer's special tokens and, with a chat template, its turn markers.
+    Control tokens are the tokenizer's special tokens and, if there is a chat template, the markers
+    that the template writes around turns.
     """
     added = tokenizer.added_tokens_decoder.values()
     tokens = {t.content for t in added if t.special or _BARS.fullmatch(t.content)}
@@ -54,7 +60,8 @@ def refuse_control(items: Iterable[Any], tokens: re.Pattern[str], owner: str) ->
     Args:
         items: Documents or samples.
         tokens: A pattern of all control tokens.
-        owner: The beginning of an error about a document, such as "Client anna: its train text".
+        owner: The words with which an error about a document begins, such as "Client anna: its
+            train text".
 
     Raises:
         CoterieError: A text contains a control token.

@@ -1,7 +1,7 @@
 """Division of one data set among clients: by label, Dirichlet shares, mixtures, or evenly.
 
 Three steps are random: shuffling the records of each split, drawing Dirichlet shares, and splitting
-each client's text by fractions. All other parts are taken from the shuffled records in order.
+each client's text by fractions. All other steps take the shuffled records in order.
 """
 
 import re
@@ -29,7 +29,7 @@ DRAWS = 1000
 
 
 class Division(dict[str, Texts[Any]]):
-    """The texts of each client, by client name."""
+    """A mapping of each client's name to the client's texts."""
 
     def __init__(
         self,
@@ -41,19 +41,18 @@ class Division(dict[str, Texts[Any]]):
         self.labels = labels
         """The number of training records of each client (outer key) with each label (inner key).
 
-        Empty for an even division, and where clients have files of their own.
+        The mapping is empty for an even division, and if clients have files of their own.
         """
         self.public = public
-        """The public set; None if none is set aside.
+        """The public set, or None if the run file sets none aside.
 
-        Its records are in `train`; only an even division gives it a validation and a test split.
+        The records are in the split `train`. The splits `validation` and `test` are empty, except
+        in an even division.
         """
 
 
 Pools = dict[str, list[int]]
 """The indices of the records with each label, in shuffled order."""
-
-
 Records = list[tuple[str, Any]]
 """The label of each record, with the record's text or item."""
 
@@ -61,12 +60,12 @@ Records = list[tuple[str, Any]]
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
     """Divide a data set among clients.
 
-    A division by label or by mixture has one client per label, named after the label. A division by
-    Dirichlet shares, or an even one, has clients named client-1, client-2, .... For given mixtures,
-    the run file names the clients. No record is used twice, except that all clients of an even
-    division have the same validation and test splits. Shares are fractions of the characters of
-    texts, or of the number of samples. A validation or test split that the data set already has is
-    divided in the proportions of the training text.
+    A division by label or by mixture has one client per label, named after the label. In a division
+    by Dirichlet shares, and in an even division, the clients are named client-1, client-2, .... If
+    the run file specifies the mixtures, it also names the clients. No record is used twice, except
+    that all clients of an even division have the same validation and test splits. Shares are
+    fractions of the characters of texts, or of the number of samples. A validation or test split
+    that the data set already has is divided in the proportions of the training text.
 
     Args:
         spec: The run file's section `divide:`.
@@ -75,7 +74,7 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         seed: The run's seed.
 
     Returns:
-        The texts of each client, with their labels and the public set.
+        The texts and the label counts of each client, and the public set.
 
     Raises:
         CoterieError: The data set cannot be read or is too small.
@@ -133,7 +132,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take the public set's records from the pools, in the mean label shares of the clients."""
+    """Take the public set from the pools; a label's share is the mean of the clients' shares."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -155,13 +154,13 @@ def _divide_split(
 ) -> list[list[Any]]:
     """Divide a validation or test split of the data set among the clients.
 
-    With `held_out: own`, a client receives the same share of a label's records as of that label's
-    training records, and labels without training records are left out. With `held_out: uniform`,
-    all clients receive equal shares.
+    With `held_out: own`, a client that has, for example, 30 % of a label's training records also
+    receives 30 % of that label's records in this split. Labels without training records are left
+    out. With `held_out: uniform`, all clients receive equal shares.
 
     Args:
         spec: The run file's section `divide:`.
-        given: The labelled records of the split.
+        given: The labelled records of the split that is divided.
         train: The indices of each client's training records.
         records: The labelled records that `train` indexes.
 
@@ -188,9 +187,10 @@ def _divide_evenly(
     """Divide shuffled items into equal parts: one per client, and one for the public set, if any.
 
     All clients have the same validation and test splits, as FedMKT scores all models on one test
-    set. They are splits of the data set (`predefined`) or, where it has none, fractions of all
-    items, set aside first. Parts beyond the number taken are unused, as are the items that remain
-    if the number of items is not a multiple of the number of parts.
+    set. The two splits are splits of the data set (`predefined`). A split that the data set lacks
+    is a fraction of all items, set aside first. If `divide.parts` is larger than the number of
+    parts needed, the other parts are unused. Items that remain after the division into equal parts
+    are unused too.
     """
     items = [item for _, item in records]
     held = {split: [item for _, item in given] for split, given in predefined.items()}
@@ -213,7 +213,8 @@ def _divide_evenly(
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
     """Order a client's records so that labels alternate in proportion to their shares.
 
-    If a limit truncates the client's text, the start then has about the same label shares.
+    If a limit truncates the client's text, the remaining text then has about the same label shares
+    as the whole text.
     """
     totals = Counter(records[number][0] for number in part)
     counts: Counter[str] = Counter()
@@ -226,7 +227,7 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """Return the clients' names: given, numbered, or made from labels (Sci/Tech -> sci-tech)."""
+    """Return the clients' names: from the run file, numbered, or from labels (A/B -> a-b)."""
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
     if spec.clients is not None:
@@ -248,12 +249,10 @@ def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
 def _hold_out_uniform(
     pools: Pools, clients: int, fractions: Mapping[str, float]
 ) -> dict[str, list[list[int]]]:
-    """Remove each client's validation and test records from the pools, equally many per label.
+    """Take each client's validation and test records from the pools; return the record indices.
 
-    The fractions are fractions of all records in the pools.
-
-    Returns:
-        For each split, the record indices of each client.
+    In each split, a client has equally many records of every label. The fractions are fractions of
+    all records in the pools.
     """
     records = sum(len(pool) for pool in pools.values())
     held: dict[str, list[list[int]]] = {}
@@ -279,17 +278,17 @@ def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
     if spec.by == "label":
         return list(pools.values())
     if spec.by == "mixture":
-        assert spec.share is not None, "DivideSpec has checked that it is set"
+        assert spec.share is not None, "divide.share is not set"
         return _by_mixture(pools, spec.share)
-    assert spec.clients is not None, "DivideSpec has checked that it is set"
-    assert spec.alpha is not None, "DivideSpec has checked that it is set"
+    assert spec.clients is not None, "divide.clients is not set"
+    assert spec.alpha is not None, "divide.alpha is not set"
     return _by_dirichlet(pools, spec.clients, spec.alpha, spec.balanced, seed)
 
 
 def _by_dirichlet(
     pools: Pools, clients: int, alpha: float, balanced: bool, seed: int
 ) -> list[list[int]]:
-    """Divide each label's records in shares drawn from Dirichlet(alpha, ..., alpha).
+    """Divide each label's records into shares that are drawn from Dirichlet(alpha, ..., alpha).
 
     All shares are drawn again until every client has at least `MINIMUM` records.
 
@@ -297,8 +296,8 @@ def _by_dirichlet(
         pools: The record indices of each label.
         clients: The number of clients.
         alpha: The concentration of the Dirichlet distribution.
-        balanced: Whether a client receives no further labels once it has its even share of all
-            records (1 / clients), as in FedAMoLE.
+        balanced: Whether a client receives no further labels once it has an even share of all
+            records (records / clients), as in FedAMoLE.
         seed: The run's seed.
 
     Raises:
@@ -330,9 +329,9 @@ def _by_dirichlet(
 def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     """Divide the records so that each client's text is mostly of one label.
 
-    A fraction `own_share` of a client's records has the client's label; the others are spread
-    evenly over the other labels. All clients have equally many records. The rarest label
-    limits this number, because all clients together use about that many records of each label.
+    A fraction `own_share` of a client's records has the client's label. The client's other records
+    are spread evenly over the other labels. Every client has about as many records as the rarest
+    label, because all clients together use equally many records of every label.
     """
     if len(pools) == 1:
         raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
@@ -350,7 +349,7 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
 def _client_mixtures(
     mixtures: Mapping[str, Mapping[str, float]], pools: Pools
 ) -> list[Mapping[str, float]]:
-    """Return the label shares of each client, sorted by client; refuse labels without records."""
+    """Return each client's label shares, sorted by client; refuse labels without records."""
     for client, shares in sorted(mixtures.items()):
         for label in shares:
             if label not in pools:
@@ -362,11 +361,14 @@ def _client_mixtures(
 
 
 Mixtures = Sequence[Mapping[str, float]]
-"""The label shares of each client, as fractions of characters (with samples: of samples)."""
+"""The label shares of each client: fractions of characters for text, of samples otherwise."""
 
 
 def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """Return the largest size in characters that all clients can have, given the scarcest label."""
+    """Return the largest number of characters per client for which no label runs out of records.
+
+    For samples, which have the length 1, this is a number of samples.
+    """
     sizes: list[float] = []
     for label, pool in pools.items():
         if requested := sum(shares.get(label, 0) for shares in mixtures):
@@ -375,14 +377,11 @@ def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float
 
 
 def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
-    """Take records with `size` characters in total for each client from the pools.
+    """Take records of `size` characters for each client from the pools; return their indices.
 
-    A client's share of each label is exact to within one record, as its part of the pool consists
-    of whole records. Labels alternate, so that the start of the text has the same label shares, to
-    within one record per label, if a limit truncates the text.
-
-    Returns:
-        The record indices of each client.
+    Because records are not divided, each label's share is exact only to within one record. Labels
+    alternate. If a limit truncates a client's text, the remaining text therefore has the label
+    shares of the whole text, to within one record per label.
     """
     parts: list[list[tuple[float, int]]] = [[] for _ in mixtures]
     for label, pool in pools.items():

@@ -37,8 +37,8 @@ class DivideSpec(Spec):
     """The run file's section `divide:`: one labelled data set, divided among clients."""
 
     source: str | dict[Label, str | SourceSpec]
-    """file, folder, or hub name of a data set; or a mapping of each label to one, or to its
-    `source` and `subset`"""
+    """file, folder, or hub name of a data set; or a mapping of each label to a file, a folder or a
+    hub name, or to a mapping with `source` and `subset`"""
     subset: str | None = None
     """subset (configuration) of a hub data set"""
     split: str = "train"
@@ -61,20 +61,20 @@ class DivideSpec(Spec):
     """number of clients (dirichlet and even only)"""
     parts: int | None = Field(default=None, ge=1)
     """number of equal parts that records are divided into, of which each client and the public set
-    take one; default: the number taken (even only)"""
+    take one; default: as many as clients and the public set take (even only)"""
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Dirichlet concentration; larger values give more even shares (dirichlet only)"""
     balanced: bool = False
-    """assign no further labels to a client that has its even share of the records (dirichlet
+    """assign no further labels to a client that has an even share of the records (dirichlet
     only)"""
     share: float | None = Field(default=None, ge=0, le=1)
-    """share of a client's own label in its text (mixture only)"""
+    """share of a client's own label in the client's text (mixture only)"""
     mixtures: dict[ClientName, dict[Label, Share]] | None = None
     """label shares of each client, as fractions of characters (with instructions: of samples)
     (mixtures only)"""
     piece: int = Field(default=PIECE, ge=20)
-    """minimum length, in characters, of the pieces that .txt files are cut into; the maximum is
-    twice that"""
+    """minimum length, in characters, of the pieces that .txt files are cut into; the maximum length
+    is twice the minimum"""
     held_out: Literal["own", "uniform"] = "own"
     """labels of validation and test: as in the client's training text (own), or all labels equally
     (uniform) (not with even)"""
@@ -84,7 +84,7 @@ class DivideSpec(Spec):
 
     @property
     def taken(self) -> int:
-        """The number of equal parts in use: one per client, and one for the public set, if any."""
+        """The number of equal parts needed: one per client, and one for the public set, if any."""
         return (self.clients or 0) + bool(self.public)
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class DivideSpec(Spec):
                 raise ValueError(f"dividing by {self.by} needs {option}; set divide.{option}")
         if self.parts is not None and self.parts < self.taken:
             raise ValueError(
-                f"divide.parts is {self.parts}, but clients and the public set take {self.taken}; "
+                f"divide.parts is {self.parts}, but clients and the public set need {self.taken}; "
                 f"set it to {self.taken} or more"
             )
         if self.public is not False and (self.public is True) != (self.by == "even"):

@@ -24,10 +24,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Examples:
-    """A split of n samples with N tokens in all.
+    """A split of n samples, which have N tokens in total.
 
     A prompt with an answer is encoded as a first token, the prompt, the answer and the end token. A
-    conversation is encoded as its chat template renders it, up to the end of its last answer.
+    conversation is encoded as the chat template renders it, up to the end of the last answer.
     """
 
     ids: Tensor
@@ -65,7 +65,7 @@ class Examples:
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """The samples as text, all of which must be instructions."""
+        """The samples as text. Every sample must be an instruction."""
         instructions = tuple(item for item in self.items if isinstance(item, Instruction))
         assert len(instructions) == len(self), "the split contains conversations"
         return instructions
@@ -87,12 +87,12 @@ class Examples:
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """The samples as text; all of them have a right answer."""
+        """The samples as text. Every sample has a right answer."""
         return self.items
 
     @property
     def beginnings(self) -> "Examples":
-        """The samples themselves, each of which the model reads separately."""
+        """The split itself, because the model reads each sample as a separate text."""
         return self
 
     @property
@@ -101,7 +101,7 @@ class Examples:
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> "Examples":
-        """Return the split itself, which needs no reference."""
+        """Return the split itself, which needs no reference model."""
         return self
 
     def samples(self, window: int, step: int) -> "Examples":
@@ -109,7 +109,7 @@ class Examples:
         return self
 
     def without(self, taken: Tensor, window: int) -> "Examples":
-        """Return the samples except those with the indices `taken`, in order."""
+        """Return the samples in order, without the samples that have the indices `taken`."""
         return self.only(left_of(taken, len(self)))
 
     def few(self, most: int, window: int, context: int) -> "Examples":
@@ -121,7 +121,7 @@ class Examples:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of samples, of those left out, and of cut conversations."""
+        """Return the number of samples, of samples left out, and of conversations that were cut."""
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
@@ -130,19 +130,19 @@ class Examples:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split: tokens, borders of samples, and choices."""
+        """Yield the contents that identify the split: tokens, samples' boundaries, and choices."""
         yield self.ids.numpy().tobytes()
         yield self.starts.numpy().tobytes()
         yield self.answers.numpy().tobytes()
-        if self.template is not None:  # for instructions, `counted` follows from the borders
+        if self.template is not None:  # for instructions, `counted` follows from the boundaries
             yield self.counted.numpy().tobytes()
         yield repr([item.choices for item in self.items]).encode()
 
     def prompts(self, base: Base) -> list[Tensor]:
         """Return the prompt of each sample: the token ids before its last answer.
 
-        A prompt consists of the sample's own tokens, unless one token spans the border between the
-        prompt and the answer. In that case, the prompt is encoded on its own.
+        A prompt consists of the tokens that it has in the sample, unless one token spans the
+        boundary between the prompt and the answer. In that case, the prompt is encoded on its own.
         """
         encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
         prompts: list[Tensor] = []
@@ -217,16 +217,16 @@ class Encoding:
     encoder: Tokenizer
     """The base's encoder, which adds no special tokens (`bare_encoder`)."""
     ends: tuple[int, int]
-    """The id of the token before a prompt, and the id of the token after its answer."""
+    """The ids of two tokens: the token before a prompt, and the token after an answer."""
     window: int
-    """The maximum number of predicted tokens: samples of more than window + 1 tokens do not fit."""
+    """The maximum number of predicted tokens. A sample may have at most window + 1 tokens."""
     limit: int | None
-    """The maximum number of samples (for plain text: of tokens) to encode; None: all.
+    """The maximum number of samples (for plain text: of tokens) to encode; None: no maximum.
 
-    The first items are encoded, and the others are left out.
+    Items are encoded in order until the maximum is reached; the remaining items are left out.
     """
     owner: str
-    """The beginning of an error message, such as "Client anna: its train text"."""
+    """The words with which an error message begins, such as "Client anna: its train text"."""
     template: ChatTemplate | None = None
     """The chat template; None if the split contains no conversations."""
     split: str = "train"
@@ -237,12 +237,12 @@ class Encoding:
 
         Args:
             items: The items of the split.
-            fitting: The end of the message if all items are too long: a description of an item that
-                fits, and a remedy, such as "pair of at most 8 tokens; raise data.window".
-            kind: The end of the message if there are no items: the plural noun for an item, and a
-                remedy, such as "pairs; add some".
+            fitting: The words after "has no" if all items are too long. They describe an item that
+                would fit, and give a remedy: "pair of at most 8 tokens; raise data.window".
+            kind: The words after "has no" if there are no items. They consist of the plural noun
+                for an item, and a remedy: "pairs; add some".
         """
-        missing = f"{fitting}." if items else f"{kind} or raise its data.fractions."
+        missing = f"{fitting}." if items else f"{kind}, or change data.fractions."
         return CoterieError(f"{self.owner} has no {missing}")
 
 
@@ -250,7 +250,7 @@ class Sample(NamedTuple):
     """A sample as tokens."""
 
     parts: Sequence[tuple[list[int], bool]]
-    """The token ids of each part, and whether they count towards the loss.
+    """The token ids of each part, and whether the part counts towards the loss.
 
     The last part is the last answer.
     """
@@ -271,7 +271,7 @@ def samples_of(
     cut: int = 0,
     template: ChatTemplate | None = None,
 ) -> Examples:
-    """Create a split from samples; `too_long`, `cut` and `template` are fields of `Examples`."""
+    """Create a split from samples. The other arguments are fields of `Examples`."""
     parts = [part for sample in samples for part in sample.parts]
     return Examples(
         torch.tensor([id for ids, _ in parts for id in ids], dtype=torch.int32),
@@ -287,13 +287,13 @@ def samples_of(
 
 
 def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
-    """Append a row for each wrong choice of each sample, with that choice as the answer.
+    """Append one row per wrong choice of a sample: the sample's prompt with that wrong choice.
 
     Args:
         base: The base whose tokenizer encodes the choices.
         samples: The samples.
         window: The maximum number of predicted tokens. Longer rows are truncated to window + 1
-            tokens, which include at least one token of the choice.
+            tokens; at least one of these tokens belongs to the choice.
 
     Returns:
         The samples followed by the added rows; and, for each added row, the index of the sample to
@@ -328,7 +328,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
 
 
 class Scorer(Protocol):
-    """A model to evaluate, with the sizes of its inputs; the argument of `Split.measured`."""
+    """A model to evaluate, with the window and the batch size; the argument of `Split.measured`."""
 
     @property
     def base(self) -> Base:
@@ -337,7 +337,7 @@ class Scorer(Protocol):
 
     @property
     def window(self) -> int:
-        """The maximum number of tokens that a window or a sample predicts."""
+        """The maximum number of tokens that are predicted in a window or a sample."""
         ...
 
     @property
@@ -359,7 +359,7 @@ class Scorer(Protocol):
         ...
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the generated answer to each row's prompt; empty if generation is switched off."""
+        """Return the generated answer to each row's prompt, or nothing if generation is off."""
         ...
 
 

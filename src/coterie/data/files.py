@@ -1,6 +1,6 @@
 """Reading of texts and records from files and folders.
 
-Error messages begin with the `owner` of the text, such as "Client anna", and name the file.
+Error messages begin with the argument `owner`, such as "Client anna", and name the file.
 """
 
 import json
@@ -25,24 +25,24 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A field's value that cannot be decoded, which is an error only if the field is used."""
+    """A field's value that cannot be decoded. This is an error only if the field is used."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record of a file: its values by field name, and its location for error messages."""
+    """A record of a file: the values of the fields, and the record's location for messages."""
 
     where: str
-    """The record's location for errors, such as "Client anna: line 3 of notes.jsonl"."""
+    """The record's location in error messages, such as "Client anna: line 3 of notes.jsonl"."""
     fields: dict[str, Any]
-    """The values by field name; NaN and infinity are replaced by None."""
+    """A mapping of field names to values. None replaces NaN and infinity."""
     remedy: str = "Correct the field name in the run file."
-    """The advice at the end of an error about a missing field."""
+    """The advice with which an error message about a missing field ends."""
 
     def __post_init__(self) -> None:
-        """Replace NaN and infinity, which some programs write for empty cells, by None."""
+        """Replace NaN and infinity with None: some programs write them for empty cells."""
         for name, value in self.fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 self.fields[name] = None
@@ -80,7 +80,8 @@ class Record:
         """Return the texts of some fields, joined by newlines.
 
         Raises:
-            CoterieError: A field is missing, its value is not a text, or the text is not Unicode.
+            CoterieError: A field is missing, its value is not a text, or the text contains a lone
+                surrogate and is therefore not valid Unicode.
         """
         values = [self[field] for field in fields]
         for field, value in zip(fields, values, strict=True):
@@ -101,14 +102,14 @@ class Record:
 
 
 def resolve(root: Path, source: str) -> Path:
-    """Return the absolute path of a run file's `source`, which may be relative to `root`."""
+    """Return the absolute path of a source in a run file; a relative path is relative to `root`."""
     return root / expanded(source)
 
 
 def find_files(path: Path, owner: str) -> list[Path]:
-    """Return the data files at a path, sorted: a file itself, or all files of a folder.
+    """Return the data files at a path, sorted: the path itself, or the data files in a folder.
 
-    The files of a folder include those of its subfolders. Hidden files and folders are skipped.
+    A folder's subfolders are searched too. Hidden files and folders are skipped.
 
     Raises:
         CoterieError: The path does not exist, or is not a data file or a folder with data files.
@@ -138,8 +139,9 @@ def skipped_files(path: Path, owner: str) -> Counter[str]:
     """Count the files of a folder that `find_files` skips.
 
     Returns:
-        The number of skipped files by suffix, and the numbers of hidden files, special files, links
-        to folders and broken links. Empty if the path is a file.
+        The number of skipped files with each suffix, and the numbers of hidden files and folders,
+        special files, links to folders, and broken links. The counter is empty if the path is a
+        file.
     """
     return _listed(path, owner)[1] if path.is_dir() else Counter()
 
@@ -179,7 +181,7 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def listed_first(parts: Sequence[str], most: int = 5) -> str:
-    """Format the first parts and the number of others for a sentence: "anna, ben, 2 more"."""
+    """Format the first parts, and the number of other parts, such as "anna, ben, 2 more"."""
     rest = [f"{len(parts) - most:,} more"] * (len(parts) > most)
     return ", ".join([*parts[:most], *rest])
 
@@ -244,7 +246,9 @@ def _read_jsonl(file: Path, owner: str) -> Iterator[Record]:
         except ValueError as error:
             raise CoterieError(f"{where} cannot be read ({error!s:.80}); fix that line.") from error
         if not isinstance(fields, dict):
-            raise CoterieError(f"{where} is not a JSON object; write it as {{field: value, ...}}.")
+            raise CoterieError(
+                f'{where} is not a JSON object; write it as {{"field": "value", ...}}.'
+            )
         yield Record(where, fields)
 
 

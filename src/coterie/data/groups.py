@@ -19,7 +19,7 @@ from coterie.losses.tokens import Batch
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """A batch of n items, each a prompt with several answers, for a loss that compares answers.
+    """A batch of n items for a loss that compares answers. An item is a prompt with its answers.
 
     A subclass defines `loss`.
     """
@@ -34,7 +34,7 @@ class GroupBatch:
 
     @property
     def ids(self) -> Tensor:
-        """The token ids of each item's sample with the best answer: (n, time + 1) int64."""
+        """The token ids of the samples with the items' best answers: (n, time + 1) int64."""
         return self.read.ids
 
     @property
@@ -44,7 +44,7 @@ class GroupBatch:
 
     @property
     def terms(self) -> int:
-        """The number of items. The loss is the mean over them."""
+        """The number of items, over which the loss is a mean."""
         return len(self.sizes)
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Any]:
@@ -127,12 +127,12 @@ class Groups:
 
     @property
     def beginnings(self) -> Examples:
-        """The samples with the best answers, each of which the model reads separately."""
+        """The samples with the best answers. The model reads each sample as a separate text."""
         return self.best
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model's log-likelihoods must still be computed; by default False."""
+        """Whether the log-likelihoods of a reference model are still missing; by default False."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> Self:
@@ -147,7 +147,7 @@ class Groups:
         return self
 
     def without(self, taken: Tensor, window: int) -> Self:
-        """Return the items except those with the indices `taken`, in order."""
+        """Return the items in order, without the items that have the indices `taken`."""
         return self.only(left_of(taken, len(self)))
 
     def few(self, most: int, window: int, context: int) -> Self:
@@ -155,11 +155,11 @@ class Groups:
         return self.only(even(len(self), most).tolist())
 
     def sample_tokens(self, window: int) -> float:
-        """Return the mean number of tokens of an item, in all its samples."""
+        """Return the mean number of tokens of an item, which is a sum over the item's samples."""
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of items and the number left out as too long, for the run folder."""
+        """Return what the run folder records: the numbers of items and of items left out."""
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
@@ -167,7 +167,7 @@ class Groups:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split: its tokens, and the sizes of its items."""
+        """Yield the contents that identify the split: the tokens, and the sizes of the items."""
         yield from self.rows.digested()
         yield self.sizes.numpy().tobytes()
 
@@ -186,11 +186,11 @@ class Groups:
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return `rows` and `sizes` for a batch of the items with the indices `chosen`."""
+        """Return the fields `rows` and `sizes` of a batch with the items that `chosen` indexes."""
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses on the items, and further figures; see `Split.measured`."""
+        """Return a model's losses on the items, and further numbers; see `Split.measured`."""
         raise NotImplementedError
 
 
@@ -202,7 +202,7 @@ def by_item(rows: Tensor, sizes: Tensor) -> Sequence[Tensor]:
         sizes: The number of samples of each item: (n,).
 
     Returns:
-        For each of the n items, the values of its samples: (size, ...).
+        For each of the n items, the values of the item's samples: (size, ...).
     """
     counts: list[int] = sizes.tolist()
     return rows.split(counts)
@@ -232,12 +232,14 @@ def rows_of(sizes: Tensor, chosen: Tensor) -> Tensor:
 def grouped(
     items: Sequence[Ranking], how: Encoding, noun: str
 ) -> tuple[Examples, Tensor, tuple[Ranking, ...], int]:
-    """Encode items with several answers, without items that have a sample that does not fit.
+    """Encode items with several answers.
+
+    An item is left out if one of its samples does not fit the window.
 
     Args:
         items: Prompts with their answers.
         how: The tokenizer and the settings of the encoding.
-        noun: The word for an item in errors, such as "pair".
+        noun: The word for an item in error messages, such as "pair".
 
     Returns:
         The fields `rows`, `sizes`, `items` and `too_long` of `Groups`.

@@ -12,17 +12,17 @@ class Item(Protocol):
 
     @property
     def text(self) -> str:
-        """The prompt with all answers; items with equal texts are exact duplicates."""
+        """The prompt with all answers. Items with equal texts are exact duplicates."""
         ...
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The texts of the record itself, without the text of a template."""
+        """The texts that the record contains, without the words that a template adds."""
         ...
 
     @property
     def where(self) -> str:
-        """The record's location for errors."""
+        """The record's location in error messages."""
         ...
 
 
@@ -39,7 +39,7 @@ class Instruction:
     fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """The values of the fields from which a template rendered the prompt and the answer."""
     where: str = field(default="The sample", compare=False, repr=False)
-    """The record's location for errors, such as "Client anna: line 3 of notes.jsonl"."""
+    """The record's location in error messages, such as "Client anna: line 3 of notes.jsonl"."""
 
     @property
     def text(self) -> str:
@@ -50,8 +50,8 @@ class Instruction:
     def parts(self) -> tuple[str, str]:
         """The prompt and the answer as they are encoded, with a space before the answer.
 
-        Tokenizers join a space to the word after it, so the space is part of the answer. There is
-        no space after a prompt that is empty or ends with a newline.
+        Tokenizers join a space to the word that follows, so the space is part of the answer. There
+        is no space after a prompt that is empty or ends with a newline.
         """
         prompt = self.prompt.rstrip(" ")
         between = "" if prompt.endswith("\n") or not prompt else " "
@@ -59,7 +59,11 @@ class Instruction:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The texts of the record's fields; without a template, the prompt and the answer."""
+        """The texts that the record contains, without the words that a template adds.
+
+        These are the values of the fields from which a template rendered the instruction. If no
+        template was used, they are the prompt and the answer.
+        """
         return self.fields or (self.prompt, self.answer)
 
 
@@ -71,17 +75,17 @@ class Turn(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The content without an assistant's thinking and without surrounding white space."""
+        """The content without the assistant's thinking and without surrounding white space."""
         return (parted(self.content)[1] if self.role == "assistant" else self.content).strip()
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation whose last turn is the assistant's."""
+    """A conversation that ends with a turn of the assistant."""
 
     turns: tuple[Turn, ...]
     where: str = "The conversation"
-    """The record's location for errors, such as "Client anna: line 3 of chats.jsonl"."""
+    """The record's location in error messages, such as "Client anna: line 3 of chats.jsonl"."""
     choices: tuple[str, ...] = ()
     """The choices for the last answer, if any."""
     fields: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -99,7 +103,12 @@ class Conversation:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The texts of the record's fields; without a template, the joined contents per role."""
+        """The texts that the record contains, without the words that a template adds.
+
+        These are the values of the fields from which a template rendered the conversation. If no
+        template was used, there is one text per role (system, user, assistant), which joins the
+        contents of all turns of that role.
+        """
         return self.fields or tuple(
             "\n".join(turn.content for turn in self.turns if turn.role == role)
             for role in ("system", "user", "assistant")
@@ -108,8 +117,10 @@ class Conversation:
     def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
         """Divide the conversation into exchanges.
 
+        An exchange consists of turns of the user and the answers of the assistant to them.
+
         Returns:
-            The system prompt, if any; and the exchanges, each of which ends with an answer.
+            The system prompt, if there is one; and the exchanges.
         """
         first = 1 if self.turns[0].role == "system" else 0
         parts: list[tuple[Turn, ...]] = []
@@ -127,14 +138,14 @@ class Ranking:
     """A prompt with several answers, ranked from best to worst."""
 
     answers: tuple[Instruction | Conversation, ...]
-    """The prompt with each of the answers, the best answer first.
+    """The prompt with each of the answers, from the best answer to the worst.
 
-    The elements are either all instructions or all conversations.
+    Either all elements are instructions, or all elements are conversations.
     """
 
     @property
     def where(self) -> str:
-        """The record's location for errors."""
+        """The record's location in error messages."""
         return self.answers[0].where
 
     @property
@@ -144,11 +155,14 @@ class Ranking:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """The texts of the record itself: the prompt and all answers."""
+        """The texts that the record contains, without the words that a template adds.
+
+        These are the texts of the item with the best answer, and all other answers.
+        """
         return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 
 
 def parted(content: str) -> tuple[str | None, str]:
-    """Split an answer into the thinking at its beginning (None if there is none) and the rest."""
+    """Split an answer into the thinking with which it begins, or None, and the remaining text."""
     match = _THINKING.fullmatch(content)
     return (match[1].strip(), match[2]) if match else (None, content)

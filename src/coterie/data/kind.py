@@ -1,8 +1,8 @@
 """The interface of a kind of data, and the registry of kinds.
 
-The built-in kinds are in `data/kinds/`, one file each, and are imported when they are first looked
-up by name; this module does not import torch. docs/develop/metrics-and-data.md describes how to
-write a kind.
+Each built-in kind is in a file of its own in `data/kinds/`, which is imported when the kind's name
+is first looked up. This module does not import torch. docs/develop/metrics-and-data.md describes
+how to write a kind.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class DataKind(BaseModel):
-    """A kind of data: it reads records as items, and encodes items as a split of tokens.
+    """A kind of data, which reads records as items, and encodes items as a split of tokens.
 
     A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
-    `coterie.register` or loaded with `--plugin FILE.py`. Its pydantic fields are its settings in
-    the run file (`data.kind`). For example, a kind that reads instructions from its own fields::
+    `coterie.register` or loaded with `--plugin FILE.py`. The class's pydantic fields are the kind's
+    settings in the run file (`data.kind`). The class variable `offers` names the inputs that the
+    kind's splits provide for metrics. The following kind, for example, reads instructions from the
+    record fields `question` and `answer`::
 
         class Questions(DataKind):
             name = "questions"
@@ -52,14 +54,14 @@ class DataKind(BaseModel):
     name: ClassVar[str]
     """The kind's name in run files (`data.kind`)."""
     summary: ClassVar[str]
-    """A description of a record, in one line."""
+    """A one-line description of a record."""
     offers: ClassVar[frozenset[Needs]] = frozenset({"nothing"})
-    """The inputs of metrics that the kind's splits provide (`Metric.needs`)."""
+    """The inputs that the kind's splits provide for metrics: possible values of `Metric.needs`."""
     compares: ClassVar[bool] = False
     """Whether the loss compares several answers to a prompt.
 
-    If so, the kind works only with methods that train through `LocalTraining`, and cannot be the
-    kind of a public set.
+    If the loss compares answers, the kind works only with methods that train through
+    `LocalTraining`, and a public set cannot be of this kind.
     """
     referenced: ClassVar[bool] = False
     """Whether the loss compares the model with a reference model (`training.dpo`)."""
@@ -72,13 +74,13 @@ class DataKind(BaseModel):
         return False
 
     def has_chats(self, items: Sequence[Any]) -> bool:
-        """Return whether any of some items is rendered through a chat template.
+        """Return whether at least one of the items is rendered through a chat template.
 
         Args:
             items: Items that this kind has read.
 
         Returns:
-            True if at least one item is; by default, the value of `chats`.
+            By default, the value of `chats`.
         """
         return self.chats
 
@@ -86,7 +88,7 @@ class DataKind(BaseModel):
         """Return the record fields that the kind reads.
 
         Returns:
-            The names of the fields. `coterie data` reports all other fields as unused.
+            The names of the fields. The command `coterie data` reports all other fields as unused.
         """
         raise NotImplementedError
 
@@ -124,7 +126,7 @@ class DataKind(BaseModel):
         """Describe the kind as in a run file.
 
         Returns:
-            The value of the run file's key `data.kind`: a mapping of `name` and the settings.
+            The value of the run file's key `data.kind`: a mapping with `name` and the settings.
         """
         return {"name": self.name, **self.model_dump(mode="json")}
 
@@ -146,7 +148,7 @@ def register(kind: Any) -> Any:
         raise CoterieError(
             f"{kind!r} is not a kind of data; it must be a subclass of coterie.DataKind."
         )
-    check_named(kind, DATA_KINDS.noun, "summary", ": a description of a record in one line")
+    check_named(kind, DATA_KINDS.noun, "summary", ": a one-line description of a record")
     DATA_KINDS.add(kind.name, kind)
     return kind
 
@@ -161,7 +163,7 @@ OWN = {
     "messages": ("conversations", "Messages"),
     "preferences": ("preferences", "Preferences"),
 }
-"""The file and the class of each built-in kind, by the name of the kind."""
+"""A mapping of each built-in kind's name to the kind's file and class."""
 DATA_KINDS: Registry[type[DataKind]] = Registry(
     noun="data kind",
     builtin={name: partial(_builtin, *location) for name, location in OWN.items()},

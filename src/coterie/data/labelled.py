@@ -22,9 +22,9 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         root: The folder to which relative paths refer.
 
     Returns:
-        For each split, the label of every record with the record's text or item. The split "train"
-        is to be divided among the clients. The splits "validation" and "test" are present only if
-        the data set has such splits of its own.
+        For each split, a list of pairs: the label of a record, and the record's text or item. The
+        split "train" is to be divided among the clients. The splits "validation" and "test" are
+        present only if the data set has such splits of its own.
 
     Raises:
         CoterieError: A source cannot be read or has no text, or a record is invalid.
@@ -40,7 +40,7 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
     for split, records in samples.items():
         if not records:
             raise CoterieError(
-                f"divide: divide.where is true for no {split} record; correct divide.where."
+                f"divide: no {split} record satisfies divide.where; correct divide.where."
             )
     return samples
 
@@ -67,12 +67,12 @@ def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]
 def _samples(
     specs: Mapping[str, DivideSpec], data: DataSpec, root: Path
 ) -> dict[str, list[tuple[str, Any]]]:
-    """Return the labels and items of all records, by split.
+    """Return, for each split, the labels and items of all records.
 
-    Each piece of a .txt file becomes a record with the piece's text and its source's label. A
-    prompt template can thus show the text and use the label as the answer. The pieces of all
-    sources are converted to items together, because an answer's choices are collected over all
-    pieces.
+    Each piece of a .txt file becomes a record that contains the text of the piece and the label of
+    the file's source. The prompt can thus contain the text, and the answer can be the label. The
+    pieces of all sources are converted to items together, because the choices are the distinct
+    answers of all pieces.
     """
     samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}
@@ -93,8 +93,8 @@ def _samples(
 def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
     """Return the source of each label, sorted by label.
 
-    If the run file gives a single source for all labels, its key is "" if labels are not needed,
-    or None if each record contains its own label.
+    If the run file gives a single source for all labels, the key of this source is "" if labels are
+    not needed, or None if each record contains its own label.
     """
     if isinstance(spec.source, str):
         label = "" if spec.by == "even" else None
@@ -106,7 +106,7 @@ def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
 
 
 def _label(record: Record, spec: DivideSpec, label: str | None) -> str:
-    """Return the label of a record's source or, if that is None, the value of its label field."""
+    """Return `label`, the label of a record's source, or else the value of the label field."""
     if label is not None:
         return label
     value = record[spec.label]
@@ -122,8 +122,9 @@ def _read(
     """Read the records and text files of one source.
 
     Returns:
-        Two lists of records: the records of .jsonl and .parquet files, or of a hub data set, for
-        which `divide.where` is true; and the pieces of .txt files, as records.
+        Two lists of records. The first list contains records of .jsonl and .parquet files, or of a
+        hub data set: only those that satisfy `divide.where`. The second list contains the pieces of
+        .txt files, converted to records.
     """
     path = resolve(root, source.source)
     text_pieces: list[Record] = []
@@ -154,8 +155,8 @@ def _read(
 def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Record]:
     """Read one split of a Hugging Face hub data set, from the cache or over the network.
 
-    Class labels, which the data set stores as numbers, are replaced by their names. Records without
-    a class label are skipped.
+    The data set stores class labels as numbers, which are replaced with the names of the classes.
+    Records without a class label are skipped.
     """
     missing = (
         f"divide: {name} is neither a file or folder under {root} nor an available data set "

@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORST = 700.0
-"""The loss per token, in nats, that replaces a loss that is not finite.
+"""The loss per token, in nats, with which a loss that is not finite is replaced.
 
-Its exponential, the perplexity, is finite.
+The exponential of this value, which is the perplexity, is finite.
 """
 Needs = Literal["nothing", "answers", "choices", "pairs"]
-"""The input of a metric besides the items' losses.
+"""The input that a metric needs in addition to the losses of the items.
 
-No further input ("nothing"); the answers that the model generates ("answers"); the losses of all
-answers to choose from ("choices"); or preferences between pairs of answers ("pairs").
+"nothing": no further input; "answers": the answers that the model generates; "choices": the losses
+of all answers to choose from; "pairs": preferences between pairs of answers.
 """
 
 
@@ -24,8 +24,8 @@ answers to choose from ("choices"); or preferences between pairs of answers ("pa
 class Choices:
     """The losses of all choices of n samples.
 
-    The first n rows are the samples with their right answers. Each of the other rows is one of the
-    samples with a wrong choice as its answer.
+    The first n rows are the samples with their right answers. Each of the other rows is a sample
+    whose answer is replaced with a wrong choice.
     """
 
     nats: "Tensor"
@@ -33,7 +33,7 @@ class Choices:
     tokens: "Tensor"
     """The number of tokens of each row's answer: (rows,) int64."""
     owners: "Tensor"
-    """The index of each row's sample: (rows,) int64, beginning with 0 .. n-1."""
+    """The index of each row's sample: (rows,) int64. The first n values are 0 .. n-1."""
     given: Sequence[bool]
     """Whether each sample has answers to choose from: n values."""
 
@@ -47,7 +47,7 @@ class Measured:
     tokens: "Tensor"
     """The number of predicted tokens of each item: (n,) int64."""
     answers: Sequence[str] = ()
-    """The right answer of each item, if the items are samples; else empty."""
+    """The right answer of each item if the items are samples; otherwise empty."""
     texts: Sequence[str] = ()
     """The answer that the model generated for each item; empty if none were generated."""
     choices: Choices | None = None
@@ -61,10 +61,10 @@ class Measured:
     """The mean of the training loss; None if that loss is the cross-entropy of tokens."""
 
     def offers(self, needs: Needs) -> bool:
-        """Return whether the input of a metric was measured.
+        """Return whether the measurements include the input that a metric needs.
 
         Args:
-            needs: The input (`Metric.needs`).
+            needs: The value of the metric's class variable `needs`.
         """
         offered = {
             "nothing": True,
@@ -76,10 +76,10 @@ class Measured:
 
 
 def finite(nats: "Tensor", tokens: "Tensor") -> "Tensor":
-    """Replace losses that are not finite by `WORST` per token.
+    """Replace each loss that is not finite with `WORST` times the number of tokens.
 
-    A model that diverged has such losses. Results are stored as JSON, which has neither NaN nor
-    infinity.
+    Losses are not finite if a model has diverged. They are replaced because results are stored as
+    JSON, which has neither NaN nor infinity.
 
     Args:
         nats: The loss of each text or answer, in nats: (n,).

@@ -1,7 +1,7 @@
 """Search for near duplicates: records with almost equal contents.
 
-Records are compared part by part (the instruction, the input and the answer, or the turns of each
-role in a conversation), without the text of templates.
+Records are compared part by part. The parts are the instruction, the input and the answer, or the
+turns of each role in a conversation. The words that a template adds are not compared.
 """
 
 import re
@@ -19,17 +19,17 @@ SHINGLE = 8
 A shingle is a substring of a text in lower case with single spaces between words.
 """
 COMMON = 50
-"""The maximum number of records that contain a shingle from which pairs are proposed.
+"""If more than this many records contain a shingle, the shingle proposes no pairs of records.
 
-More common shingles propose no pairs, which bounds the number of comparisons.
+This bounds the number of comparisons.
 """
 FEW = 3
-"""A shingle that is contained in at most this many records is never boilerplate."""
+"""If at most this many records contain a shingle, the shingle is never boilerplate."""
 AGREEING = 0.25
 """The share of agreeing records below which the common text of a pair is boilerplate.
 
-The share is taken of the other records that contain the pair's common text. A record
-agrees if, where the two records of the pair differ, it contains the shingles of one of them.
+The share is computed over the other records that contain the common text. A record agrees if, where
+the two records of the pair differ, the record contains the shingles of one of the two.
 """
 BANDS, ROWS = 20, 5
 """The number of MinHash bands and the number of rows per band.
@@ -42,7 +42,8 @@ _NUMBER = re.compile(r"\d+")
 _DIGITS = 16
 """The minimum length to which the digits of a number are repeated.
 
-The repetition gives numbers weight, as texts with different numbers have different contents.
+The repetition gives numbers more weight, because texts with different numbers have different
+contents.
 """
 
 
@@ -51,12 +52,12 @@ def near_pairs(
 ) -> list[tuple[int, int]]:
     """Return the indices (a, b), a < b, of all pairs of near duplicates, sorted.
 
-    Two records are near duplicates if all their corresponding parts are. MinHash (A. Broder, 1997)
-    proposes pairs, whose similarity is then computed exactly.
+    Two records are near duplicates if all their corresponding parts are near duplicates. MinHash
+    (A. Broder, 1997) proposes pairs of records, whose similarity is then computed exactly.
 
     Args:
         records: The parts of each record; no two records are equal.
-        progress: A callback that receives the number of records compared and the total.
+        progress: A callback that receives the number of compared records and the total number.
     """
     from datasketch import MinHash, MinHashLSH  # imports SciPy, which takes half a second
 
@@ -94,11 +95,12 @@ def near_pairs(
 def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]]) -> bool:
     """Return whether two parts are near duplicates, ignoring boilerplate.
 
-    Boilerplate is text that many records share although their contents differ, such as a header.
-    To recognise it, the function looks at the other records that contain the common text, and at
-    the shingles in which the two parts differ. Records that share only a header contain hardly any
-    of these shingles. Records that are edited copies of one text mostly contain the shingles of one
-    of the two parts.
+    Boilerplate is text that many unrelated records share, such as a header. To recognise
+    boilerplate, the function takes the text that the two parts share, and the shingles in which the
+    two parts differ. Then it looks at all other records that contain the shared text. If these
+    records contain hardly any of the shingles in which the parts differ, the shared text is
+    boilerplate. If many of these records contain the shingles of one of the two parts, the records
+    are edited copies of one text, and the shared text is not boilerplate; see `AGREEING`.
 
     Args:
         a: The shingles of a part.

@@ -17,19 +17,19 @@ class Part(NamedTuple):
     ids: list[int]
     """The token ids."""
     offsets: list[tuple[int, int]]
-    """The start and end of each token's characters, counted from the start of the part.
+    """The positions where each token's characters start and end, relative to the start of the part.
 
-    The first start is negative if the token begins in the previous part.
+    The start of the first token is negative if that token begins in the previous part.
     """
 
 
 class PartEncoder:
     """An encoder of texts whose parts are alternately prompts and answers.
 
-    A text is encoded as a whole, so that its tokens do not depend on the borders of its parts. A
-    token that spans the border between a prompt and an answer belongs to the answer. Some special
-    tokens also strip neighbouring spaces. Such a token belongs to the part that contains its own
-    text, even if the spaces are in another part.
+    A text is encoded as a whole, so that the tokens do not depend on the boundaries between parts.
+    A token that spans the boundary between a prompt and an answer belongs to the answer. Some
+    special tokens include the spaces around them. A special token belongs to the part that contains
+    its name, such as <|end|>, even if the spaces are in another part.
 
     Args:
         encoder: A tokenizer that adds no special tokens (`bare_encoder`).
@@ -49,7 +49,7 @@ class PartEncoder:
         return [part.ids for part in encoded]
 
     def batch(self, texts: Sequence[Sequence[str]]) -> list[list[Part]]:
-        """Encode several texts; return the tokens of each part of each text."""
+        """Encode several texts, and return the tokens of each part of each text."""
         joined = ["".join(parts) for parts in texts]
         encodings = self._encoder.encode_batch(joined, add_special_tokens=False)
         return [
@@ -60,7 +60,7 @@ class PartEncoder:
     def opening(self, parts: Sequence[str]) -> list[int]:
         """Return the token ids of the prompt, from which a model generates the last part.
 
-        The prompt is all text before the last part. If one token spans the border between the
+        The prompt is all text before the last part. If one token spans the boundary between the
         prompt and the last part, the prompt is encoded on its own, so that the model does not have
         to generate the end of the prompt.
         """
@@ -115,8 +115,8 @@ def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
     """Return a tokenizer's encoder without post-processing, and the id of its end-of-text token.
 
     The encoder is a copy that adds no special tokens, neither truncates nor pads, and does not warn
-    of long texts. The character offsets that it returns include the spaces around a token, which
-    the post-processors of GPT-2 and similar tokenizers exclude.
+    about long texts. The character offsets that the encoder returns include the spaces around a
+    token. The post-processors of GPT-2 and similar tokenizers would exclude these spaces.
 
     Raises:
         CoterieError: The tokenizer has no tokenizer.json or no end-of-text token.

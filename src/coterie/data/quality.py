@@ -1,8 +1,8 @@
 """Data quality: very short texts, and exact and near duplicates within and between clients.
 
-The texts compared are records, prompts with answers, and pieces of text files. The results contain
-texts, so they are shown only on the machine that holds the texts, and are never sent to another
-machine.
+The texts that are compared are records, prompts with answers, and pieces of text files. The results
+contain texts. They are therefore shown only on the machine that holds the texts, and are never sent
+to another machine.
 """
 
 from collections import Counter, defaultdict
@@ -26,31 +26,31 @@ from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
 
 SHORT = 20
-"""The number of characters below which a text is very short."""
+"""A text with fewer characters than this is reported as very short."""
 AT_START = 2_000_000
 """The maximum number of characters in which a run searches for near duplicates when it starts.
 
-The search takes about 1 s.
+The search through this number of characters takes about 1 s.
 """
 Progress = Callable[[int, int], None]
-"""A progress callback, which receives the number done and the total."""
+"""A progress callback, which receives the number of compared texts and the total number."""
 Item = str | Sample
 """A text to compare: a document or a piece of one, or an item of another kind of data."""
 SEE = "; run `coterie data FILE` for details"
 """The text at the end of each line that `sentences` returns."""
 
 Kind = Literal["repeats", "in_training", "in_others"]
-"""The kind of a duplicate, by the place of its original.
+"""The kind of a duplicate, which depends on where the original is: the text that is duplicated.
 
-"repeats": the original is earlier in the same split; "in_training": it is in the training text of
-the same client; "in_others": it is in the training text of another client.
+"repeats": the original is earlier in the same split; "in_training": the original is in the training
+text of the same client; "in_others": the original is in the training text of another client.
 """
 KINDS: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a text: its client, its split, and its number in the split, counted from 1."""
+    """The place of a text: the client, the split, and the text's number there, counted from 1."""
 
     client: str
     split: str
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Copy:
-    """A text that duplicates another one, exactly or nearly."""
+    """A text that duplicates another text, exactly or nearly."""
 
     kind: Kind
     exact: bool
@@ -73,7 +73,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class SplitQuality:
-    """The quality of the part of one client's split that the run reads."""
+    """The quality of one client's split. Texts that the run does not read are not counted."""
 
     client: str
     split: str
@@ -115,13 +115,16 @@ class Quality:
     special: list[SpecialTokens]
     survey: Survey
     compared: int | None
-    """The number of characters per split in which near duplicates were searched for; None: all."""
+    """The number of characters per split in which near duplicates were searched for.
+
+    None: near duplicates were searched for in all characters.
+    """
     deduplicated: bool
     """Whether `data.deduplicate` is on."""
 
 
 def unknown_tokens(read: Split, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the unknown tokens in the part of a split that a run reads."""
+    """Count the unknown tokens in a split, up to the split's limit."""
     unknown = tokenizer.unk_token_id
     # GPT-2 declares its end-of-text token as its unknown token, too.
     ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
@@ -139,7 +142,7 @@ def quality(
     removed: Mapping[str, int] | None = None,
     progress: Progress = lambda done, of: None,
 ) -> Quality:
-    """Measure the quality of clients' texts, up to the limits of their splits.
+    """Measure the quality of clients' texts. Texts beyond the limits of a split are ignored.
 
     Args:
         texts: The texts of each client.
@@ -149,8 +152,9 @@ def quality(
             number of characters for every split. Exact duplicates are searched for in all texts.
         survey: The counts of unused fields, skipped files and empty records.
         special: The counts of special tokens.
-        removed: The number of texts that `data.deduplicate` removed, by client; None if it is off.
-        progress: A callback that receives the number of texts compared and the total.
+        removed: For each client, the number of texts that `data.deduplicate` removed. None if
+            `data.deduplicate` is off.
+        progress: A callback that receives the number of compared texts and the total number.
     """
     read = {
         (client, split): getattr(data[client], split).compared(getattr(own, split))
@@ -215,23 +219,23 @@ def sentences(report: Quality) -> list[str]:
         lines.append(f"unknown tokens: {unknown:,} ({share:.2%} of all tokens)")
     if any(s.control for s in report.special):
         control = {f"{s.client} {s.split}": s.control for s in report.special}
-        lines.append(f"control tokens in texts, learnt as control tokens: {_total(control)}")
+        lines.append(f"control tokens in texts, encoded as control tokens: {_total(control)}")
     return [f"Data: {line}{SEE}" for line in lines]
 
 
 def _total(counts: Mapping[str, int]) -> str:
-    """Format a sum and its first parts by name, such as "3 (anna train 2, ben test 1)"."""
+    """Format the sum of counts, and the first counts, such as "3 (anna train 2, ben test 1)"."""
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,}" + (f" ({listed_first(parts)})" if parts else "")
 
 
 def _duplicates(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
-    """Return the numbers of exact and of near duplicates."""
+    """Return the number of exact duplicates and the number of near duplicates of one kind."""
     return sum(s.exact[kind] for s in splits), sum(s.near[kind] for s in splits)
 
 
 def _text(item: Item) -> str:
-    """Return the text of an item; items with equal texts are exact duplicates."""
+    """Return the text of an item. Items with equal texts are exact duplicates."""
     return (item if isinstance(item, str) else item.text).strip()
 
 
@@ -240,15 +244,17 @@ def find_copies(
     compared: int | None = None,
     progress: Progress = lambda done, of: None,
 ) -> list[Copy]:
-    """Find all duplicates: for each text and kind, an exact one or, failing that, a near one.
+    """Find all texts that are exact or near duplicates of other texts.
 
-    Exact duplicates are equal except for surrounding white space.
+    For each text and each kind of duplicate, at most one duplicate is reported: an exact duplicate
+    if there is one, or else a near duplicate. Exact duplicates are equal except for surrounding
+    white space.
 
     Args:
-        splits: The texts by client and split.
+        splits: The texts of each pair of a client and a split.
         compared: The number of characters at the start of each split in which near duplicates are
-            searched for; None: all.
-        progress: A callback that receives the number of texts compared and the total.
+            searched for. None: near duplicates are searched for in all characters.
+        progress: A callback that receives the number of compared texts and the total number.
     """
     numbers: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
     candidates: dict[str, Item] = {}
@@ -279,7 +285,7 @@ def find_copies(
 def _near(
     items: Mapping[str, Item], progress: Progress = lambda done, of: None
 ) -> defaultdict[str, list[str]]:
-    """Return the near duplicates of each text in `items`, a mapping of texts to their items."""
+    """Return the near duplicates of each text. The argument maps the texts to their items."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
     for a, b in near_pairs(list(map(own_texts, items.values())), progress):
@@ -289,12 +295,12 @@ def _near(
 
 
 def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kind, Place]:
-    """Return the first original of each kind for a text.
+    """Return, for each kind of duplicate, the place of the first text that a text duplicates.
 
     Args:
-        place: The place of the text.
+        place: The place of the text that is a possible duplicate.
         numbers: For each client and split, the number of the first text that equals, or nearly
-            equals, the given text.
+            equals, the text at `place`.
     """
     originals: dict[Kind, Place] = {}
     for (client, split), number in numbers.items():
@@ -312,11 +318,11 @@ def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
     """Remove the training texts that duplicate, exactly or nearly, a validation or test text.
 
     From a document, only the pieces that are duplicates are removed; the text before, between and
-    after them becomes separate documents.
+    after these pieces becomes separate documents.
 
     Args:
         texts: A client's texts.
-        owner: The beginning of an error message, such as "Client anna".
+        owner: The words with which an error message begins, such as "Client anna".
 
     Returns:
         The texts without duplicates, and the number of removed texts or pieces.
@@ -341,12 +347,12 @@ def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
     if removed and not any(_text(part) for _, part, is_duplicate in parts if not is_duplicate):
         raise CoterieError(
             f"{owner}: data.deduplicate removes the whole train split ({removed:,} texts), because "
-            "every text is an exact or near duplicate of a validation or test text; give other "
+            "every text is an exact or near duplicate of a validation or test text; use other "
             "splits, or set data.deduplicate to false."
         )
     return Texts(kept, texts.validation, texts.test), removed
 
 
 def _parts(item: Item) -> Sequence[Item]:
-    """Return the parts of an item to compare: the pieces of a document, or the item itself."""
+    """Return the parts of an item that are compared: a document's pieces, or the item itself."""
     return list(pieces(item, PIECE)) if isinstance(item, str) else [item]

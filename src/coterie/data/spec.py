@@ -35,8 +35,8 @@ class Spec(BaseModel):
 class ClientLimits(Spec):
     """The maximum size of each of a client's splits.
 
-    A limit is a number of tokens for plain text, or a number of samples for other kinds of data. A
-    split that exceeds its limit is truncated at the end.
+    A limit is a number of tokens for plain text, or a number of samples for other kinds of data. If
+    a split exceeds the limit, the end of the split is left out.
     """
 
     train: int | None = Field(default=None, ge=1)
@@ -158,7 +158,7 @@ class PreferenceSpec(DataKind):
 class KindSpec(NamedSpec):
     """The run file's key `data.kind`: a kind's name, or a mapping with `name` and settings.
 
-    The name is validated here, and the settings by the kind's class.
+    This class validates the name. The kind's class validates the settings.
     """
 
     @field_validator("name")
@@ -192,17 +192,18 @@ class DataSpec(Spec):
     kind: KindSpec | InstanceOf[DataKind] | None = Field(
         default=None, exclude_if=lambda kind: kind is None
     )
-    """kind of data from a plugin: a name, or a mapping of `name` and its settings; default: the
+    """kind of data from a plugin: a name, or a mapping with `name` and settings; default: the
     kind selected by instructions, messages or preferences, or else plain text"""
     chat_template: str | None = Field(default=None, min_length=1)
-    """path of a chat template (Jinja), or its text, for all bases; default: each base's own
+    """path or Jinja text of a chat template that is used for all bases; default: each base's own
     template, or else Coterie's"""
     fractions: Fractions = Fractions()
     """fractions of text (or samples) set aside for splits that are not given"""
     limits: Limits = Limits()
     """maximum size of each split in tokens (with instructions: samples)"""
     limits_of: dict[ClientName, ClientLimits] = {}
-    """limits by client name; keys that are not given default to those of limits"""
+    """maximum sizes for individual clients, by client name; a key that is left out has its value in
+    limits"""
     deduplicate: bool = False
     """exclude training texts that are exact or near duplicates of the client's validation or test
     texts"""
@@ -230,14 +231,20 @@ class DataSpec(Spec):
 
     @property
     def declared(self) -> type[DataKind]:
-        """The kind's class, for its class variables; it may be a class that only holds settings."""
+        """The class that declares the kind's class variables, such as `compares`.
+
+        For a built-in kind, the class only has the settings, and cannot read or encode records.
+        """
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)
         return type(self.kind or self._own)
 
     @property
     def bound(self) -> DataKind:
-        """The kind of data with its settings, which can read and encode records. Imports torch."""
+        """The kind of data with its settings, which can read and encode records.
+
+        The property imports torch.
+        """
         if isinstance(self.kind, DataKind):
             return self.kind
         name, settings = self.declared.name, self.kind.settings if self.kind else dict(self._own)
@@ -245,7 +252,7 @@ class DataSpec(Spec):
 
     @property
     def key(self) -> str:
-        """The run file's key that selects the kind, for errors."""
+        """The run file's key that selects the kind, for error messages."""
         return f"data.{self.declared.name if self.kind is None else 'kind'}"
 
     @property
@@ -254,7 +261,7 @@ class DataSpec(Spec):
         return (self._own if self.kind is None else self.bound).chats
 
     def of(self, name: str) -> "DataSpec":
-        """Return the section for one client, in which `limits` are the limits of that client."""
+        """Return the section for one client: the key `limits` contains that client's limits."""
         client_limits = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
         limits = self.limits.model_copy(update=client_limits)
         return self.model_copy(update={"limits": limits, "limits_of": {}})
@@ -266,7 +273,7 @@ class DataSpec(Spec):
     @field_validator("messages", "preferences", mode="before")
     @classmethod
     def _are_on(cls, given: Any) -> Any:
-        """Accept `true` for default settings, and `false` for None."""
+        """Convert `true` to a mapping without settings (the defaults), and `false` to None."""
         if isinstance(given, bool):
             return {} if given else None
         return given
@@ -286,7 +293,7 @@ class DataSpec(Spec):
         if self.chat_template is not None and plain:
             raise ValueError(
                 "data.chat_template has no effect without conversations; set data.messages or "
-                "data.instructions.template: chat, or remove it"
+                "data.instructions.template: chat, or remove data.chat_template"
             )
         return self
 
@@ -321,8 +328,8 @@ class ClientSpec(Spec):
         if (self.path is None) == (self.train is None):
             problem = "neither path nor train" if self.path is None else "both path and train"
             raise ValueError(
-                f"client {self.name} has {problem}; set path to a text that is to be split, or "
-                "train to a training text"
+                f"client {self.name} has {problem}; set either path (a text that Coterie splits) "
+                "or train (a training text)"
             )
         if self.path is not None and (self.validation is not None or self.test is not None):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Protocols of splits and batches, which training and evaluation use for every kind of data."""
+"""Protocols of splits and batches: training and evaluation use them for every kind of data."""
 
 import builtins
 from collections.abc import Callable, Iterator, Sequence
@@ -15,23 +15,23 @@ from coterie.losses.tokens import Batch
 
 
 class Measures(Protocol):
-    """Measurements of a loss besides its value, such as the rewards of pairs."""
+    """Measurements that a loss makes in addition to the loss's value, such as rewards of pairs."""
 
     @staticmethod
     def figures(parts: Any) -> dict[str, float]:
-        """Return means over the measurements of several parts of a batch.
+        """Combine the measurements of the parts of a batch into means over the whole batch.
 
         Args:
             parts: The measurements of each part.
 
         Returns:
-            The means by name, for the training log.
+            A mapping of names to means, for the training log.
         """
         ...
 
 
 class AnyBatch(Protocol):
-    """A batch of samples with their loss."""
+    """A batch of samples that can compute its loss."""
 
     @property
     def ids(self) -> Tensor:
@@ -40,7 +40,7 @@ class AnyBatch(Protocol):
 
     @property
     def terms(self) -> int:
-        """The number of terms of which the loss is the mean, such as tokens or pairs."""
+        """The number of terms over which the loss is a mean, such as tokens or pairs."""
         ...
 
     @property
@@ -99,7 +99,7 @@ class Samples(Protocol):
 
 
 class Scored(Protocol):
-    """A text that a model can be evaluated on."""
+    """A text on which a model can be evaluated."""
 
     @property
     def bytes(self) -> int:
@@ -107,14 +107,14 @@ class Scored(Protocol):
         ...
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Measure a model's losses, and the other inputs of metrics, on all items.
+        """Measure a model's losses on all items, and the other inputs that metrics need.
 
         Args:
-            scorer: The model, with the sizes of its inputs.
+            scorer: The model, with the window and the batch size.
 
         Returns:
-            The measurements; and further figures for reports, which result.json stores under their
-            names.
+            The measurements; and a mapping of names to further numbers, which are shown in reports
+            and stored under these names in result.json.
         """
         ...
 
@@ -132,12 +132,15 @@ class Split(Scored, Protocol):
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """The samples with a right answer, as text; empty for kinds without right answers."""
+        """The samples as text, if the samples have right answers; otherwise empty."""
         ...
 
     @property
     def beginnings(self) -> Examples | None:
-        """The samples, if the model reads each one separately; None for a stream."""
+        """The samples, if the model reads each sample as a separate text.
+
+        None for a stream, which the model reads as one text.
+        """
         ...
 
     @property
@@ -160,9 +163,9 @@ class Split(Scored, Protocol):
         """Return the samples from which training batches are drawn.
 
         Args:
-            window: The number of tokens that a window of a stream predicts.
-            step: The distance in tokens between the starts of a stream's windows. All splits other
-                than streams ignore both arguments.
+            window: The number of tokens that are predicted in a window of a stream.
+            step: The distance in tokens between the starts of a stream's windows. Both arguments
+                are ignored by all splits except streams.
         """
         ...
 
@@ -171,7 +174,7 @@ class Split(Scored, Protocol):
 
         Args:
             taken: The indices, in `samples(window, window + 1)`, of the samples to leave out.
-            window: The number of tokens that a window of a stream predicts.
+            window: The number of tokens that are predicted in a window of a stream.
         """
         ...
 
@@ -180,8 +183,8 @@ class Split(Scored, Protocol):
 
         Args:
             most: The maximum number of samples.
-            window: The number of tokens that a window of a stream predicts.
-            context: The token id before the first token of a stream.
+            window: The number of tokens that are predicted in a window of a stream.
+            context: The id of the token that is inserted before the first token of a stream.
         """
         ...
 
@@ -189,15 +192,16 @@ class Split(Scored, Protocol):
         """Return the mean number of tokens of a training sample.
 
         Args:
-            window: The number of tokens that a window of a stream predicts.
+            window: The number of tokens that are predicted in a window of a stream.
         """
         ...
 
     def counts(self) -> dict[str, int]:
-        """Return the counts that the run folder records besides the number of tokens.
+        """Return the counts that the run folder records in addition to the number of tokens.
 
         Returns:
-            The counts by name, such as the number of samples and the number left out as too long.
+            A mapping of names to counts, such as the number of samples, and the number of samples
+            that were left out as too long.
         """
         ...
 
@@ -213,5 +217,5 @@ class Split(Scored, Protocol):
         ...
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split, for a digest, beginning with the tokens."""
+        """Yield the contents that identify the split, for a digest; the tokens are the first."""
         ...

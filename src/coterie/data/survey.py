@@ -12,19 +12,23 @@ from coterie.data.spec import DataSpec
 from coterie.data.templates import names_in
 
 Counts = Mapping[str, Mapping[str, int]]
-"""The number of records or files for each field or suffix and each owner ("Client anna")."""
+"""Numbers of records for each field, or of files for each suffix, and for each owner.
+
+The outer mapping has fields or suffixes as its keys. The inner mappings have owners as their keys,
+such as "Client anna".
+"""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The parts of clients' files that the run does not read. Hub data sets are not surveyed."""
+    """Counts of what the run does not read in clients' files. Hub data sets are not surveyed."""
 
     empty: int
     """The number of records without text."""
     unused: Counts
-    """The number of records with a value in an unused field, by field and owner."""
+    """For each unused field and each owner, the number of records with a value in the field."""
     skipped: Counts
-    """The number of skipped files and links in folders, by suffix and owner."""
+    """For each suffix and each owner, the number of skipped files and links in folders."""
 
 
 def survey(
@@ -39,7 +43,8 @@ def survey(
         root: The folder to which relative paths refer.
 
     Returns:
-        The numbers of empty records, of records by unused field, and of skipped files.
+        The number of empty records; for each unused field, the number of records with a value in
+        the field; and the number of skipped files.
     """
     used = data.bound.used()
     if divide is not None:
@@ -65,9 +70,9 @@ def survey(
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
-    """Return the number of a file's records with a value in each field, and of blank records.
+    """Return the number of records with a value in each field of a file, and of blank records.
 
-    Blank records are counted only for plain text: for samples, a record without text is an error.
+    Blank records are counted only for plain text. For samples, a record without text is an error.
     """
     held: Counter[str] = Counter()
     blank = 0

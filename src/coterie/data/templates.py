@@ -1,4 +1,4 @@
-"""Prompt templates: Jinja text over the fields of a record, and built-in templates by name."""
+"""Prompt templates: Jinja text that uses the fields of a record, and built-in templates."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ SHIPPED = {
     file.stem: file
     for file in sorted((Path(__file__).parents[1] / "assets" / "templates").glob("*.jinja"))
 }
-"""The file of each built-in template, by name."""
+"""A mapping of each built-in template's name to the template's file."""
 
 
 def _printable(value: Any) -> Any:
@@ -41,7 +41,7 @@ _JINJA = ImmutableSandboxedEnvironment(
 
 
 def inlined(template: str, root: Path) -> str:
-    """Replace the path of a template by the file's text, so that the result needs no file.
+    """Replace the path of a template with the file's text, so that the result needs no file.
 
     Args:
         template: A built-in template's name, Jinja text, or the path of a file.
@@ -69,7 +69,7 @@ def inlined(template: str, root: Path) -> str:
 
 
 def inlined_chat(template: str, root: Path) -> str:
-    """Replace the path of a chat template by the file's text.
+    """Replace the path of a chat template with the file's text.
 
     Args:
         template: Jinja text, or the path of a file.
@@ -84,20 +84,20 @@ def inlined_chat(template: str, root: Path) -> str:
     file, text = _read(template, root, "data.chat_template", alternatives)
     if not is_text(text):
         raise CoterieError(
-            f"data.chat_template: {file} is not a chat template, which is Jinja text over "
-            "`messages`; give another file."
+            f"data.chat_template: {file} is not a chat template, because it contains no Jinja; "
+            "name a file with Jinja text that uses `messages`."
         )
     return text
 
 
 def _read(path: str, root: Path, key: str, alternatives: str) -> tuple[Path, str]:
-    """Return the file that a run file's key names, and the file's text.
+    """Return the path of the file given under a key of the run file, and the text of that file.
 
     Args:
         path: The value of the key.
         root: The folder to which a relative path refers.
-        key: The key, for errors.
-        alternatives: Remedies besides correcting the path, for errors.
+        key: The key, for error messages.
+        alternatives: Remedies other than correcting the path, for error messages.
     """
     file = resolve(root, path)
     if not file.is_file():
@@ -110,7 +110,8 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
 
     Args:
         template: A built-in template's name, or Jinja text; see `inlined`.
-        fields: The record's values by field; fields whose value is None count as missing.
+        fields: A mapping of the record's fields to values. A field whose value is None is treated
+            as missing.
         where: The record's location, with which error messages begin.
 
     Raises:
@@ -128,8 +129,8 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
             if str(error).startswith(f"{name!r} is"):
                 if name in fields:
                     raise CoterieError(
-                        f"{where} has null in the field {name}, which the template needs; fill it "
-                        "in or remove the record."
+                        f"{where} has null in the field {name}, which the template needs; give the "
+                        "field a value or remove the record."
                     ) from error
                 record[name]  # raises an error that lists the record's fields
         raise CoterieError(
@@ -156,13 +157,14 @@ def holds(expression: str, record: Record) -> bool:
         return bool(compiled(record.fields))
     except Exception as error:  # an expression can raise any exception
         raise CoterieError(
-            f"{record.where} does not fit divide.where ({error}); fix the record or divide.where."
+            f"divide.where cannot be evaluated for {record.where} ({error}); fix the record or "
+            "divide.where."
         ) from error
 
 
 @cache
 def _expression(expression: str) -> tuple[TemplateExpression, frozenset[str]]:
-    """Parse an expression; return it compiled, with the names of the fields that it uses."""
+    """Return a compiled expression, and the names of the fields that the expression uses."""
     try:
         names = find_undeclared_variables(_JINJA.parse(f"{{{{ {expression} }}}}"))
         return _JINJA.compile_expression(expression, undefined_to_none=False), frozenset(names)
@@ -193,7 +195,7 @@ def _compiled(template: str) -> tuple[Template, frozenset[str]]:
     """Load a built-in template by name, or parse Jinja text.
 
     Returns:
-        The template, and the names of the fields that it uses.
+        The template, and the names of the fields that the template uses.
     """
     if file := SHIPPED.get(template):
         template = file.read_text(encoding="utf-8").removesuffix("\n")
@@ -207,6 +209,6 @@ def _compiled(template: str) -> tuple[Template, frozenset[str]]:
         return _JINJA.from_string(template), frozenset(names)
     except TemplateSyntaxError as error:
         raise CoterieError(
-            f"The template is not valid Jinja, line {error.lineno}: "
+            f"Line {error.lineno} of the template is not valid Jinja: "
             f"{(error.message or '').rstrip('.')}; fix that line."
         ) from error

@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Texts(Generic[Item]):
-    """A client's documents (str), or its items (instructions, conversations, ...), by split."""
+    """A client's three splits: lists of documents (str) or of items, such as instructions."""
 
     train: list[Item]
     validation: list[Item]
@@ -36,8 +36,9 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
 
     A validation or test split without files of its own is set aside from `path` or `train`,
     according to `data.fractions`. A record is never divided between splits. A .txt file is divided
-    into pieces; adjacent pieces in the same split are joined again. The fractions are fractions of
-    all characters for plain text, and of the number of records for samples.
+    into pieces; adjacent pieces that are assigned to the same split are joined again. For plain
+    text, the fractions are fractions of all characters. For samples, they are fractions of the
+    number of records.
 
     Args:
         spec: The client's entry in the run file.
@@ -51,7 +52,7 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     owner = f"Client {spec.name}"
     paths = {split: path for split in SPLITS[1:] if (path := getattr(spec, split)) is not None}
     source = spec.train if spec.path is None else spec.path
-    assert source is not None, "ClientSpec has either path or train"
+    assert source is not None, "the client has neither path nor train"
     fractions = {split: part for split, part in data.fractions if split not in paths}
     chance = generator(seed, "split", spec.name)
     if data.samples:
@@ -105,10 +106,10 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 
 
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
-    """Convert the records of all splits to items together, and return the items by split.
+    """Convert the records of all splits to items, and return the items of each split.
 
-    If the run file does not give the choices of instructions, the choices are collected from the
-    answers in all splits.
+    The splits are converted together: if the run file does not list the choices of instructions,
+    the choices are the distinct answers in all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}
@@ -121,13 +122,13 @@ def split_by_fractions(
 
     Args:
         documents: The parts of each document.
-        fractions: The fraction of all characters to set aside for each split, which is met as
-            closely as whole parts allow.
+        fractions: The fraction of all characters to set aside for each split. As parts are not
+            divided, the fractions are met as closely as whole parts allow.
         chance: The generator of the random order.
 
     Returns:
-        The texts of each split in the order of the documents. Adjacent parts of a document in the
-        same split are joined.
+        The texts of each split, in the order of the documents. Adjacent parts of a document that
+        are in the same split are joined.
     """
     parts = [(number, part) for number, document in enumerate(documents) for part in document]
     splits = deal([len(part) for _, part in parts], fractions, chance)
@@ -167,8 +168,8 @@ def deal(
     """Assign pieces to splits at random.
 
     For each split in turn, the unassigned pieces are considered in random order. A piece is
-    assigned to the split if that brings the split's total length closer to its fraction. The
-    remaining pieces are assigned to "train".
+    assigned to the split if this brings the split's total length closer to the split's fraction.
+    The remaining pieces are assigned to "train".
 
     Args:
         lengths: The length of each piece.

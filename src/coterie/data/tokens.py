@@ -32,7 +32,7 @@ class ClientData:
 def tokenise(
     texts: Texts[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, name: str
 ) -> ClientData:
-    """Encode a client's texts as splits, each up to its limit.
+    """Encode a client's texts as splits, and truncate each split to its limit.
 
     In plain text, an end-of-text token separates the documents.
 
@@ -40,7 +40,7 @@ def tokenise(
         texts: The client's texts or items.
         tokenizer: The base's tokenizer.
         data: The run file's section `data:`, with the client's own limits.
-        name: The client's name, for errors.
+        name: The client's name, for error messages.
 
     Raises:
         CoterieError: A split has fewer than window + 1 tokens, or no sample that fits the window,
@@ -56,19 +56,19 @@ def tokenise(
 def encoded(
     items: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: DataSpec, split: str, owner: str
 ) -> Split:
-    """Encode documents or items as a split, up to the split's limit.
+    """Encode documents or items as a split, and truncate the split to its limit.
 
     Args:
         items: Documents or items.
         tokenizer: The base's tokenizer.
         data: The run file's section `data:`.
         split: The name of the split: train, validation, test or public.
-        owner: The beginning of an error message, such as "The public text".
+        owner: The words with which an error message begins, such as "The public text".
 
     Raises:
         CoterieError: The split has fewer than window + 1 tokens, or no sample that fits the window;
-            a text contains control tokens, which `data.special_tokens` refuses; or the tokenizer is
-            unsuitable.
+            a text contains control tokens, although `data.special_tokens` is `refuse`; or the
+            tokenizer is unsuitable.
     """
     encoder, end = bare_encoder(tokenizer)
     kind = data.bound

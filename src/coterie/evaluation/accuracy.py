@@ -6,18 +6,19 @@ from coterie.data.measured import WORST, Measured
 from coterie.evaluation.metrics import Metric, instance
 
 EQUAL = 1e-6
-"""The relative tolerance within which two losses per token count as equal.
+"""The relative tolerance within which two losses per token are treated as equal.
 
-About 8 times the machine epsilon of float32, the type in which losses are computed.
+The tolerance is about 8 times the machine epsilon of float32, the type in which losses are
+computed.
 """
 
 
 class Accuracy(Metric):
-    """1 if a sample's right answer is likelier per token than its other choices, else 0.
+    """1 if a sample's right answer is likelier per token than all wrong choices, else 0.
 
     If the right answer is one of k equally likely choices, the score is 1/k: the expected score of
-    a random tie-break. Losses within float32 rounding of each other are equal (`EQUAL`). If no
-    choice has a finite loss, the score is 0.
+    a random tie-break. Two losses are treated as equal if they differ by no more than float32
+    rounding can cause; see `EQUAL`. If no choice has a finite loss, the score is 0.
     """
 
     name = title = "accuracy"

@@ -15,8 +15,9 @@ from coterie.losses.tokens import token_losses
 def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: int) -> Tensor:
     """Return the negative log-likelihood of each sample's answers, in nats.
 
-    A sample's value is the sum over the tokens of its answers, including the tokens that end them,
-    each given all tokens before it. Samples of similar lengths share a batch.
+    A sample's value is the sum over all tokens of the sample's answers, including the tokens that
+    end answers. Every token is predicted from all tokens before it. Samples of similar lengths
+    share a batch.
 
     Args:
         base: The base of the model.
@@ -25,7 +26,7 @@ def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: 
         batch: The number of samples per forward pass.
 
     Returns:
-        (samples,) float64; losses that are not finite are replaced by a large value (`finite`).
+        (samples,) float64. A large value replaces each loss that is not finite; see `finite`.
     """
     nats = torch.zeros(len(samples), dtype=torch.float64)
     with autocast(base.precision, base.device.type):

@@ -11,10 +11,10 @@ Question = Instruction | Conversation
 def commonest(train: Sequence[Question], test: Sequence[Question]) -> list[float | None]:
     """Score a baseline that predicts the most frequent training answer for each test sample.
 
-    The prediction for a test sample is the one of its choices that is most frequent among the
-    training answers. If several choices are equally frequent, the score is the expected score of a
-    random tie-break. If none of the choices is a training answer, this is the score of a random
-    guess.
+    The prediction for a test sample is the choice that is most frequent among the training answers.
+    If several choices are equally frequent, the score is the expected score of a random tie-break.
+    If no choice occurs among the training answers, all choices are tied, so the score is the
+    expected score of a random guess.
 
     Args:
         train: The samples whose answers are counted.

@@ -1,4 +1,4 @@
-"""Exact evaluation: a model predicts every token, or every answer, of a split once."""
+"""Exact evaluation: every token, or every answer, of a split is predicted once by a model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,8 @@ class Score:
 
     The n items of the split are the windows of a stream of text, samples (prompts with answers, or
     conversations), or pairs of answers. The predicted text is the whole stream, the answers of
-    the samples, or the chosen answers of the pairs. It includes the tokens that end answers.
+    the samples, or the chosen answers of the pairs. The tokens that end answers are part of the
+    predicted text.
     """
 
     item_nats: Tensor
@@ -38,11 +39,11 @@ class Score:
     bytes: int
     """The number of UTF-8 bytes of all predicted text."""
     shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """For each metric, the score of each item; None for an item without a score."""
+    """For each metric, the score of each item, or None for an item without a score."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """The other entries of a report: the number of items, and means over the items."""
+    """The other entries of a report, such as the number of items, and means over the items."""
     learnt: float | None = None
-    """The mean of the training loss; None if that loss is the cross-entropy of tokens."""
+    """The mean of the training loss, or None if the training loss is the tokens' cross-entropy."""
 
     @property
     def nats(self) -> float:
@@ -63,13 +64,13 @@ class Score:
     def perplexity(self) -> float:
         """The exponential of the mean loss per token.
 
-        It is comparable only between models with the same tokenizer.
+        Perplexities are comparable only between models with the same tokenizer.
         """
         return math.exp(min(self.loss, WORST))
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits per UTF-8 byte of text; comparable between any two models."""
+        """The loss in bits per UTF-8 byte of text, which is comparable between any two models."""
         return self.nats / math.log(2) / self.bytes
 
     def as_dict(self) -> dict[str, float]:
@@ -84,23 +85,23 @@ class Score:
         }
 
     def items(self) -> dict[str, list[Any]]:
-        """Return the nats, the tokens and the scores of all items: lists of length n, by name."""
+        """Return the values of all n items: lists under `nats`, `tokens` and the metrics' names."""
         figures = {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
         return figures | {name: list(values) for name, values in self.shares.items()}
 
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """A model to evaluate, with the sizes of its inputs."""
+    """A model to evaluate, with the window and the batch size to use."""
 
     base: Base
     model: PreTrainedModel
     window: int
-    """The number of tokens that a window predicts."""
+    """The maximum number of tokens that are predicted in a window or a sample."""
     batch: int
     """The number of windows, samples or pairs per forward pass."""
     generate: int | None = None
-    """The maximum number of tokens of a generated answer; None: no answers are generated."""
+    """The maximum number of tokens of a generated answer. None: no answers are generated."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
         """Return the total loss of each row's answers, in nats: (rows,) float64."""
@@ -113,7 +114,7 @@ class ModelScorer:
             return token_losses(self.model, *batch.to(self.base.device)).cpu()
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the generated answer to each row's prompt; empty if generation is switched off."""
+        """Return the generated answer to each row's prompt, or nothing if generation is off."""
         if self.generate is None:
             return ()
         return generate_answers(self.base, self.model, rows, self.generate, self.batch)
@@ -134,14 +135,14 @@ def evaluate(
         base: The base of the model.
         model: The model: the base with its adapter, if any.
         tokens: The split, usually validation or test.
-        window: The maximum number of tokens that a window or a sample predicts.
+        window: The maximum number of tokens that are predicted in a window or a sample.
         batch: The number of windows, samples or pairs per forward pass.
         generate: The maximum number of tokens of the answer to generate for each prompt. None: no
             answers are generated.
-        metric: The name of a metric to compute besides the built-in ones.
+        metric: The name of a metric to compute in addition to the built-in metrics.
 
     Returns:
-        The scores, including all metrics whose inputs the split provides.
+        The scores: the losses, and all metrics whose inputs the split provides.
     """
     measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
     shares = _shares(measured, metric)
@@ -153,7 +154,7 @@ def evaluate(
 
 
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
-    """Return each item's score by every metric whose input was measured, except perplexity."""
+    """Return the items' scores for every metric whose input was measured, except perplexity."""
     names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
     # Every `Score` computes perplexity itself.
     metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]
@@ -180,13 +181,13 @@ def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, 
     """Return the k largest logits after the last input token of each sample.
 
     Args:
-        base: The base that predicts.
+        base: The base whose model computes the logits.
         batch: Samples, which may be padded.
         k: The number of logits per sample.
         at_once: The number of samples per forward pass.
 
     Returns:
-        The logits, and their token ids in ascending order; both (samples, k).
+        The logits, and the token ids of the logits, both sorted by token id: (samples, k).
     """
     logits_and_ids = []
     with autocast(base.precision, base.device.type):

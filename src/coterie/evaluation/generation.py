@@ -35,7 +35,7 @@ class Sampling:
     thinking: bool = False
 
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
-        """Return arguments of `generate` that override only these settings of the model's config.
+        """Return arguments of `generate`. All other options keep the values of the model's config.
 
         Args:
             ends: The token ids that end an answer.
@@ -51,7 +51,10 @@ class Sampling:
         }
 
     def config(self, ends: Sequence[int]) -> GenerationConfig:
-        """Return a complete generation config, which also replaces the base's penalties and beams.
+        """Return a complete generation config.
+
+        The base's own generation config, such as a repetition penalty or a number of beams, is not
+        used.
 
         Args:
             ends: The token ids that end an answer.
@@ -64,10 +67,10 @@ class Sampling:
 def generate_answers(
     base: Base, model: PreTrainedModel, examples: Examples, new_tokens: int, batch: int
 ) -> list[str]:
-    """Generate an answer to each sample's prompt by greedy decoding (`continuations`).
+    """Generate an answer to each sample's prompt by greedy decoding; see `continuations`.
 
-    An answer in a conversation ends before the chat template's end-of-turn marker, and its thinking
-    is removed.
+    In a conversation, an answer ends before the chat template's end-of-turn marker, and the
+    thinking is removed from the answer.
     """
     prompts = examples.prompts(base)
     if examples.template is None:
@@ -93,12 +96,12 @@ def continuations(
         prompts: Token ids, each (n,) with n > 0.
         new_tokens: The maximum number of tokens to generate after a prompt; fewer are generated
             where the model's context ends.
-        batch: The maximum number of prompts per forward pass. It does not change the texts, except
-            where rounding decides between two tokens.
+        batch: The maximum number of prompts per forward pass. This number does not change the
+            texts, except where rounding decides between two tokens.
         markers: Texts that end an answer.
 
     Returns:
-        The text after each prompt, without the prompt and the marker.
+        The text that follows each prompt, without the prompt and without the marker.
     """
     lengths = [len(prompt) for prompt in prompts]
     texts: dict[int, str] = {}
@@ -173,12 +176,13 @@ def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], li
         markers: Texts that end an answer, such as a chat template's end-of-turn markers.
 
     Returns:
-        Two lists: the ids of the end token and of all markers that are single tokens of the
-        vocabulary; and the texts of the other markers, which must be searched for in the decoded
-        text, as one token may contain the end of the answer and the beginning of a marker.
+        Two lists. The first list contains the ids of the end token and of all markers that are
+        single tokens of the vocabulary. The second list contains the texts of all other markers.
+        These texts must be searched for in the decoded text, because one token may contain both the
+        end of the answer and the beginning of a marker.
     """
     end = tokenizer.eos_token_id
-    assert isinstance(end, int), "the tokenizer has an end token, as reading the data checks"
+    assert isinstance(end, int), "the tokenizer has no end token"
     ends, texts = [end], []
     for marker in markers:
         ids: Any = tokenizer(marker.strip(), add_special_tokens=False)["input_ids"]
@@ -222,5 +226,5 @@ def _decode(
 
 
 def before_any(text: str, stops: Sequence[str]) -> str:
-    """Truncate a text before the first of the given markers in it."""
+    """Truncate a text before the first place where one of the markers occurs."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

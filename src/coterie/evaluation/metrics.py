@@ -1,8 +1,8 @@
 """Metrics: how a model is scored, whether higher is better, and how values are formatted.
 
 A metric is a class in a file of its own: a built-in metric in this package, any other metric in a
-plugin. The built-in metrics are imported when they are first looked up by name; this module does
-not import torch.
+plugin. A built-in metric is imported when its name is first looked up. This module does not import
+torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ LONGEST = 1e9
 
 
 class Metric:
-    """A score of a model on a split: a mean over its items, or a function of such a mean.
+    """A score of a model on a split: a mean over the split's items, or a function of this mean.
 
     A subclass defines `name`, `title` and `score`, overrides the other class variables where their
     defaults do not fit, and is registered with `coterie.register` or loaded with `--plugin
@@ -44,7 +44,7 @@ class Metric:
     title: ClassVar[str]
     """The metric's name in tables and plots."""
     needs: ClassVar[Needs] = "nothing"
-    """The input that the metric needs besides the losses of the items.
+    """The input that the metric needs in addition to the losses of the items.
 
     "answers": generated answers; "choices": the losses of all answers to choose from; "pairs":
     preferences. The metric is computed only on splits that provide this input.
@@ -52,7 +52,7 @@ class Metric:
     higher: ClassVar[bool] = True
     """Whether higher values are better."""
     share: ClassVar[bool] = True
-    """Whether values are shares from 0 to 1; tables and plots show shares in per cent."""
+    """Whether values are shares from 0 to 1. Tables and plots show shares in per cent."""
     digits: ClassVar[int] = 2
     """The number of decimals in tables."""
     logarithmic: ClassVar[bool] = False
@@ -64,11 +64,12 @@ class Metric:
         The value of the metric on the split is the mean over the items that have a score.
 
         Args:
-            measured: The model's losses on n items (windows, samples or pairs), with the input
-                named by `needs`.
+            measured: The model's losses on n items (windows, samples or pairs), and the input that
+                `needs` names.
 
         Returns:
-            n scores; None for an item that cannot be scored, such as a sample without choices.
+            n scores. The score is None for an item that cannot be scored, such as a sample without
+            choices.
         """
         raise NotImplementedError
 
@@ -79,12 +80,13 @@ class Metric:
         denominators.
 
         Args:
-            items: The scores of each item by metric, and its `nats` and `tokens`, as stored in the
-                run folder.
+            items: Lists with one value per item, as stored in the run folder: the scores under the
+                name of each metric, the losses under `nats`, and the numbers of tokens under
+                `tokens`.
 
         Returns:
             Two sequences of equal length: the numerators, and the denominators. By default, the
-            scores that are not None, and ones.
+            numerators are the scores that are not None, and every denominator is 1.
         """
         values = [value for value in items[self.name] if value is not None]
         return [values, [1] * len(values)]
@@ -96,8 +98,8 @@ class Metric:
             means: Sums of numerators divided by sums of denominators, of any shape.
 
         Returns:
-            The values, of the shape of `means`; by default `means` itself. Perplexity returns the
-            exponential.
+            The values, in the shape of `means`. By default, they are the means. For perplexity,
+            they are the exponentials of the means.
         """
         return means
 
@@ -118,7 +120,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            The value; if it is a share, in per cent.
+            The value, converted to per cent if the value is a share.
         """
         return 100 * value if self.share else value
 
@@ -153,14 +155,14 @@ _CLASSES = {
     "rouge_l": "RougeL",
     "reward_accuracy": "RewardAccuracy",
 }
-"""The class of each built-in metric; its module has the metric's name."""
+"""The class of each built-in metric. The class's module has the same name as the metric."""
 HEADLINES = ("accuracy", "reward_accuracy", "rouge_l", "perplexity")
 """The metrics to show by default, in order of preference; see `metric_of`."""
 OF_SCORES = (
     *("loss", "bits_per_byte", "tokens", "bytes", "nats", "of"),
     *("samples", "pairs", "dpo_loss", "reward_margin"),
 )
-"""The names of the other entries of scores, which a metric's name must not equal."""
+"""The names of other entries of scores, which are therefore not allowed as names of metrics."""
 K = TypeVar("K", bound=type)
 
 
@@ -178,7 +180,7 @@ def register(kind: K) -> K:
     """
     if not issubclass(kind, Metric):
         raise CoterieError(f"{kind!r} is not a metric; it must be a subclass of coterie.Metric.")
-    check_named(kind, METRICS.noun, "title", ", which tables and plots show")
+    check_named(kind, METRICS.noun, "title", ", the metric's name in tables and plots")
     METRICS.add(kind.name, kind)
     return kind
 
@@ -205,7 +207,7 @@ def instance(kind: type[Metric]) -> Metric:
 
 
 def metric_named(name: str) -> Metric:
-    """Return the metric with a name; raise CoterieError if there is none."""
+    """Return the metric with a given name, or raise CoterieError if no metric has this name."""
     return instance(METRICS.get(name))
 
 
@@ -217,8 +219,9 @@ def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -
         asked: The name of the preferred metric, if any.
 
     Returns:
-        The first metric of `asked` and `HEADLINES` that all scores contain; perplexity can always
-        be shown. If there are no scores: the metric `asked`, or perplexity if that is None.
+        The metric `asked`, if all scores contain it. Otherwise, the first metric of `HEADLINES`
+        that all scores contain, or perplexity if they have none in common. If there are no scores,
+        the metric `asked`, or perplexity if `asked` is None.
     """
     all_scores = list(scores)
     if not all_scores:

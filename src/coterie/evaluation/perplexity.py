@@ -13,9 +13,9 @@ from coterie.evaluation.metrics import Metric, instance
 class Perplexity(Metric):
     """The exponential of the mean loss per token.
 
-    It is comparable only between models with the same tokenizer. The perplexity of a split is
-    computed from the sums of losses and tokens over all items. It is not the mean of the items'
-    perplexities.
+    Perplexities are comparable only between models with the same tokenizer. The perplexity of a
+    split is computed from the sums of losses and tokens over all items, so it is not the mean of
+    the items' perplexities.
     """
 
     name = title = "perplexity"

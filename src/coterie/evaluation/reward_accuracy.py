@@ -7,10 +7,10 @@ from coterie.evaluation.metrics import Metric
 
 
 class RewardAccuracy(Metric):
-    """1 if a pair's chosen answer has the higher reward, 0 if the rejected one has, 0.5 for a tie.
+    """1 if the chosen answer of a pair has the higher reward, 0.5 for a tie, else 0.
 
-    Rewards that differ by no more than rounding are tied. All pairs are tied for the reference
-    model itself, so its reward accuracy is 0.5.
+    Two rewards are tied if they differ by no more than rounding can cause. For the reference model
+    itself, all pairs are tied, so the reward accuracy is 0.5.
     """
 
     name = "reward_accuracy"

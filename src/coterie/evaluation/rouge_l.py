@@ -10,8 +10,8 @@ from coterie.evaluation.metrics import Metric
 class RougeL(Metric):
     """The F1 score of the longest common subsequence of words.
 
-    C.-Y. Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004). Words are not
-    stemmed, and may be in any script (`UnicodeTokenizer`).
+    The metric is from C.-Y. Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004).
+    Words are not stemmed, and may be in any script; see `UnicodeTokenizer`.
     """
 
     name = "rouge_l"

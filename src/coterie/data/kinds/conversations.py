@@ -12,7 +12,7 @@ from coterie.data.spec import MessagesSpec
 from coterie.errors import CoterieError
 
 FIELDS = ("messages", "conversations")
-"""The record fields that may contain the list of turns; the first with a value is used."""
+"""The record fields that may contain the list of turns. The first field with a value is used."""
 FORMS = {"role": "content", "from": "value"}
 """For each key that can contain a turn's role, the key that contains the turn's content.
 
@@ -48,8 +48,9 @@ def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Convers
     """Read the conversation of every record, without the turns after its last answer.
 
     Raises:
-        CoterieError: A record has no answer of the assistant, or contains anything other than text
-            turns of a user and an assistant and, in the first turn, a system prompt.
+        CoterieError: A record has no answer of the assistant, or contains anything other than turns
+            of a user, turns of an assistant, and a system prompt as the first turn; or a turn is
+            not text.
     """
     return [_conversation(record, spec.field) for record in records]
 
@@ -102,7 +103,7 @@ def turns_of(record: Record, field: str) -> list[Turn]:
 
 def _turn(where: str, turn: Any) -> Turn:
     if not isinstance(turn, Mapping):
-        _refuse(where, f"is {turn!r:.60}, not a mapping such as {{role: user, content: Hello}}")
+        _refuse(where, f'is {turn!r:.60}, not a mapping like {{"role": "user", "content": "Hi"}}')
     values = {key: value for key, value in turn.items() if not is_nothing(value)}
     role_key = "from" if "from" in values else "role"
     content_key = FORMS[role_key]
@@ -112,7 +113,11 @@ def _turn(where: str, turn: Any) -> Turn:
     if role in TOOL_ROLES:
         _refuse(where, f"has the role {role}: {NO_TOOLS}")
     if not isinstance(role, str) or role not in ROLES:
-        _refuse(where, f"has {role!r:.40} as {role_key}, not one of {', '.join(ROLES)}; correct it")
+        _refuse(
+            where,
+            f"has {role!r:.40} under the key {role_key}, but the role must be one of "
+            f"{', '.join(ROLES)}; correct it",
+        )
     for key in values:
         if key in TOOLS:
             why = NO_TOOLS
@@ -131,7 +136,7 @@ def _turn(where: str, turn: Any) -> Turn:
 
 
 def _text(where: str, key: str, content: Any) -> str:
-    """Return the text of a turn's content, which is a string or a list of text parts."""
+    """Return the text of a turn, whose content is a string or a list of text parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[str] = []
     for part in parts:
@@ -148,7 +153,7 @@ def _text(where: str, key: str, content: Any) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value is None or empty, which is treated as a missing key."""
+    """Return whether a value is None or empty; a key with this value is treated as missing."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
@@ -160,9 +165,9 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     """Encode conversations as the chat template renders them.
 
     A conversation of more than window + 1 tokens is cut into several samples. Each sample consists
-    of the system prompt, if there is one, and consecutive exchanges: turns of the user with the
-    assistant's answers. An exchange that does not fit into a sample on its own is left out and
-    counted.
+    of the system prompt, if there is one, and of consecutive exchanges: turns of the user with the
+    assistant's answers. If an exchange alone does not fit into a sample, the exchange is left out;
+    `Examples.too_long` is the number of exchanges left out.
 
     Raises:
         CoterieError: No sample is left.
@@ -201,7 +206,7 @@ def _cut(
     A conversation is cut only between exchanges.
 
     Returns:
-        The samples, and the number of exchanges left out because they do not fit on their own.
+        The samples, and the number of exchanges left out because they are too long for a sample.
     """
     if sample := encode(item):
         return [sample], 0

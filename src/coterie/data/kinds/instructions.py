@@ -15,13 +15,13 @@ from coterie.data.templates import fields, is_text, render
 from coterie.errors import CoterieError
 
 EARLIER = ("system", "history")
-"""The record fields whose turns precede the prompt in a conversation (template `chat`)."""
+"""The record fields whose turns precede the prompt if the template is `chat`."""
 MOST_CHOICES = 20
-"""The number of distinct answers above which a task's answers are not used as choices."""
+"""The maximum number of distinct answers of a task for which these answers become choices."""
 
 
 class Instructions(InstructionSpec):
-    """Prompts with answers, which the template `chat` turns into conversations."""
+    """Prompts with answers. With the template `chat`, the prompts and answers are conversations."""
 
     def used(self) -> set[str]:
         used = set(fields(self.template)) | (set(EARLIER) if self.chats else set())
@@ -42,9 +42,10 @@ def instructions(
 ) -> list[Instruction] | list[Conversation]:
     """Read the prompt, the answer and the choices of every record of one source.
 
-    If the run file does not give the choices, a record's choices are the distinct answers of all
-    records with the same value of the field `instruction`, or of all records if that field is
-    missing. If there is only one such answer, or more than `MOST_CHOICES`, there are no choices.
+    If the run file does not list the choices, a record's choices are the distinct answers of all
+    records with the same value in the field `instruction`. Records without this field are one
+    group. If a group has only one distinct answer, or more than `MOST_CHOICES`, there are no
+    choices.
 
     Returns:
         One instruction per record, in order; or one conversation per record if the template is
@@ -81,9 +82,9 @@ def instructions(
 
 
 def _conversation(record: Record, item: Instruction) -> Conversation:
-    """Return a record's system prompt, earlier exchanges, prompt and answer as a conversation.
+    """Return a conversation of a record's system prompt, earlier exchanges, prompt and answer.
 
-    A conversation with earlier exchanges has no choices.
+    If there are earlier exchanges, the conversation has no choices.
     """
     system, history = (record.fields.get(field) for field in EARLIER)
     pairs: list[Any] = history if isinstance(history, list) else [history] * bool(history)
@@ -109,7 +110,7 @@ def _answer(record: Record, answer: str) -> str:
 
 
 def _text(record: Record, field: str, value: Any) -> str:
-    """Convert an answer or a choice, which may be a number, to text without surrounding space."""
+    """Convert an answer or a choice (a text or a number) to text without surrounding space."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value):
         value = str(value)
@@ -125,8 +126,8 @@ def _choices(record: Record, answer: str, setting: Sequence[str] | str) -> tuple
     Args:
         record: The record.
         answer: The record's answer.
-        setting: A list of choices for all records; a field that contains a list; or Jinja text that
-            renders one choice per line.
+        setting: A list of choices for all records, the name of a field that contains a list, or
+            Jinja text that renders one choice per line.
     """
     if isinstance(setting, str) and is_text(setting):
         values = render(setting, record.fields, record.where).split("\n")
@@ -147,7 +148,7 @@ def _choices(record: Record, answer: str, setting: Sequence[str] | str) -> tuple
 def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
     """Encode instructions as samples.
 
-    Samples that do not fit the window are left out and counted.
+    Samples that do not fit the window are left out; `Examples.too_long` is their number.
 
     Raises:
         CoterieError: No sample is left.

@@ -34,7 +34,7 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Ranking
 
     Raises:
         CoterieError: A record lacks a field; a text or a list of messages is empty or invalid; the
-            answers are equal; or their prompts differ.
+            two answers of a record are equal; or the prompts of the two answers differ.
     """
     return [_preference(replace(record, remedy=REMEDY), spec) for record in records]
 
@@ -66,7 +66,7 @@ def _conversations(record: Record, prompt: Any, with_prompt: bool) -> list[Conve
 
     Args:
         record: The record.
-        prompt: The value of the record's field `prompt`; None if the field is missing.
+        prompt: The value of the record's field `prompt`, or None if the field is missing.
         with_prompt: Whether `chosen` and `rejected` are conversations that begin with the prompt.
     """
     if not with_prompt:
@@ -83,8 +83,8 @@ def _conversations(record: Record, prompt: Any, with_prompt: bool) -> list[Conve
         agrees = prompt is None or prompt in (turn.content for turn in opening)
     if opening != rejected[:-1] or not agrees:
         raise CoterieError(
-            f"{record.where}: chosen and rejected answer different prompts; correct the record so "
-            "that they differ only in the last turn."
+            f"{record.where}: chosen and rejected (or the field prompt) contain different prompts; "
+            "correct the record so that chosen and rejected differ only in the last turn."
         )
     return [_conversation(record, opening, _only(record, t[-1:])) for t in (chosen, rejected)]
 
@@ -106,7 +106,7 @@ def _answer(record: Record, field: str) -> str:
 
 
 def _only(record: Record, turns: Sequence[Turn]) -> str:
-    """Return the content of the only turn, which must be the assistant's."""
+    """Return the content of the only turn, which must be a turn of the assistant."""
     if len(turns) != 1 or turns[0].role != "assistant":
         raise CoterieError(
             f"{record.where}: each answer must be exactly one assistant turn at the end of the "
@@ -126,7 +126,11 @@ def _text(record: Record, field: str) -> str:
 
 @dataclass(frozen=True)
 class PairBatch(GroupBatch):
-    """A batch of pairs for a preference loss. Each chosen answer precedes its rejected answer."""
+    """A batch of pairs for a preference loss.
+
+    In each pair, the sample with the chosen answer is directly before the sample with the rejected
+    answer.
+    """
 
     reference: Reference
     """The reference model's log-likelihoods of the answers, and the settings of the loss."""
@@ -139,9 +143,10 @@ class PairBatch(GroupBatch):
 
 
 def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
-    """Compute the mean of DPO's loss (eq. 7) over the pairs of a batch.
+    """Compute the DPO loss (arXiv 2305.18290, eq. 7), averaged over the pairs of a batch.
 
-    The log-likelihood of an answer is the sum over its tokens, including the token that ends it.
+    The log-likelihood of an answer is the sum over the answer's tokens, including the token that
+    ends the answer.
 
     Returns:
         The loss, a scalar with a gradient; and the rewards, without gradients.
@@ -153,7 +158,11 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]
 
 @dataclass(frozen=True)
 class Pairs(Groups):
-    """A split of pairs of answers. Each chosen answer precedes its rejected answer."""
+    """A split of pairs of answers.
+
+    In each pair, the sample with the chosen answer is directly before the sample with the rejected
+    answer.
+    """
 
     reference: Reference | None = None
     """The reference model's log-likelihoods; None until an engine has computed them."""
@@ -175,11 +184,11 @@ class Pairs(Groups):
         return replace(super().only(chosen), reference=reference)
 
     def batch(self, chosen: Tensor) -> PairBatch:
-        assert self.reference is not None, "engines compute the reference before training"
+        assert self.reference is not None, "the split has no reference log-likelihoods"
         return PairBatch(*self.rows_in(chosen), self.reference.only(chosen))
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        assert self.reference is not None, "engines compute the reference before evaluation"
+        assert self.reference is not None, "the split has no reference log-likelihoods"
         logprobs = -scorer.losses(self.rows, 2 * scorer.batch).view(-1, 2)
         pair_rewards = rewards(logprobs, self.reference)
         losses = preference_losses(pair_rewards.values, self.reference.label_smoothing)

@@ -1,7 +1,7 @@
 """Plain text: documents are encoded as one stream of tokens.
 
-Documents are encoded chunk by chunk until the limit of the split is reached, so the cost depends on
-the limit rather than on the size of the texts.
+Documents are encoded chunk by chunk until the limit of the split is reached. The cost therefore
+depends on the limit rather than on the size of the texts.
 """
 
 import builtins
@@ -26,7 +26,7 @@ from coterie.losses.tokens import Batch
 CHUNK = 100_000
 """The minimum number of characters in a chunk of a document, except for the last chunk."""
 BATCH = 64
-"""The maximum number of chunks per call of the tokenizer, which encodes them in parallel."""
+"""The maximum number of chunks per call of the tokenizer, which encodes the chunks in parallel."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Tokens:
 
         Args:
             taken: The indices of the windows to leave out.
-            window: The number of tokens that a window predicts.
+            window: The number of tokens that are predicted in a window.
         """
         inside = torch.zeros(len(self.ids), dtype=torch.bool)
         inside.unfold(0, window + 1, window + 1)[taken] = True
@@ -79,7 +79,7 @@ class Tokens:
         return FewWindows(even_windows(self, most, window, context))
 
     def sample_tokens(self, window: int) -> float:
-        """Return the number of tokens that a window predicts."""
+        """Return the number of tokens that are predicted in a window."""
         return window
 
     def counts(self) -> dict[str, int]:
@@ -87,7 +87,7 @@ class Tokens:
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return all non-blank pieces of documents that the stream contains completely."""
+        """Return the non-blank pieces of documents that lie completely within the stream."""
         texts: list[str] = []
         left = self.bytes
         for document in items:
@@ -106,8 +106,8 @@ class Tokens:
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
         """Return a model's losses on the disjoint windows of the stream.
 
-        The first token of the text is predicted from the base's context token, and the first token
-        of every later window from the token before it.
+        The first token of the text is predicted from the base's context token. The first token of
+        every later window is predicted from the last token of the window before.
         """
         nats, counts = [], []
         context = scorer.base.context_token
@@ -210,9 +210,9 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
 def _encode_chunk(chunk: str, encoder: Tokenizer, limit: int) -> Tokens:
     """Return the first tokens of a chunk, at most `limit`.
 
-    A byte-level tokenizer may encode one character as several tokens, all with the character's
-    offsets. The tokens never end inside such a character, so they represent complete characters,
-    whose bytes can be counted.
+    A byte-level tokenizer may encode one character as several tokens, all with the offsets of that
+    character. The returned tokens never end inside such a character. They represent complete
+    characters, so that the bytes of the text can be counted.
     """
     encoding = encoder.encode(chunk, add_special_tokens=False)
     if len(encoding.ids) <= limit:
@@ -255,16 +255,16 @@ def _cut(text: str, low: int, high: int) -> int:
 def evaluation_windows(
     tokens: Tokens, window: int, context: int, batch: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches of windows that predict every token of a stream exactly once, in order.
+    """Yield batches of windows in which every token of a stream is predicted once, in order.
 
     The first input of a window is the last token of the previous window; in the first window, it is
     `context`.
 
     Args:
         tokens: The stream, which must not be empty.
-        window: The number of tokens that a window predicts.
+        window: The number of tokens that are predicted in a window.
         context: The id of the token (beginning or end of text) that is inserted before the first
-            token of the stream, and that pads the last window.
+            token of the stream, and with which the last window is padded.
         batch: The maximum number of windows per batch.
 
     Yields:
