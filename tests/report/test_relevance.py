@@ -108,12 +108,20 @@ def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> No
     monkeypatch.setattr(relevance, "_tsne", lambda: None)
     chance = np.random.default_rng(0)
     rows = chance.normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
-    found = reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
+    found, name = reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
+    assert name == relevance.NOT_INSTALLED
     assert [len(points) for points in found.values()] == [10, 20]
     points, centred = np.concatenate(list(found.values())), rows - rows.mean(0)
     sizes, axes = np.linalg.eigh(centred.T @ centred)
     for n, axis in enumerate(axes.T[np.argsort(-sizes)][:2]):
         assert abs(points[:, n]) == pytest.approx(abs(centred @ axis))
+
+
+@pytest.mark.parametrize(("rows", "name"), [(3, relevance.COMPONENTS), (8, "t-SNE")])
+def test_the_reduction_that_was_used_is_named(rows, name) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    vectors = np.random.default_rng(0).normal(size=(rows, 5))
+    assert reduce_to_plane({"ada": vectors}, 0)[1] == name
 
 
 def test_a_long_text_gives_evenly_spaced_samples() -> None:

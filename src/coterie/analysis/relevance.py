@@ -29,7 +29,8 @@ from coterie.training.embeddings import token_embeddings
 
 SAMPLES = 200
 """The maximum number of points per client."""
-COMPONENTS = "the first two principal components (scikit-learn is not installed)"
+COMPONENTS = "the first two principal components"
+NOT_INSTALLED = f"{COMPONENTS} (scikit-learn is not installed)"
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,12 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
         samples = spaced_samples(client.data.train, config.data.window)
         at_once = config.training.at_once
         embeddings[client.name] = token_embeddings(base, side.adapter, samples, at_once)
-    reduction = "t-SNE" if _tsne() else COMPONENTS
     layers = []
     for number in chosen_layers(layer, len(server.paths)):
         path = server.paths[number]
         vectors = {name: relevance_to(server, path, e[path]) for name, e in embeddings.items()}
         experts = {name: len(held[path]) for name, held in server.assigned.items()}
-        points = reduce_to_plane(vectors, config.seed)
+        points, reduction = reduce_to_plane(vectors, config.seed)
         layers.append(LayerRelevance(path, points, reduction, experts))
     return layers
 
@@ -141,7 +141,9 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
     return (tokens @ torch.stack(means).T / server.relevance_dim(path) ** 0.5).double().numpy()
 
 
-def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+def reduce_to_plane(
+    vectors: Mapping[str, np.ndarray], seed: int
+) -> tuple[dict[str, np.ndarray], str]:
     """Reduce the vectors of all clients together to points in two dimensions.
 
     Args:
@@ -149,15 +151,16 @@ def reduce_to_plane(vectors: Mapping[str, np.ndarray], seed: int) -> dict[str, n
         seed: the seed of t-SNE.
 
     Returns:
-        For each client, points shaped (samples, 2).
+        For each client, points shaped (samples, 2); and the name of the reduction.
     """
     stacked = np.concatenate(list(vectors.values()))
     ends = np.cumsum([len(rows) for rows in vectors.values()])[:-1]
-    return dict(zip(vectors, np.split(_reduced(stacked, seed), ends), strict=True))
+    points, reduction = _reduced(stacked, seed)
+    return dict(zip(vectors, np.split(points, ends), strict=True)), reduction
 
 
-def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Reduce rows to two dimensions by t-SNE.
+def _reduced(rows: np.ndarray, seed: int) -> tuple[np.ndarray, str]:
+    """Reduce rows to two dimensions by t-SNE, and return the points and the reduction's name.
 
     Principal components are used instead if scikit-learn is missing, if there are fewer than four
     rows, or if there is a single column.
@@ -165,11 +168,13 @@ def _reduced(rows: np.ndarray, seed: int) -> np.ndarray:
     tsne = _tsne()
     if tsne is not None and len(rows) > 3 and rows.shape[1] > 1:
         perplexity = min(30.0, (len(rows) - 1) / 3)
-        return tsne(2, perplexity=perplexity, random_state=seed, init="pca").fit_transform(rows)
+        reduce = tsne(2, perplexity=perplexity, random_state=seed, init="pca")
+        return reduce.fit_transform(rows), "t-SNE"
     centred = torch.from_numpy(rows - rows.mean(0))
     left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
     two = (left * sizes)[:, :2].numpy()
-    return np.pad(two, ((0, 0), (0, 2 - two.shape[1])))
+    name = NOT_INSTALLED if tsne is None else COMPONENTS
+    return np.pad(two, ((0, 0), (0, 2 - two.shape[1]))), name
 
 
 def _tsne() -> Callable[..., Any] | None:

@@ -14,7 +14,6 @@ from coterie.messages.names import TRUST
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture, number
 
-METRIC = "trust"
 Matrices = Mapping[int, Frame]
 """For each round, a frame of trust weights.
 
@@ -29,7 +28,7 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     if not labels:
         yield LeftOut("Trust weights", "no run recorded trust weights")
     for label in labels:
-        weights = trust_matrices([run for run in experiment.drawn[label] if run.names(METRIC)])
+        weights = trust_matrices([run for run in experiment.drawn[label] if run.names(TRUST)])
         yield _heat_maps(label, weights)
         if len(next(iter(weights.values()))) > 2:
             yield _others(label, weights)
