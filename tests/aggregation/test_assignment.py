@@ -131,15 +131,17 @@ def test_homogeneous_bounds_share_experts_out_evenly(E, C) -> None:
         ),
         (
             Bounds(2, 4, 8),
-            "Too few experts for all clients: C * k_e <= E * k_c fails, as 4 clients * at least 4 "
-            "experts = 16, but 7 experts * 2 clients = 14; lower min_experts (k_e) to at "
-            "most 3, or raise clients_per_expert (k_c) or experts (E).",
+            "There are too few experts: 4 clients with at least 4 experts each need 16 "
+            "assignments, but 7 experts with 2 clients each provide only 14 (C * k_e <= E * k_c is "
+            "violated); lower min_experts (k_e) to at most 3, or raise clients_per_expert (k_c) or "
+            "experts (E).",
         ),
         (
             Bounds(2, 1, 3),
-            "Too many experts for all clients: E * k_c <= C * min(b, E) fails, as 7 experts * 2 "
-            "clients = 14, but 4 clients * at most 3 experts = 12; raise max_experts (b) to at "
-            "least 4, or lower clients_per_expert (k_c) or experts (E).",
+            "There are too many experts: 7 experts with 2 clients each need 14 assignments, but 4 "
+            "clients with at most 3 experts each provide only 12 (E * k_c <= C * min(b, E) is "
+            "violated); raise max_experts (b) to at least 4, or lower clients_per_expert (k_c) or "
+            "experts (E).",
         ),
     ],
 )

@@ -346,11 +346,23 @@ RESULTS: list[tuple[str, Any, str]] = [
     ("weight", 0.0, "returned 0.0, which is not positive and finite"),
     ("weight", float("nan"), "returned nan, which is not positive and finite"),
     ("reduce", INFINITE, "returned values that are not finite"),
-    ("reduce", SHORT, r"returned other tensors in 'adapter': .* shape \(5,\), but \(6,\) was"),
-    ("reduce", {}, "returned other tensors in 'adapter': The tensor 'A' is missing"),
+    (
+        "reduce",
+        SHORT,
+        r"returned wrong tensors in the group 'adapter': .* shape \(5,\), but \(6,\) was",
+    ),
+    ("reduce", {}, "returned wrong tensors in the group 'adapter': The tensor 'A' is missing"),
     ("on_mean", None, "returned NoneType, not tensors by group and name"),
-    ("on_mean", SHORT, r"returned other tensors in 'adapter': .* shape \(5,\), but \(6,\) was"),
-    ("on_mean", OTHER, "returned other tensors in 'adapter': The tensor 'B' was not expected"),
+    (
+        "on_mean",
+        SHORT,
+        r"returned wrong tensors in the group 'adapter': .* shape \(5,\), but \(6,\) was",
+    ),
+    (
+        "on_mean",
+        OTHER,
+        "returned wrong tensors in the group 'adapter': The tensor 'B' was not expected",
+    ),
 ]
 
 
@@ -363,7 +375,7 @@ def test_a_hook_that_returns_something_else_is_one_sentence(hook, result, why) -
 def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:
     ends = Ends(Broken(how="shape"), clients=1)
     ends.server.begin(0, TRAIN, ends.clients)
-    why = r"The transforms 'broken' failed: a decoded download has other tensors .* \(2,\), but"
+    why = r"The transforms 'broken' failed: a decoded download has wrong tensors .* \(2,\), but"
     with pytest.raises(CoterieError, match=why):
         ends.server.download("c0", adapter(0))
 

@@ -240,7 +240,7 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
                 "transforms": [{"name": "server_optimiser", "optimiser": "fedadam"}],
                 "optimiser": "fedadam",
             },
-            "has 'server_optimiser', which is also configured by optimiser in section aggregation",
+            "has 'server_optimiser', which is also configured by optimiser in the section `agg",
         ),
         (
             {

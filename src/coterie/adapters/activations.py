@@ -16,13 +16,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """An element-wise function with its derivative."""
+    """An element-wise function and its derivative."""
 
     value: Callable[[Tensor], Tensor]
     """Maps the input p to the function's value."""
     slope: Callable[[Tensor, Tensor], Tensor]
-    """Maps the gradient with respect to the function's value, and the input p, to the gradient with
-    respect to p."""
+    """Takes the gradient with respect to the function's value, and the input p. Returns the
+    gradient with respect to p."""
 
 
 _GELU_TANH = Activation(
@@ -43,10 +43,11 @@ _NATIVE: dict[type[nn.Module], Activation] = {
 
 
 def native(module: nn.Module) -> Activation:
-    """Return the function that an activation module computes, with its derivative.
+    """Return the function that an activation module computes, and the function's derivative.
 
-    PyTorch's native kernels compute both if there are any; otherwise, the module computes the
-    function and automatic differentiation its derivative.
+    If PyTorch has native kernels for the module's function, these kernels compute the function and
+    the derivative. Otherwise, the module computes the function, and automatic differentiation
+    computes the derivative.
     """
     activation = _NATIVE.get(type(module))
     if activation is not None:

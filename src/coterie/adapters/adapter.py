@@ -26,15 +26,15 @@ from coterie.errors import CoterieError
 
 
 class Trainable:
-    """The parameters that a client trains, and the stand-ins that apply them to a base.
+    """The parameters that a client trains, and the stand-ins that apply the parameters to a base.
 
     Many instances can share one base in memory, as each instance contains only its own
     parameters. The base's parameters are never trained.
 
     Args:
-        parameters: All parameters of the adapter, including those that are never trained.
-        stand_ins: Modules that replace modules of the base, by the path of the replaced module.
-        routers: Those of the stand-ins that have a router, by the same paths.
+        parameters: All parameters of the adapter, including parameters that are never trained.
+        stand_ins: Modules that replace modules of the base, keyed by the replaced module's path.
+        routers: The stand-ins that have a router, keyed by the same paths.
     """
 
     _pairs: Sequence[LoraPair] = ()
@@ -66,7 +66,7 @@ class Trainable:
             parameter.tensor.requires_grad_(selects(parameter))
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        """Attach the adapter to a base and freeze the base; remove any other adapter from it.
+        """Remove any other adapter from a base, attach this adapter, and freeze the base.
 
         Returns:
             The model to run: the base itself, or a wrapper around it.
@@ -84,8 +84,8 @@ class Trainable:
         to the product of the pair's A and B.
 
         Returns:
-            The residual's factors (s, in) and (out, s), under the names of the pair's A and B. The
-            residual's rank s may differ from the pair's rank.
+            The residual's factors, (s, in) and (out, s), keyed by the names of the pair's A and B.
+            Here, s is the residual's rank, which may differ from the pair's rank.
         """
         return {
             parameter.name: tensor
@@ -100,8 +100,8 @@ class Trainable:
         """Replace the residuals of all LoRA pairs.
 
         Args:
-            tensors: The residuals, as `residual` returns them. A pair whose names are missing has
-                no residual afterwards.
+            tensors: The residuals, in the form in which `residual` returns them. A pair whose names
+                are missing from this mapping has no residual afterwards.
         """
         for pair in self._pairs:
             A, B = (tensors.get(parameter.name) for parameter in pair.described())
@@ -113,7 +113,7 @@ class Trainable:
     def balances(self) -> bool:
         """Whether the load-balance loss has a gradient.
 
-        It has none if every router counts each token towards the load of all experts.
+        The loss has no gradient if every router counts each token for the loads of all experts.
         """
         return any(router.balances for router in self._routers.values())
 
@@ -121,8 +121,8 @@ class Trainable:
         """Return the experts' mean weights in the last forward pass.
 
         Returns:
-            For each stand-in with a router, by its path: the mean weight of each expert over all
-            tokens, (experts,).
+            The mean weight of each expert over all tokens except padding, (experts,), for each
+            stand-in that has a router. The keys are the paths of these stand-ins.
         """
         return {path: router.routing() for path, router in self._routers.items()}
 
@@ -133,9 +133,9 @@ class Adapter(Trainable):
     Attaching an adapter replaces modules of the base and changes none of the base's weights.
 
     Args:
-        base: A causal language model. If it is on the meta device, the adapter uses its names and
-            shapes only and is created on the CPU.
-        layout: Numbers of experts, ranks and routing.
+        base: A causal language model. If the base is on the meta device, the adapter uses only the
+            names and shapes of the base's modules, and is created on the CPU.
+        layout: The numbers of experts, the ranks and the routing.
         seed: The run's seed.
         client: The client's name, on which the initial values of private parameters depend.
         common: Selects the parameters whose initial values are equal on all clients.
@@ -174,7 +174,7 @@ class Adapter(Trainable):
         """Return the load-balance loss of the last forward pass, averaged over layers: a scalar.
 
         Args:
-            form: The load that counts as balanced; see `Router.load_balance`.
+            form: The load that is regarded as balanced; see `Router.load_balance`.
 
         Raises:
             CoterieError: The adapter has no router.
@@ -186,13 +186,14 @@ class Adapter(Trainable):
 
 
 def first_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Return, for each token of the last forward pass, the expert with the highest score.
+    """Return the expert with the highest score for each token of the last forward pass.
 
     Args:
         model: A base with an adapter attached.
 
     Returns:
-        For each module with a router, by its path: the experts' indices, (tokens,).
+        The experts' indices, (tokens,), for each module that has a router. The keys are the paths
+        of these modules.
 
     Raises:
         CoterieError: The model has not run yet.
@@ -223,25 +224,29 @@ def detach(base: nn.Module) -> None:
 
 
 _checked: WeakKeyDictionary[nn.Module, set[Layout]] = WeakKeyDictionary()
-"""The layouts for which `check_unchanged` has passed, by base."""
+"""The layouts for which `check_unchanged` has passed, for each base."""
 TOKENS = 8
 """Number of input tokens with which `check_unchanged` compares outputs."""
-ADVICE = "Try `placement: beside` in the method's mlp, or other attention.targets."
+ADVICE = (
+    "Set `placement: beside` in the method's section `mlp`, or set `attention.targets` to other "
+    "linear layers."
+)
 ROUNDING = {torch.bfloat16: 0.03, torch.float32: 1e-4, torch.float64: 1e-6}
 """Maximum relative error of MLP outputs and hidden states, by the base's least precise dtype."""
 
 
 Calls = dict[str, tuple[tuple[Tensor, ...], Tensor]]
-"""The inputs and the output of modules in one forward pass, by the module's path."""
+"""The inputs and the output of each module in one forward pass, keyed by the module's path."""
 
 
 @torch.no_grad()
 def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
     """Check that an untrained adapter (every B is zero) does not change a base's outputs.
 
-    If it does, the base's MLPs or attention compute more than the names of their layers suggest.
-    Each MLP is also compared on its own, as the residual stream would conceal differences. Layouts
-    that differ only in their ranks or in their numbers of experts are checked once per base.
+    If the outputs change, the base's MLPs or attention modules compute more than the names of their
+    layers suggest. The outputs of each MLP are also compared on their own, because the residual
+    stream could conceal a difference. If several layouts differ only in their ranks or in their
+    numbers of experts, only one of them is checked for each base.
 
     Raises:
         CoterieError: The outputs differ, or the base cannot run with the adapter.
@@ -292,7 +297,7 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
 
 
 def _distance(actual: Tensor, expected: Tensor) -> float:
-    """Compute the norm of the difference relative to the norm of the expected tensor."""
+    """Compute the norm of the tensors' difference, divided by the norm of the expected tensor."""
     actual, expected = actual.cpu().double(), expected.cpu().double()  # not all devices support it
     return ((actual - expected).norm() / expected.norm()).item()
 
@@ -322,7 +327,7 @@ def _hidden_states(base: PreTrainedModel) -> Tensor:
 
 
 def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create all stand-ins of a layout, by the path of the module that each one replaces.
+    """Create all stand-ins of a layout, keyed by the path of the module that each one replaces.
 
     A linear layer to which experts are attached gets no LoRA.
     """
@@ -336,7 +341,7 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
 
 
 def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create the stand-ins with experts, by the path of the module that each one replaces."""
+    """Create the stand-ins that have experts, keyed by the path of the replaced module."""
     stand_ins: dict[str, StandIn] = {}
     decoder_layers = layers(base)
     for path, (module, shape) in expert_sites(base).items():

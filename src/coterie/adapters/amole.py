@@ -5,11 +5,12 @@ experts that chose this client. For an input x (in,), the token embedding is t =
 embedding of the domain expert j is e_j = A_j x (r,). With a scaling factor g, the output is:
 
     p_j = softmax_j(t . e_j / sqrt(r))
-    w_j = p_j for the k experts with the highest p_j, scaled to sum to 1; 0 for the others
+    w_j = p_j for the k experts with the highest p_j, scaled to sum to 1; 0 for all other experts
     y   = W x + b + g B_s A_s x + g sum_j w_j B_j e_j
 
-The router's shape does not depend on n, so clients with different experts can average it. One
-matrix product computes all embeddings, and another one the outputs of all experts.
+The router's shape does not depend on n, so the routers of clients with different experts can be
+averaged. One matrix product computes all embeddings, and a second matrix product computes the
+outputs of all experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,30 +39,31 @@ class AmoleLayout:
     """The settings of a FedAMoLE adapter, which apply to each adapted linear layer."""
 
     experts: int
-    """Number of domain experts in the whole run, of which each client holds some."""
+    """Number of domain experts in the whole run. Each client holds some of these experts."""
     rank: int = 8
     alpha: float = 16.0
     top_k: int = 2
     """Maximum number of domain experts per token."""
     targets: str | None = QUERY_VALUE
-    """Regular expression for the last component of a linear layer's path, or for its place (see
-    `place_of`); None selects all linear layers of attention."""
+    """Regular expression for the last component of a linear layer's path, or for the layer's place
+    (see `place_of`); None selects all linear layers of attention."""
     shared: bool = True
     """Whether there is an expert that every client holds and that processes every token."""
     router: Literal["token", "vanilla"] = "token"
-    """Kind of the router. token: FedAMoLE's router. vanilla: a linear gate with one row for every
-    domain expert of the run, of which a client uses the rows of the experts that it holds."""
+    """Kind of the router. token: FedAMoLE's router. vanilla: a linear gate with one row for each
+    domain expert of the run. A client uses only the rows of the experts that it holds."""
     score_scale: Literal["rank", "dim"] = "rank"
     """Divisor of the token router's scores. rank: sqrt(rank). dim: sqrt(in), as in the paper, where
     `in` is the layer's input width."""
     renormalise: bool = True
-    """Whether the weights of the experts chosen for a token are scaled to sum to 1. In the paper,
-    they are not."""
+    """Whether the weights of the experts that are chosen for a token are scaled to sum to 1. In the
+    paper, the weights are not scaled."""
     load: Literal["top_k", "first"] = "top_k"
     """Definition of an expert's load. top_k: the share of tokens that the expert processes. first:
-    the share of tokens for which it has the highest score."""
+    the share of tokens for which the expert has the highest score."""
     dropout: float = 0.0
-    """Dropout rate in training for the input of every expert's A, but not of the router."""
+    """Dropout rate in training. Dropout is applied to the input of every expert's A, but not to the
+    router's input."""
 
     def __post_init__(self) -> None:
         """Raise CoterieError if a number is out of range."""
@@ -78,14 +80,14 @@ class AmoleLinear(Router):
     """A linear layer with a shared expert and n stacked domain experts.
 
     `A` (n, r, in) and `B` (n, out, r) stack the factors of the domain experts in the order of
-    `held`. `router` is the token projection (r, in), or the gate's weight (experts, in). `rows`
-    (n,) are the indices of the gate's rows that belong to the held experts.
+    `held`. `router` is the weight of the token projection, (r, in), or of the gate, (experts, in).
+    `rows` (n,) contains the indices of the gate's rows that belong to the held experts.
 
     Args:
         base: The linear layer.
         path: Path of the layer in the base.
-        layout: Numbers of experts, ranks and routing.
-        held: Numbers of the domain experts that the client holds.
+        layout: The numbers of experts, the ranks and the routing.
+        held: Indices of the domain experts that the client holds.
     """
 
     rows: Tensor
@@ -102,15 +104,16 @@ class AmoleLinear(Router):
         self.router = nn.Parameter(A.new_zeros(rows, A.shape[1]))
         self.register_buffer("rows", torch.tensor(self.held, device=A.device, dtype=torch.long))
         self.recorded: list[tuple[Tensor, Tensor]] | None = None
-        """Sums and counts (see `_sums`) of each forward pass during `AmoleAdapter.recording`;
-        otherwise None."""
+        """Sums and counts (see `_sums`) of each forward pass in `AmoleAdapter.recording`; None
+        outside this context."""
 
     def described(self, stacked: bool) -> Iterator[Parameter]:
         """Yield the layer's parameters.
 
         Args:
-            stacked: Whether to yield all domain experts as one stacked A and one stacked B. If
-                not, yield an A and a B for each expert, which are views of the stacks.
+            stacked: Whether to yield the factors of all domain experts as one stacked A and one
+                stacked B. If false, an A and a B are yielded for each expert, as views of the
+                stacked tensors.
         """
         path, experts = self.path, [("domain", None, self.A, self.B)] if self.held else []
         if not stacked:
@@ -149,9 +152,10 @@ class AmoleLinear(Router):
             tokens: (tokens, in).
 
         Returns:
-            Three tensors: the token embeddings (tokens, r), or with a gate its scores (tokens, n);
-            the product with the shared expert's A (tokens, r), or (tokens, 0) if there is no shared
-            expert; and the domain experts' embeddings (tokens, n, r).
+            Three tensors. The first tensor contains the token embeddings, (tokens, r), or, if the
+            router is a gate, the gate's scores, (tokens, n). The second tensor is the product with
+            the shared expert's A, (tokens, r); without a shared expert, its shape is (tokens, 0).
+            The third tensor contains the domain experts' embeddings, (tokens, n, r).
         """
         has_gate = self.layout.router != "token"
         router = self.router.index_select(0, self.rows) if has_gate else self.router
@@ -166,7 +170,10 @@ class AmoleLinear(Router):
         return router_output, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
 
     def _route(self, router_output: Tensor, domain: Tensor) -> Tensor:
-        """Compute the weight of each expert for each token, 0 for unchosen experts: (tokens, n)."""
+        """Compute each expert's weight for each token: (tokens, n).
+
+        The weights of experts that are not chosen are 0.
+        """
         scores = router_output.to(self.router.dtype)
         if self.layout.router == "token":
             # Autocast would reduce the precision of a matrix product, so none is used here.
@@ -178,7 +185,7 @@ class AmoleLinear(Router):
         return self._weights(p)
 
     def _works(self, p: Tensor) -> Tensor:
-        """Mark the experts chosen for each token with 1, the others with 0: (tokens, n)."""
+        """Return 1 for each expert that is chosen for a token, else 0: (tokens, n)."""
         if len(self.held) <= self.layout.top_k:
             return torch.ones_like(p)
         chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
@@ -206,11 +213,12 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Sum embeddings over the tokens of each sample, excluding padding.
 
     Args:
-        embeddings: (batch * time, n + 1, r), those of the n experts, then that of the token.
+        embeddings: (batch * time, n + 1, r). For each token, the first n embeddings belong to the n
+            experts, and the last one is the token embedding.
         x: (batch, time, in), the layer's input.
 
     Returns:
-        The sums (batch, n + 1, r) and the numbers of tokens (batch,).
+        The sums, (batch, n + 1, r), and the number of tokens in each sample, (batch,).
     """
     mask = real_mask(x.device)
     if mask is None:
@@ -228,14 +236,14 @@ class Recording:
     """
 
     passes: Mapping[str, list[tuple[Tensor, Tensor]]]
-    """For each layer, by its path: the sums and counts of every forward pass (see `_sums`)."""
+    """The sums and counts of every forward pass (see `_sums`), keyed by the layer's path."""
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """For each layer, by its path: sums of embeddings over the tokens of each sample.
+        """Sums of embeddings over the tokens of each sample, keyed by the layer's path.
 
-        Padding is excluded. The shape is (samples, n + 1, r): the first n embeddings are those of
-        the held experts, and the last one is the token embedding.
+        Padding is excluded. Each tensor has the shape (samples, n + 1, r). For each sample, the
+        first n sums belong to the held experts, and the last one is the sum of token embeddings.
         """
         return {path: torch.cat([s for s, _ in passes]) for path, passes in self.passes.items()}
 
@@ -249,17 +257,18 @@ class Recording:
 class AmoleAdapter(Trainable):
     """A client's FedAMoLE adapter: stand-ins for linear layers of a base.
 
-    Many adapters can share one base in memory, as with `Adapter`. A tensor's initial values depend
-    only on the seed and the tensor's name, so an expert has the same initial values on every client
-    that holds it.
+    Many adapters can share one base in memory, because each adapter contains only its own
+    parameters. A tensor's initial values depend only on the seed and the tensor's name, so an
+    expert has the same initial values on every client that holds the expert.
 
     Args:
-        base: A model with linear layers that match the layout. If it is on the meta device, the
-            adapter uses its names and shapes only and is created on the CPU.
-        layout: The adapted layers, numbers of experts, ranks and routing.
+        base: A model with linear layers that match the layout. If the base is on the meta device,
+            the adapter uses only the names and shapes of the base's modules, and is created on the
+            CPU.
+        layout: The adapted layers, the numbers of experts, the ranks and the routing.
         seed: The run's seed.
-        held: For each adapted layer, by its path: the numbers of the domain experts that the client
-            holds, in ascending order.
+        held: Indices of the domain experts that the client holds in each adapted layer, in
+            ascending order. The keys are the paths of the layers.
 
     Raises:
         CoterieError: The layout matches no layer, or `held` does not match the layout.
@@ -302,9 +311,10 @@ class AmoleAdapter(Trainable):
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record sums of embeddings in all forward passes within the block.
+        """Record sums of embeddings in all forward passes inside the `with` block.
 
-        Gradients are disabled within the block. The yielded recording grows with each pass.
+        Gradients are disabled inside the `with` block. Each forward pass adds its samples to the
+        recording that the context yields.
 
         Raises:
             CoterieError: The router is a gate, which has no token embeddings.

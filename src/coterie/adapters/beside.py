@@ -20,13 +20,13 @@ BLOCK = "block"
 
 
 class Beside(Routed):
-    """A block of the base with low-rank experts, whose output is added to the block's output.
+    """A block of the base and low-rank experts; the experts' output is added to the block's output.
 
     Args:
         base: The block.
         path: Path of the block in the base.
         dim: Width of hidden states.
-        layout: Numbers of experts, ranks and routing.
+        layout: The numbers of experts, the ranks and the routing.
     """
 
     def __init__(self, base: nn.Module, path: str, dim: int, layout: Layout) -> None:
@@ -39,7 +39,7 @@ class Beside(Routed):
         If the block returns a tuple, the experts' output is added to the tuple's first element.
 
         Args:
-            hidden_states: (..., dim).
+            hidden_states: The input of the block and of the experts, (..., dim).
             *args: Further arguments of the block.
             **kwargs: Further arguments of the block.
         """

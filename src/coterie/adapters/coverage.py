@@ -1,4 +1,4 @@
-"""Coverage of a base by an adapter: the adapted modules, and the layers without such modules."""
+"""Coverage of a base by an adapter: the adapted modules, and the layers without adapted modules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ class Coverage:
     """The modules of a base that have low-rank pairs, and the layers without low-rank pairs."""
 
     covered: dict[tuple[str, str], set[int]]
-    """Numbers of the decoder layers that have low-rank pairs, by the pairs' kind (`experts` or
-    `LoRA`) and position, such as `inside GPT2MLP (c_fc, c_proj)` or
+    """Indices of the decoder layers that have low-rank pairs. A key consists of the pairs' kind
+    (`experts` or `LoRA`) and the pairs' position, such as `inside GPT2MLP (c_fc, c_proj)` or
     `beside MixtralSparseMoeBlock`."""
     total: int
     """Number of decoder layers of the base."""
     others: dict[str, tuple[str, int]]
-    """For each kind of pairs that only some decoder layers have: the class names of the blocks in
-    the layers without such pairs, and the number of these layers."""
+    """Decoder layers that lack a kind of low-rank pairs which other decoder layers have: the class
+    names of the blocks in these layers, and the number of these layers. The keys are the kinds."""
     whole: bool = False
     """Whether all weights of the base are trained."""
 
     def lines(self) -> tuple[str, ...]:
         """Format the coverage as lines of text.
 
-        An example of a line is `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`.
+        One possible line is `experts inside GPT2MLP (c_fc, c_proj) in all 2 layers`.
         """
         lines = ["all weights"] if self.whole else []
         for (kind, position), numbers in self.covered.items():

@@ -16,7 +16,7 @@ _chance: ContextVar[torch.Generator | None] = ContextVar("chance", default=None)
 
 @contextmanager
 def drawing_masks(chance: torch.Generator) -> Iterator[None]:
-    """Enable dropout for forward passes within the block.
+    """Enable dropout for all forward passes inside the `with` block.
 
     Args:
         chance: Random generator that draws the masks.
@@ -29,21 +29,25 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 
 
 def repeating_masks() -> AbstractContextManager[None]:
-    """Return a context in which forward passes draw the same masks as a pass started now.
+    """Return a context in which a forward pass draws the same masks as the pass after this call.
 
-    The context uses a copy of the current generator, so the generator itself does not advance.
+    The masks are drawn from a copy of the current generator. The copy is made by this call, so a
+    forward pass in the context does not advance the generator itself.
     """
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())
 
 
 def drops(rate: float) -> bool:
-    """Return whether dropout is active: the rate is positive and a generator is set."""
+    """Return whether dropout is active, that is, the rate is positive and a generator is set."""
     return rate > 0 and _chance.get() is not None
 
 
 def mask_like(x: Tensor, rate: float) -> Tensor:
-    """Draw a mask of x's shape and dtype: 0 with probability `rate`, else 1 / (1 - rate)."""
+    """Draw a mask that has the shape and dtype of x.
+
+    Each element is 0 with probability `rate`, and 1 / (1 - rate) otherwise.
+    """
     chance = _chance.get()
     assert chance is not None, "dropout is not active"
     kept = torch.empty_like(x, device=chance.device).bernoulli_(1 - rate, generator=chance)

@@ -40,8 +40,8 @@ class FullAdapter(Trainable):
         detach(base)
         parameters: dict[str, Parameter] = {}
         self._places: dict[str, list[tuple[str, str]]] = {}
-        """For each difference, by its name: the module path and attribute of every weight that it
-        changes (several if weights are tied)."""
+        """The weights that each difference changes, keyed by the difference's name. Each weight is
+        given by a module's path and an attribute of the module. Tied weights share a difference."""
         names: dict[nn.Parameter, str] = {}
         for path, module in base.named_modules():
             for name, weight in module.named_parameters(recurse=False):

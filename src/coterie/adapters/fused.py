@@ -16,11 +16,14 @@ from coterie.adapters.activations import Activation
 
 
 class WideExperts(torch.autograd.Function):
-    """The weighted sum of the activations of k slots, and each slot's product with its factor A.
+    """The weighted sum of the activations of k slots, and a low-rank product for each slot.
 
-    A token has one slot for each expert that processes it. For the slot s, the MLP's upward layer
-    i (one layer, or two if the MLP is gated) has the output `p_is = u_i + g h_is B_is^T`, where
-    u_i is the output of the frozen layer. Then:
+    A token has one slot for each expert that processes the token. The MLP's upward layers map the
+    MLP's input to `wide` activations, and the downward layer maps the activations to the MLP's
+    output. A gated MLP has two upward layers, and any other MLP has one. For the slot s, the upward
+    layer i has the output `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output of the
+    frozen layer, B_is is the expert's factor B, and h_is is the product of the MLP's input and the
+    expert's factor A. Then:
 
         z_s   = act(p_0s)                 (tokens, wide); if gated, act(p_0s) * p_1s
         total = sum_s w_s z_s             (tokens, wide)
@@ -30,7 +33,7 @@ class WideExperts(torch.autograd.Function):
         act: The activation function.
         gain: The factor g by which low-rank products are scaled.
         w: (k, tokens, 1), the slots' weights.
-        A: (k, r, wide), each slot's factor A of the downward layer.
+        A: (k, r, wide), the factor A that each slot's expert has at the downward layer.
         m: (k, tokens, wide), each slot's dropout mask; None without dropout.
         *up: For each upward layer, three tensors: u (tokens, wide), h (k, tokens, r) and
             B (k, wide, r).
@@ -100,7 +103,7 @@ class WideExperts(torch.autograd.Function):
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """Compute the output of each upward layer for slot s: tensors (tokens, wide)."""
+    """Compute the output of each upward layer for slot s: one tensor (tokens, wide) per layer."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 
@@ -118,7 +121,7 @@ def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[
 
 
 def _masked(z: Tensor, m: Tensor | None, s: int) -> Tensor:
-    """Apply the dropout mask of slot s to its activations (tokens, wide)."""
+    """Multiply the activations of slot s, (tokens, wide), by the slot's dropout mask, if any."""
     return z if m is None else z * m[s]
 
 

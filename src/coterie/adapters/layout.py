@@ -10,15 +10,15 @@ Role = (
     | Literal["shared", "domain", "projection"]
     | Literal["prompt", "weight"]
 )
-"""The role of a parameter, by which methods select what to train, send and average.
+"""The role of a parameter. Methods use roles to select parameters to train, send or average.
 
 - dense: LoRA on attention
 - generalist: an expert that is aggregated
 - specialist: an expert that stays private
-- router: the router that weights generalists and specialists
+- router: the router that computes the weights of generalists and specialists
 - frozen: a parameter that keeps its initial value, which is equal on all clients
 - shared: FedAMoLE's expert that all clients hold
-- domain: one of FedAMoLE's experts that choose their clients
+- domain: one of FedAMoLE's domain experts, which choose their clients
 - projection: FedAMoLE's router of domain experts
 - prompt: a soft prompt
 - weight: a difference from a weight of the base (full fine-tuning)
@@ -27,7 +27,7 @@ Role = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a client's adapter. In a layer, generalists come before specialists."""
+    """The layout of a client's adapter. In every layer, the generalists precede the specialists."""
 
     generalists: int = 1
     specialists: int = 1
@@ -35,24 +35,25 @@ class Layout:
     """Rank of the experts' low-rank pairs."""
     placement: Literal["auto", "inside", "beside"] = "auto"
     """Position of the experts. inside: on the linear layers of an MLP. beside: in parallel to a
-    block. auto: inside if the decoder layer has an MLP of a known shape, else beside its block."""
+    block. auto: inside if the decoder layer has an MLP of a known shape, else beside a block."""
     attention_rank: int = 8
     """Rank of LoRA on the linear layers of attention; 0 for no LoRA."""
     targets: str | None = None
-    """Regular expression for the linear layers with LoRA; None for attention. It matches the last
-    component of a layer's path, such as `q_proj|v_proj`, or its place (see `place_of`), such as
-    `attention.q`."""
+    """Regular expression that selects the linear layers with LoRA; None selects attention. The
+    expression is compared with the last component of a layer's path (for example, `q_proj|v_proj`)
+    and with the layer's place (for example, `attention.q`; see `place_of`)."""
     alpha: float = 16.0
     scale: Literal["sqrt", "rank"] = "sqrt"
-    """Scaling of low-rank products: alpha/sqrt(rank) (rank-stabilised) or alpha/rank."""
+    """Factor by which low-rank products are scaled. sqrt: alpha / sqrt(rank), as in rank-stabilised
+    LoRA. rank: alpha / rank, as in LoRA."""
     routed: bool = True
-    """Whether a router weights the experts; otherwise, all have equal weights."""
+    """Whether a router computes the experts' weights. If not, all experts have equal weights."""
     freeze_A: bool = False
     """Whether only B is trained; the A of every pair then has the role `frozen`."""
     top_k: int | None = None
-    """Number of experts per token; None for two, or one if there is only one expert."""
+    """Number of experts per token; None means two, or one if there is only one expert."""
     dropout: float = 0.0
-    """Dropout rate in training for the input of every low-rank pair."""
+    """Dropout rate that is applied to the input of every low-rank pair in training."""
 
     def __post_init__(self) -> None:
         """Raise CoterieError if a number is out of range."""
@@ -73,7 +74,7 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Number of experts that process each token (k in the papers); without a router, all."""
+        """Number k of experts that process each token; without a router, all experts process it."""
         if not self.routed:
             return self.experts
         return min(2, self.experts) if self.top_k is None else self.top_k

@@ -1,4 +1,4 @@
-"""Low-rank adaptation (LoRA): `g B A` is added to the frozen weight W of a linear layer."""
+"""Low-rank adaptation (LoRA): a trained `g B A` is added to a linear layer's frozen weight W."""
 
 from dataclasses import replace
 
@@ -15,13 +15,14 @@ from coterie.bases.sites import Linear, StandIn, sizes, working_dtype
 class LoraPair(nn.Module):
     """The factors A (rank, in) and B (out, rank) of a low-rank product B A that adapts a module.
 
-    `residual_A` and `residual_B` are None, or a second pair of any rank that is never trained and
-    whose product is added to B A. Both pairs have the same input, with the same dropout mask.
+    `residual_A` and `residual_B` are either None, or the factors of a second product, which is
+    added to B A. The second product may have any rank and is never trained. Both products have the
+    same input, to which the same dropout mask is applied.
 
     Args:
         role: Role of the parameters.
-        path: Path of the module in the base that the pair adapts.
-        shape: (in, out) of the module.
+        path: Path, in the base, of the module that the pair adapts.
+        shape: Input and output widths of the module, (in, out).
         rank: Rank of the pair.
         near: A weight of the module; the pair is created on this weight's device.
         expert: Number of the expert to which the pair belongs; None if it belongs to no expert.
@@ -56,7 +57,7 @@ class LoraPair(nn.Module):
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return A and B with the residual's factors appended, padded with zeros to a rank.
+        """Append the residual's factors to A and B, and pad the results with zeros to a given rank.
 
         Args:
             rank: Rank to which the factors are padded; at least the property `rank`.
@@ -82,7 +83,7 @@ class LoraPair(nn.Module):
 
 
 def pairs_in(stand_in: StandIn) -> list[LoraPair]:
-    """Return a stand-in's low-rank pairs, except those inside the module that it replaces."""
+    """Return a stand-in's low-rank pairs, except pairs inside the replaced module."""
     modules = stand_in.named_modules()
     return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]
 

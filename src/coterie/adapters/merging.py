@@ -16,8 +16,8 @@ from coterie.bases.sites import StandIn
 def mergeable(model: nn.Module) -> bool:
     """Return whether an adapter can be merged into the base's weights without changing outputs.
 
-    An adapter with several experts per layer or with experts beside a block cannot be merged, nor
-    can any adapter of a quantised base.
+    An adapter cannot be merged if it has several experts per layer, if it has experts beside a
+    block, or if the base is quantised.
 
     Args:
         model: A base with an adapter attached.
@@ -48,7 +48,10 @@ def merge(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _merge_differences(model: nn.Module) -> None:
-    """Add the differences of full fine-tuning to the base's weights; change tied weights once."""
+    """Add the differences of full fine-tuning to the base's weights.
+
+    A difference that tied weights share is added only once.
+    """
     merged: set[nn.Parameter] = set()
     for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
         for name, changed in list(cast(nn.ModuleDict, module.parametrizations).items()):

@@ -30,12 +30,12 @@ class Mixture(Routed):
 
     Args:
         base: The module that contains the MLP's layers.
-        path: Path of that module in the base.
+        path: Path of the module `base` in the pretrained model.
         shape: Names of the MLP's layers.
-        layout: Numbers of experts, ranks and routing.
-        ahead: Empty if the MLP is a module of its own. In some models (such as OPT), the MLP's
-            layers belong directly to a decoder layer. The mixture then replaces the MLP's last
-            layer, and these are the stand-ins of the MLP's other modules, by name.
+        layout: The numbers of experts, the ranks and the routing.
+        ahead: Empty if the MLP is a module of its own. In some models (such as OPT), however, the
+            MLP's layers belong directly to a decoder layer. The mixture then replaces only the
+            MLP's last layer, and `ahead` contains the stand-ins of the MLP's other modules by name.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Mixture(Routed):
         )
 
     def _base_module(self, name: str) -> Any:
-        """Return the module of the frozen MLP that has this name."""
+        """Return the module with a given name from the frozen MLP."""
         if not self._ahead:
             return getattr(self.base, name)
         return self._ahead[name].base if name in self._ahead else self.base
@@ -68,8 +68,8 @@ class Mixture(Routed):
 
         Args:
             x: (..., dim), the input.
-            residual: (..., dim), added to the output; None except in models that pass a residual to
-                their MLPs.
+            residual: (..., dim), a tensor that is added to the output. It is None unless the model
+                passes a residual to its MLPs.
         """
         tokens = x.flatten(0, -2)
         weights, choice = self._route(tokens)
@@ -95,7 +95,8 @@ class Mixture(Routed):
     def _upward(self, name: str, tokens: Tensor, choice: Tensor | None) -> Iterator[Tensor]:
         """Yield the tensors u, h and B of an upward layer, which `WideExperts` documents.
 
-        A fused layer yields these three tensors twice: for the gate, then for the gated values.
+        For a fused layer, three tensors are yielded for the gate, followed by three tensors for the
+        values that the gate multiplies.
         """
         As, Bs = self._factors(name)
         u, h = self._base_module(name)(tokens), self._to_slots(self._low(tokens, As), choice)
@@ -107,7 +108,10 @@ class Mixture(Routed):
             yield from (wide, h, factor)
 
     def _final_dropout(self, y: Tensor) -> Tensor:
-        """Apply the MLP's final dropout, a module or a rate, if the MLP has one."""
+        """Apply the MLP's final dropout, if the MLP has a final dropout.
+
+        The MLP may store its final dropout as a module or as a rate.
+        """
         for name in self.shape.dropouts:
             module_or_rate = getattr(self.base, name, None)
             if isinstance(module_or_rate, nn.Dropout):
@@ -166,8 +170,8 @@ class Passed(StandIn):
     """A stand-in that returns its input.
 
     In some models (such as OPT), the MLP's layers belong directly to a decoder layer. A mixture
-    replaces the last of these layers and computes the whole MLP. This class replaces the others, so
-    that the mixture receives the MLP's input.
+    replaces the last of these layers and computes the whole MLP. Instances of this class replace
+    the other modules of the MLP, so that the mixture receives the MLP's input.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Descriptions of an adapter's parameters, so that no code has to parse their names."""
+"""Descriptions of an adapter's parameters, so that no code has to parse the parameters' names."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from coterie.seeding import generator
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of an adapter with its description."""
+    """A tensor of an adapter, and a description of the tensor."""
 
     name: str
     """Name in messages and states, unique within an adapter."""
@@ -29,12 +29,16 @@ class Parameter:
     factor: Literal["A", "B"] | None = None
     """Whether the tensor is the factor A or B of a low-rank product B A; None if it is neither."""
     expert: int | None = None
-    """Number of the expert to which the tensor belongs; None if it belongs to no expert. Domain
-    experts are numbered across the whole run, other experts within their role, both from 0."""
+    """Index of the expert to which the tensor belongs; None if it belongs to no expert. Domain
+    experts are numbered across the whole run, and other experts are numbered within their role. The
+    first expert always has the index 0."""
 
     @property
     def layer(self) -> int | None:
-        """Number of the decoder layer that contains the adapted module, from 0, or None."""
+        """Index of the decoder layer that contains the adapted module; the first layer has index 0.
+
+        The index is None if the module is outside the decoder layers.
+        """
         number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.path)
         return None if number is None else int(number[1])
 
@@ -54,15 +58,15 @@ def of_roles(*roles: Role) -> Selects:
 
 
 def trained(parameter: Parameter) -> bool:
-    """Return whether training may change a parameter: its role is not `frozen`."""
+    """Return whether training may change a parameter, that is, whether its role is not `frozen`."""
     return parameter.role != "frozen"
 
 
 def trained_beside(weight: Tensor) -> dict[str, Any]:
     """Return the device and dtype of parameters that adapt a weight.
 
-    The dtype is float32, or float64 if the weight's dtype is float64. The device is the weight's,
-    or the CPU if the weight is on the meta device.
+    The dtype is float32, or float64 if the weight's dtype is float64. The device is the device of
+    the weight, or the CPU if the weight is on the meta device.
     """
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return {"device": "cpu" if weight.is_meta else weight.device, "dtype": dtype}
@@ -80,9 +84,9 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
         parameters: Parameters, modified in place.
         seed: The run's seed.
         client: The client's name.
-        common: Selects the parameters whose initial values are equal on all clients. Frozen
-            parameters are always initialised equally. The initial values of all other parameters
-            depend on the client's name.
+        common: Selects the parameters whose initial values are equal on all clients. The initial
+            values of frozen parameters are always equal on all clients. The initial values of all
+            other parameters depend on the client's name.
     """
     for parameter in parameters:
         is_common = parameter.role == "frozen" or common(parameter)

@@ -1,6 +1,6 @@
 """Soft prompts: trained vectors that precede the embeddings of the input tokens.
 
-PEFT runs soft prompts by wrapping a base, without a change to any of the base's modules. Initial
+PEFT runs soft prompts by wrapping a base, and changes none of the base's modules. Initial
 values depend only on the run's seed, never on torch's global generator or the base's weights, so a
 server that lacks the base's weights can draw the same values.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class PromptAdapter(Trainable):
-    """A client's soft prompt: its vectors, or an encoder that computes them.
+    """A client's soft prompt, whose vectors are computed by an encoder.
 
     Args:
-        base: A causal language model; only its width, dtype and device are used, so it may be on
-            the meta device.
+        base: A causal language model. Only the base's width, dtype and device are used, so the base
+            may be on the meta device.
         encoder: A module that maps `prompt_tokens` (batch, tokens) to vectors (batch, tokens, dim)
             and has an `embedding`, as PEFT requires.
         config: PEFT's configuration of the encoder.

@@ -13,19 +13,19 @@ REFUSED = {
     "is_assistant": "as another model's assistant",
     "prompt_lookup_num_tokens": "with prompt lookup",
     "cache_implementation": "with a cache of a fixed size",
-    "past_key_values": "on from a cache (past_key_values)",
+    "past_key_values": "by continuing from a cache (past_key_values)",
     "inputs_embeds": "from inputs_embeds",
 }
-"""Options of `generate` that PEFT does not support with soft prompts, each with the words that
-describe it in the error message."""
+"""Options of `generate` that PEFT does not support with soft prompts. The values are the words that
+describe the options in the error message."""
 
 
 class PromptModel(PeftModelForCausalLM):
-    """PEFT's model with positions that skip padding, and errors for unsupported options.
+    """PEFT's model, corrected: positions skip padding, and unsupported options raise errors.
 
     PEFT ignores position ids, so padding between the prompt and the text would shift the text's
     positions. When generation continues from a cache, PEFT inserts the prompt a second time. When
-    an assistant model drafts several tokens, PEFT reads only the last of them.
+    an assistant model drafts several tokens, PEFT reads only the last one of these tokens.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -39,7 +39,8 @@ class PromptModel(PeftModelForCausalLM):
             **kwargs: Further arguments of PEFT's model.
 
         Raises:
-            CoterieError: There is padding before a text, or position ids or a cache are given.
+            CoterieError: There is padding before a text, or the arguments contain position ids or a
+                cache.
         """
         padded = attention_mask is not None and not attention_mask[:, 0].all()
         if padded or any(kwargs.get(k) is not None for k in ("position_ids", "past_key_values")):
@@ -51,10 +52,13 @@ class PromptModel(PeftModelForCausalLM):
         return super().forward(input_ids, attention_mask, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate tokens as a transformers model does; texts are padded at the start.
+        """Generate tokens, as `generate` of a transformers model does.
+
+        If the texts of a batch have different lengths, they must be padded at the start. (For
+        `forward`, they must be padded at the end.)
 
         Raises:
-            CoterieError: An option is given that PEFT does not support; see `REFUSED`.
+            CoterieError: The arguments contain an option that PEFT does not support; see `REFUSED`.
         """
         config = kwargs.get("generation_config") or self.generation_config
         for option, purpose in REFUSED.items():
@@ -69,7 +73,7 @@ class PromptModel(PeftModelForCausalLM):
             return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a generation step's inputs like PEFT, but with position ids that skip padding."""
+        """Prepare inputs of a generation step as PEFT does, but let position ids skip padding."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         mask = inputs.get("attention_mask")
         if mask is not None and "position_ids" in inputs:

@@ -1,7 +1,7 @@
-"""Base classes of all mixtures: routers, and blocks with low-rank experts that a router weights.
+"""Base classes of all mixtures: routers, and blocks that have low-rank experts and a router.
 
 A linear map without bias computes the experts' scores from the hidden state that enters the block.
-The weights are a softmax over the k highest scores (CoMiGS, arXiv 2409.13931, section 3).
+The experts' weights are a softmax over the k highest scores (CoMiGS, arXiv 2409.13931, section 3).
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,15 @@ weights, on whose device the pair is created."""
 
 
 class Router(StandIn):
-    """A stand-in that computes a weight of every expert for each token.
+    """A stand-in that computes, for each token, the weight of every expert.
 
-    It stores the scores of the last forward pass for the load-balance loss and for statistics.
+    The stand-in stores the scores of the last forward pass, which are needed for the load-balance
+    loss and for statistics.
 
     Args:
         base: The module of the base that the stand-in replaces.
         experts: Number n of experts.
-        loaded: Number of experts towards whose load each token counts.
+        loaded: Number of experts for which each token is counted when loads are computed.
     """
 
     def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
@@ -44,23 +45,28 @@ class Router(StandIn):
         self._scores: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy, without the last scores: their graph cannot be copied."""
+        """Return the state to copy, without the last scores (autograd graphs cannot be copied)."""
         return {**self.__dict__, "_scores": None}
 
     def routing(self) -> Tensor:
-        """Return each expert's mean weight over the last pass's tokens, without padding: (n,)."""
+        """Return each expert's mean weight in the last forward pass: (n,).
+
+        The mean is over all tokens except padding.
+        """
         raise NotImplementedError
 
     def load_balance(self, form: Balance = "uniform") -> Tensor:
         """Return the load-balance loss of the last forward pass, which is 1 for a balanced load.
 
-        Let f_j be the load of expert j (its share of the tokens, without gradient), and P_j its
-        mean softmax score. The uniform loss is `n sum_j f_j P_j`. The generalist loss is
-        `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j` (CoMiGS, eq. 5, scaled as in the released code).
+        Let n be the number of experts, f_j the load of expert j (the expert's share of the tokens,
+        without gradient), and P_j the mean softmax score of expert j. The uniform loss is
+        `n sum_j f_j P_j`. The generalist loss is `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j` (CoMiGS,
+        eq. 5, scaled as in CoMiGS' released code).
 
         Args:
-            form: The load that counts as balanced. `uniform`: an equal share for every expert.
-                `generalist`: half for the first expert, and the rest shared equally by the others.
+            form: The load that is regarded as balanced. `uniform`: all experts have equal loads.
+                `generalist`: the first expert has half of the load, and the other experts share the
+                other half equally.
         """
         f, P = self._loads()
         n, fP = len(f), f * P
@@ -75,7 +81,7 @@ class Router(StandIn):
     def _keep(self, scores: Tensor) -> None:
         """Store the scores (tokens, n) of a forward pass, without padding.
 
-        Their autograd graph is stored only if the load-balance loss has a gradient.
+        The scores' autograd graph is stored only if the load-balance loss has a gradient.
         """
         unpadded = only_real(scores if self.balances else scores.detach())
         self._scores = collected(self._scores, unpadded)
@@ -87,16 +93,16 @@ class Router(StandIn):
 
 
 class Routed(Router):
-    """A block of the base with low-rank experts that a router weights per token.
+    """A block of the base with low-rank experts, and a router that computes the experts' weights.
 
-    Each token has k *slots*, one for each expert chosen for it. With dropout, each expert's A gets
-    the input with a mask of its own.
+    Each token has k *slots*, one for each expert that is chosen for the token. With dropout, a
+    separate mask is applied to the input of each expert's A.
 
     Args:
         base: The block.
-        path: Path of the block in the base, which is part of the router's name.
-        layout: Numbers of experts, ranks and routing.
-        places: The modules for which each expert has a low-rank pair, by the pair's name.
+        path: Path of the block in the base. The path is part of the router's name.
+        layout: The numbers of experts, the ranks and the routing.
+        places: The modules for which each expert has a low-rank pair, keyed by the pair's name.
     """
 
     def __init__(
@@ -157,9 +163,9 @@ class Routed(Router):
     def _weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and indices of the k experts with the highest scores: (tokens, k).
 
-        The weights are a softmax over the k highest scores. For k = 1, such a weight would always
-        be 1 and have no gradient. The weight is then taken from the softmax over all experts, as in
-        the released code.
+        The weights are a softmax over the k highest scores. For k = 1, this softmax would always be
+        1 and have no gradient. The weight is then taken from the softmax over all experts, as in
+        CoMiGS' released code.
         """
         best, chosen = logits.topk(self.slots, dim=-1)
         if self.slots == 1:

@@ -1,11 +1,11 @@
 """Assignment of experts to clients by FedAMoLE's reverse selection, solved exactly.
 
-FedAMoLE (arXiv 2411.19128) calls it reverse selection-based expert assignment (RSEA). For each
-module with experts, it maximises `sum P * D` over D in {0, 1}^(E x C), where P is the relevance of
-E experts for C clients. Each expert is assigned to k_c clients, and each client gets k_e to b
-experts. This is a bounded transportation problem: its constraint matrix is totally unimodular and
-its bounds are integers, so every vertex of the linear relaxation is integral, and the simplex
-method finds an exact optimum.
+FedAMoLE (arXiv 2411.19128) calls this method reverse selection-based expert assignment (RSEA). For
+each module with experts, the method maximises `sum P * D` over D in {0, 1}^(E x C), where P is the
+relevance of E experts for C clients. Each expert is assigned to k_c clients, and each client gets
+k_e to b experts. This is a bounded transportation problem. Its constraint matrix is totally
+unimodular and its bounds are integers, so every vertex of the linear relaxation is integral.
+Therefore, the simplex method finds an exact optimum.
 """
 
 import math
@@ -23,7 +23,7 @@ from torch import Tensor
 from coterie.errors import CoterieError
 
 TOLERANCE = 1e-10
-"""Tolerance of reduced costs when the largest score is 1; the smallest that HiGHS accepts."""
+"""Tolerance of reduced costs when the largest score is 1. HiGHS accepts no smaller tolerance."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,12 @@ class Bounds:
     def refuse(self, experts: int, clients: int) -> None:
         """Check that E experts can be assigned to C clients within the bounds.
 
-        This is possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
+        Every expert is assigned to k_c clients, and every client gets k_e to b experts (see the
+        attributes). This is possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
+
+        Args:
+            experts: The number E of experts.
+            clients: The number C of clients.
 
         Raises:
             CoterieError: If no assignment satisfies the bounds.
@@ -53,49 +58,55 @@ class Bounds:
             )
         if C * self.least > E * k_c:
             raise CoterieError(
-                f"Too few experts for all clients: C * k_e <= E * k_c fails, as {C} clients * at "
-                f"least {self.least} experts = {C * self.least}, but {E} experts * {k_c} clients "
-                f"= {E * k_c}; lower min_experts (k_e) to at most {E * k_c // C}, or raise "
-                "clients_per_expert (k_c) or experts (E)."
+                f"There are too few experts: {C} clients with at least {self.least} experts each "
+                f"need {C * self.least} assignments, but {E} experts with {k_c} clients each "
+                f"provide only {E * k_c} (C * k_e <= E * k_c is violated); lower min_experts (k_e) "
+                f"to at most {E * k_c // C}, or raise clients_per_expert (k_c) or experts (E)."
             )
         if E * k_c > C * self.most:  # never for b >= E, as k_c <= C here
             raise CoterieError(
-                f"Too many experts for all clients: E * k_c <= C * min(b, E) fails, as {E} "
-                f"experts * {k_c} clients = {E * k_c}, but {C} clients * at most {self.most} "
-                f"experts = {C * self.most}; raise max_experts (b) to at least "
-                f"{-(-E * k_c // C)}, or lower clients_per_expert (k_c) or experts (E)."
+                f"There are too many experts: {E} experts with {k_c} clients each need {E * k_c} "
+                f"assignments, but {C} clients with at most {self.most} experts each provide only "
+                f"{C * self.most} (E * k_c <= C * min(b, E) is violated); raise max_experts (b) to "
+                f"at least {-(-E * k_c // C)}, or lower clients_per_expert (k_c) or experts (E)."
             )
 
     def relaxed(self, experts: int, clients: int) -> "Bounds":
         """Return the nearest feasible bounds for E experts and C clients.
 
-        The number C changes when clients join or leave. First k_c is lowered to at most C, then b
-        is raised to at least ceil(E k_c / C), then k_e is lowered to at most floor(E k_c / C).
-        Feasible bounds are returned unchanged.
+        The number C changes when clients join or leave. First, `clients_per_expert` (k_c) is
+        lowered to at most C. Then, `most` is raised to at least ceil(E k_c / C), and `least` is
+        lowered to at most floor(E k_c / C). Feasible bounds are returned unchanged.
+
+        Args:
+            experts: The number E of experts.
+            clients: The number C of clients.
         """
         k_c = min(self.clients_per_expert, clients)
         share = experts * k_c
         return Bounds(k_c, min(self.least, share // clients), max(self.most, -(-share // clients)))
 
     def homogeneous(self, experts: int, clients: int) -> "Bounds":
-        """Return bounds with this k_c under which clients' numbers of experts differ by at most 1.
+        """Return bounds that distribute the experts as evenly as possible among the clients.
 
-        This is the paper's homogeneous ablation. The bounds are feasible unless k_c exceeds C.
+        The number of clients per expert is not changed. The numbers of experts of two clients
+        differ by at most 1. This is the homogeneous ablation of FedAMoLE's paper. The bounds are
+        feasible unless `clients_per_expert` exceeds the number of clients.
         """
         share = experts * self.clients_per_expert
         return replace(self, least=share // clients, most=-(-share // clients))
 
 
 def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: int) -> np.ndarray:
-    """Compute the relevance of each expert for each client (equation 20).
+    """Compute the relevance of each expert for each client (FedAMoLE, equation 20).
 
     The relevance is the softmax over clients c of `e_j . t_c / sqrt(dim)`.
 
     Args:
-        expert_embeddings: Mean embeddings e of the experts, (experts, r), where r is their width.
+        expert_embeddings: Mean embeddings e of the experts, (experts, r); r is the embedding width.
         token_embeddings: Mean embeddings t of the clients' tokens, (clients, r).
-        dim: The dimension that the scores are scaled by: the layer's width, as in the paper, or the
-            embeddings' width r.
+        dim: The dimension whose square root divides the scores. This is either the layer's width,
+            as in FedAMoLE's paper, or the embedding width r.
 
     Returns:
         The relevance P, (experts, clients), float64. Each row sums to 1.
@@ -107,7 +118,7 @@ def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: 
 def relevance_of_known(
     experts: Sequence[Tensor | None], clients: Sequence[Tensor | None], dim: int
 ) -> np.ndarray:
-    """Compute the relevance from embeddings of which some are unknown.
+    """Compute the relevance of each expert for each client when some embeddings are unknown.
 
     An expert with an unknown embedding is equally relevant for all clients. A client with an
     unknown embedding gets the mean embedding of the other clients.
@@ -131,11 +142,12 @@ def relevance_of_known(
 def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
     """Find an optimal assignment for one module.
 
-    The result is deterministic and independent of the number of threads: the solver breaks ties in
-    a fixed order.
+    The result is deterministic and does not depend on the number of threads, because the solver
+    breaks ties in a fixed order.
 
     Args:
-        scores: The relevance of experts for clients, (experts, clients), finite, of any scale.
+        scores: The relevance of experts for clients, (experts, clients). The scores must be finite,
+            but may have any scale.
         bounds: The bounds of the assignment.
 
     Returns:
@@ -171,12 +183,13 @@ def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
 def assign_all(scores: Mapping[str, np.ndarray], bounds: Bounds) -> dict[str, np.ndarray]:
     """Find an optimal assignment for each module.
 
-    Modules are solved in parallel in as many threads as PyTorch uses, because HiGHS releases the
-    GIL. Each module is solved by one thread, so the result does not depend on their number.
+    The assignments are computed in parallel, in as many threads as PyTorch uses (HiGHS releases the
+    GIL). Each assignment is computed by one thread, so the results do not depend on the number of
+    threads.
 
     Args:
-        scores: The scores of each module, by module name, as in `assign`.
-        bounds: The bounds of each assignment.
+        scores: The scores of each module, by module name; see `assign`.
+        bounds: The bounds of every assignment.
 
     Returns:
         The assignments, by module name.

@@ -3,11 +3,11 @@
 Trained parameters are bounded by their *change*: the difference from the parameters that the client
 received at the start of the round. The norm of the parameters themselves would be unsuitable,
 because the initial matrix A of a LoRA pair makes up nearly all of the pair's norm. Each size is
-compared with the round's median size (the lower of the two middle sizes if their number is even). A
-minority of clients cannot move the median beyond the sizes of other clients' uploads, so uploads
-above the bound are excluded. If exactly half of the uploads are above the bound, either half may be
-wrong. All uploads then count, and the larger ones are scaled down to the bound, so that small
-uploads never exclude large ones.
+compared with the round's median size (the lower of the two middle sizes if the number of sizes is
+even). A minority of clients cannot move the median beyond the sizes of other clients' uploads, so
+uploads above the bound are excluded. If exactly half of the uploads are above the bound, either
+half may be wrong. No upload is then excluded, but the larger uploads are scaled down to the bound.
+Small uploads therefore never exclude large uploads.
 
 The bounds do not detect malicious uploads of ordinary size.
 """
@@ -37,9 +37,9 @@ SUBJECTS: Mapping[Kind, str] = {
 }
 """Descriptions for messages of the three kinds of sizes: the change of a group of parameters, the
 norm of a group of other tensors, and the weight of an upload. The setting `largest_KIND` is the
-bound of the sizes of a kind."""
+bound for the sizes of the kind KIND."""
 Size = tuple[float, int]
-"""The L2 norm of a group and the number of its elements."""
+"""The L2 norm of a group, and the number of elements of the group."""
 SAMPLED = 64
 """The maximum number of elements of a tensor that are used to compare directions of changes."""
 
@@ -51,8 +51,8 @@ class Measure:
     sizes: Mapping[tuple[Kind, str], Size]
     """The sizes by kind and group. For the kind `weight`, the group is an empty string."""
     direction: Mapping[str, Tensor] = field(default_factory=dict)
-    """A sample of the elements of each parameter's change, scaled so that its norm estimates the
-    norm of the change. Keys consist of group, name and shape."""
+    """A sample of the elements of each parameter's change. The sample is scaled so that its norm
+    estimates the norm of the whole change. The keys consist of group, name and shape."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Bound:
     """The limits of one upload in a round."""
 
     scales: Mapping[str, float] = field(default_factory=dict)
-    """The factor of each group to scale. For parameters, it applies to their change; for other
-    tensors, to the tensors themselves."""
+    """The scaling factor of each group that must be scaled. In a group of parameters, the change of
+    the parameters is scaled. In a group of other tensors, the tensors themselves are scaled."""
     weight: float = math.inf
     """The upload's maximum weight."""
 
@@ -70,7 +70,7 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
     """Exclusion or scaling of uploads that are much larger than the round's median."""
 
     name: ClassVar[str] = "bounds"
-    summary: ClassVar[str] = "exclusion of uploads much larger than the round's median"
+    summary: ClassVar[str] = "exclusion of uploads that are much larger than the round's median"
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     def join(self, client: str, hello: Message) -> int:
@@ -148,12 +148,13 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
     """Compute each client's size as a multiple of the median.
 
     The ratio is computed for the norms and for the root mean squares (the norms divided by the
-    square roots of the counts), and the smaller ratio is returned. The reason is that clients may
-    have different ranks or numbers of experts: with AdamW, the norm then grows with the count; with
-    SGD, a smaller rank has a larger change per element. Zeros are ignored in the medians.
+    square roots of the numbers of elements), and the smaller ratio is returned. This is fair to
+    clients with different ranks or numbers of experts: with AdamW, the norm of a change grows with
+    the number of elements; with SGD, each element changes more if the rank is smaller. Zeros are
+    ignored in the medians.
 
     Args:
-        sizes: The norm and the count of each client's upload, by client.
+        sizes: The norm and the number of elements of each client's upload, by client.
     """
     norms = {name: norm for name, (norm, _) in sizes.items()}
     rms = {name: norm / math.sqrt(count) for name, (norm, count) in sizes.items()}
@@ -175,7 +176,7 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
     Args:
         upload: The decoded upload.
         reference: The parameters with which the client started the round, by group and name.
-        scales: The factor of each group to scale.
+        scales: The scaling factor of each group that must be scaled; see `Bound.scales`.
 
     Returns:
         All groups of the upload, including the groups that are not scaled.
@@ -198,7 +199,7 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
     Returns:
         Two metrics for each upload that contains parameters, by client. `ratio` is the largest
         change of a group as a multiple of the round's median. `cosine` is the cosine similarity of
-        the client's change and the sum of the other clients' normalised changes; it is None if no
+        the client's change and the sum of the other clients' normalised changes, or None if no
         other client changed the same parameters.
     """
     ratios: dict[str, float] = {}
@@ -217,7 +218,10 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 
 
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
-    """Return a tensor minus its start, or the tensor itself if no start has a suitable shape."""
+    """Return a tensor minus `start`, if `start` contains a value for every element of the tensor.
+
+    Otherwise, return the tensor itself.
+    """
     # A client with a smaller rank has only the first rows or columns of the server's tensor.
     tensor = tensor.double()
     if start is None or start.dim() != tensor.dim():

@@ -16,7 +16,7 @@ from coterie.seeding import generator
 
 @dataclass
 class Memory:
-    """The state of a transform. Hooks may replace its tensors but must not modify them in place."""
+    """The state of a transform. Hooks may replace tensors, but must not modify tensors in place."""
 
     groups: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Tensors by group and name."""
@@ -33,7 +33,7 @@ class Memory:
 
     @classmethod
     def of(cls, state: State) -> "Memory":
-        """Return the memory that is saved in a state returned by `state()`."""
+        """Create a memory from a state that the method `state` returned."""
         return cls(dict(state.groups), dict(state.values))
 
 
@@ -46,7 +46,7 @@ class Context:
     client: str
     """The name of the client that sends the upload or receives the download."""
     exchange: int
-    """The number of the exchange, from 0."""
+    """The index of the exchange; the first exchange has index 0."""
     exchanges: int
     """The number of exchanges of the run in which clients train."""
     way: Way
@@ -61,13 +61,14 @@ class Context:
     """The ledger of the client's privacy budget; None on the server."""
 
     def generator(self, purpose: str, update: Groups) -> torch.Generator:
-        """Return a random generator for one update that only this client can reproduce.
+        """Return a random generator for one update; only this client can reproduce the generator.
 
-        The seed depends on a secret of the client and on the digest of the update. So an upload
-        that is repeated after a crash has the same noise, and a different upload has fresh noise.
+        The seed depends on a secret of the client and on the digest of the update. An upload that
+        is repeated after a crash therefore has the same noise as before, but a different upload has
+        new noise.
 
         Args:
-            purpose: A name that separates this generator from others for the same update.
+            purpose: A name that distinguishes this generator from other generators for the update.
             update: The tensors to protect, by group and name.
 
         Returns:
@@ -79,7 +80,7 @@ class Context:
     def spend(self, update: Groups, noise: float, releases: int) -> bool:
         """Spend privacy budget for the release of an update with Gaussian noise.
 
-        The release of an identical update in this exchange spends budget only once.
+        If the same update is released again in the same exchange, no further budget is spent.
 
         Args:
             update: The tensors to release, without noise, by group and name.
@@ -87,7 +88,7 @@ class Context:
             releases: The number of releases with this noise in the run.
 
         Returns:
-            Whether the client's budget allows the release. If not, nothing is spent.
+            Whether the client's budget allows the release. If not, no budget is spent.
         """
         assert self.ledger is not None, "only clients have a ledger"
         release = self.generator("release", update).initial_seed()
@@ -96,7 +97,7 @@ class Context:
 
 @dataclass(frozen=True)
 class TransformFacts:
-    """The facts about a run that `Transform.check` gets before the run starts."""
+    """Facts about a run, which are passed to `Transform.check` before the run starts."""
 
     clients: tuple[str, ...]
     """The names of the clients."""

@@ -21,7 +21,9 @@ KEYS = {
 def with_defaults(
     spec: AggregationSpec, listed: Sequence[Transform], schema: Schema
 ) -> tuple[Transform, ...]:
-    """Return all transforms of a run: the listed transforms, then those that other keys configure.
+    """Return all transforms of a run.
+
+    The listed transforms come first, followed by the transforms that other keys configure.
 
     Args:
         spec: The section `aggregation` of the run file.
@@ -68,5 +70,5 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
                 f"aggregation.transforms has {transform.name!r} twice; keep one of them."
                 if number < len(listed)
                 else f"aggregation.transforms has {transform.name!r}, which is also configured "
-                f"by {KEYS[transform.name]} in section aggregation; keep one of the two."
+                f"by {KEYS[transform.name]} in the section `aggregation`; keep one of the two."
             )

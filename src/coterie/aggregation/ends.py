@@ -46,7 +46,7 @@ class ClientTransforms:
         """Whether the transforms have a state to save."""
 
     def declared(self, message: Message, tokens: int) -> Message:
-        """Return a hello or an upload with the values that transforms declare.
+        """Add the values that transforms declare to a client's first message or to an upload.
 
         Args:
             message: The message that the method returned.
@@ -77,7 +77,7 @@ class ClientTransforms:
         return replace(upload, groups=self.pipeline.encode(upload.groups, self.received, contexts))
 
     def answer(self, phase: str, exchange: int) -> Message:
-        """Return the upload of a phase that a transform declares."""
+        """Return the client's upload for an additional phase, which a transform declares."""
         stage = self.pipeline.stage_of(phase)
         answer = stage.call("answer", phase, self._contexts(exchange, "up").of(stage))
         return Message(exchange, values={stage.transform.name: answer})
@@ -125,12 +125,12 @@ class ServerTransforms:
         """States that belong to no client, by transform; empty if no transform needs such a state.
         """
         self._final = self.memories
-        """`memories` after the last completed exchange."""
+        """The value of `memories` after the last completed exchange."""
         self.exchange, self.phase = 0, TRAIN
         self.clients: tuple[str, ...] = ()
         self.client_memories: dict[str, ClientMemory] = {}
         self._pending: dict[str, ClientMemory] = {}
-        """New states, by client; they replace `client_memories` of clients whose uploads count."""
+        """New states, by client. They become permanent in `commit` if the upload is accepted."""
         self._sent: dict[str, Message] = {}
         self._joined: dict[str, dict[str, Any]] = {}
         """The results of `Transform.join`, by transform and client."""
@@ -205,7 +205,7 @@ class ServerTransforms:
         return replace(upload, groups=groups)
 
     def collect(self, client: str, message: Message) -> None:
-        """Process a client's upload in a phase that a transform declares.
+        """Process a client's upload in an additional phase, which a transform declares.
 
         Raises:
             MessageError: If the upload is invalid.
@@ -235,7 +235,7 @@ class ServerTransforms:
         return groups
 
     def measure(self, client: str, upload: Message, reference: Groups) -> dict[str, Any]:
-        """Return the transforms' measures of an upload, by transform.
+        """Measure an upload with each transform's `measure`, and return the results by transform.
 
         Args:
             client: The client that sent the upload.
@@ -250,13 +250,13 @@ class ServerTransforms:
         }
 
     def refuse(self, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Determine which uploads of an exchange are excluded, and set the limits of the others.
+        """Determine which uploads are excluded, and store the limits of the other uploads.
 
         Args:
             measures: The results of `measure`, by client.
 
         Returns:
-            The reasons for the exclusion of uploads, by client.
+            The reason for the exclusion of each excluded upload, by client.
         """
         refused: dict[str, str] = {}
         self._limits = {}
@@ -270,7 +270,7 @@ class ServerTransforms:
         return refused
 
     def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
-        """Return an upload, changed so that it complies with its limits.
+        """Apply the limits that `refuse` stored for an upload, and return the limited upload.
 
         Args:
             client: The client that sent the upload.
@@ -303,7 +303,7 @@ class ServerTransforms:
         return weight
 
     def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
-        """Yield metrics of an exchange's uploads: the client, the name and the value of each."""
+        """Yield the client, the name and the value of each metric of an exchange's uploads."""
         for stage in self.pipeline.stages_with("figures"):
             figures = stage.call_for(Mapping, "figures", _measures_of(stage.key, measures))
             for client, metrics in figures.items():
@@ -311,7 +311,9 @@ class ServerTransforms:
                     yield client, name, value
 
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
-        """Return the tensors that replace the mean of a round. Called once per completed round.
+        """Return the tensors that replace the mean of a round.
+
+        The method is called once per completed round.
 
         Args:
             mean: The reduced uploads, by group and name.
@@ -329,14 +331,15 @@ class ServerTransforms:
         """Make the exchange's states permanent.
 
         Args:
-            counted: The clients whose uploads count. Other clients' states are not changed.
+            counted: The clients whose uploads are accepted. The states of other clients are not
+                changed.
         """
         self._final = self.memories
         if self.pipeline.active:
             self.client_memories |= {client: self._pending[client] for client in counted}
 
     def leave(self, client: str) -> None:
-        """Remove a client and the states that belong to it."""
+        """Remove a client and the states of transforms for this client."""
         self.client_memories.pop(client, None)
         for clients in self._joined.values():
             clients.pop(client, None)
@@ -372,7 +375,7 @@ class ServerTransforms:
 def _divided(
     pipeline: Pipeline, values: Mapping[str, Json]
 ) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Divide the values of a download into transforms' values (from `tell`) and the method's."""
+    """Divide the values of a download into the values from `tell` and the method's own values."""
     names = {stage.transform.name for stage in pipeline.stages_with("tell")}
     return (
         {name: value for name, value in values.items() if name in names},
@@ -381,7 +384,7 @@ def _divided(
 
 
 def _measures_of(stage: str, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one transform's measures, by client."""
+    """Return the results of one transform's `measure`, by client."""
     return {client: measures[client][stage] for client in sorted(measures)}
 
 

@@ -13,8 +13,8 @@ def run_hook(
     """Call a hook of a transform and return its result.
 
     Raises:
-        CoterieError: If the hook raised a CoterieError. Any other exception is raised as the type
-            `error`.
+        CoterieError: If the hook raises an exception. A CoterieError is raised unchanged. Any other
+            exception is replaced by an `error` that names the transform and the hook.
     """
     try:
         return getattr(transform, hook)(*args)

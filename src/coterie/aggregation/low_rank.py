@@ -9,15 +9,15 @@ class LowRankSum:
     """The exact sum `sum_i B_i A_i` in float64, accumulated one product at a time.
 
     All factors B_i and A_i are stored, concatenated, as long as they have no more elements than the
-    sum, which is an (out, in) matrix. After that, only the sum is stored. The memory is therefore
-    bounded, whatever the number of products.
+    sum, which is an (out, in) matrix. After that, only the sum is stored. The required memory is
+    therefore bounded, whatever the number of products.
     """
 
     def __init__(self) -> None:
         self._factors: tuple[Tensor, Tensor] | None = None
         self._sum: Tensor | None = None
         self.weight = 0
-        """The total weight of the products; the caller of `add` updates it."""
+        """The total weight of the products, which the caller of `add` must update."""
 
     def add(self, B: Tensor, A: Tensor) -> None:
         """Add the product of B, (out, r), and A, (r, in). The rank r may differ between calls."""
@@ -35,8 +35,8 @@ class LowRankSum:
         """Compute the singular value decomposition of the sum.
 
         Returns:
-            U, (out, k); S, (k,), in descending order; and V^T, (k, in); k is the number of singular
-            values.
+            The tensors U, (out, k), S, (k,), and V^T, (k, in), where k is the number of singular
+            values. The singular values S are in descending order.
         """
         if self._sum is not None:
             return torch.linalg.svd(self._sum, full_matrices=False)
@@ -62,13 +62,16 @@ class LowRankSum:
 
 
 def product_norm(B: Tensor, A: Tensor) -> float:
-    """Compute the Frobenius norm of B A without the product, for B, (out, r), and A, (r, in)."""
+    """Compute the Frobenius norm of the product of B, (out, r), and A, (r, in).
+
+    The product itself, an (out, in) matrix, is not computed.
+    """
     B, A = B.double(), A.double()
     return torch.linalg.norm(B @ torch.linalg.qr(A.t()).R.t()).item()
 
 
 class PaddedMean:
-    """The weighted mean of tensors of different sizes, each padded with zeros to the largest.
+    """The weighted mean of tensors of different sizes, which are padded with zeros to equal sizes.
 
     Args:
         before: The previous value, at least as large as each tensor. Elements that no tensor

@@ -1,7 +1,7 @@
 """Aggregation of a round's uploads, independent of the method.
 
 The weighted mean, or the reduction that replaces it, iterates over contributions in the order of
-client names. Its memory therefore need not grow with the number of clients.
+client names. The required memory therefore need not grow with the number of clients.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from coterie.aggregation.transform import Contribution, Transform
 from coterie.messages import Groups, Message, Schema, Shapes, check_shapes
 
 HELD = "held"
-"""The name of an aggregate's value with the number of clients that uploaded each tensor."""
+"""Key for the number of clients that uploaded each tensor, in the values of an aggregate."""
 
 
 def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
@@ -24,8 +24,8 @@ def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
 
     The sums are over the clients k whose uploads contain the tensor; w_k is a client's weight.
 
-    This is federated averaging (McMahan et al., arXiv 1602.05629). Sums are in float64, the result
-    is in float32.
+    This is federated averaging (McMahan et al., arXiv 1602.05629). Sums are in float64, and the
+    result is in float32.
     """
     sums: dict[str, dict[str, Tensor]] = {}
     weights: dict[tuple[str, str], float] = {}
@@ -45,7 +45,9 @@ def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
 
 
 class Aggregation:
-    """The schema, transforms and reduction of a run; the same for all engines and methods.
+    """The aggregation of uploads with a run's schema, transforms and reduction.
+
+    All engines and all methods use this class.
 
     Args:
         schema: The fields that the method may send.
@@ -59,7 +61,7 @@ class Aggregation:
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
         self.pipeline = Pipeline(transforms, schema, exchanges)
         self.schema = self.pipeline.schema
-        """The fields that may be sent: the method's fields, encoded, and the transforms' fields."""
+        """The fields that may be sent: the method's encoded fields, and the transforms' fields."""
         self.transforms = ServerTransforms(self.pipeline)
         """The transforms of the run on the server, with their states."""
         self._reduce = self.transforms.reduce if self.pipeline.reduction else weighted_mean
@@ -75,7 +77,7 @@ class Aggregation:
             expected: The shapes that the upload must have, by group and name.
 
         Raises:
-            MessageError: If the shapes differ, or a transform rejects the client's weight.
+            MessageError: If the shapes differ from `expected`, or a transform rejects the upload.
         """
         for group in sorted(self._means):
             check_shapes(upload[group], expected.get(group, {}))
@@ -87,7 +89,12 @@ class Aggregation:
         return upload.only(self._each)
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
-        """Return the aggregate of a round's contributions, with the value `HELD`."""
+        """Aggregate the contributions of a round.
+
+        Returns:
+            A message with the aggregated tensors. The message's value `HELD` is the number of
+            clients that uploaded each tensor, by group and name.
+        """
         held: dict[str, Counter[str]] = defaultdict(Counter)
 
         def counted() -> Iterable[Contribution]:

@@ -6,7 +6,7 @@ FedAvgM (Hsu et al., arXiv 1909.06335) and FedAdagrad, FedYogi and FedAdam (Redd
     fedavgm: m_t = beta m_{t-1} + Delta_t                x_{t+1} = x_t + eta m_t
     others:  m_t = beta_1 m_{t-1} + (1 - beta_1) Delta_t x_{t+1} = x_t + eta m_t / (sqrt v_t + tau)
 
-Here eta is the learning rate, and each optimiser updates the second moment v_t in its own way. The
+Here, eta is the learning rate. The optimisers differ in how they update the second moment v_t. The
 initial moments are m = 0 and v = tau^2. A tensor that no client uploaded in a round keeps its value
 and its moments.
 """
@@ -24,7 +24,7 @@ from coterie.messages.schema import Reduce
 
 
 class ServerOptimiser(Transform):
-    """Optimiser of the server's parameters, with its moments in float64 on the CPU."""
+    """An optimiser of the server's parameters. The moments are stored in float64 on the CPU."""
 
     name: ClassVar[str] = "server_optimiser"
     summary: ClassVar[str] = "server optimiser: FedAvgM, FedAdagrad, FedYogi or FedAdam"
@@ -59,10 +59,10 @@ class ServerOptimiser(Transform):
         return result
 
     def _step(self, moments: dict[str, dict[str, Tensor]], name: str, delta: Tensor) -> Tensor:
-        """Update the moments of a tensor and return its step.
+        """Update the moments of a tensor, and return the tensor's step.
 
         Args:
-            moments: The moments m and v of the tensor's group, by kind and name.
+            moments: The moments of the tensor's group, by kind (`m` or `v`) and tensor name.
             name: The name of the tensor.
             delta: The mean minus the tensor's old value, which is the negative pseudo-gradient.
         """

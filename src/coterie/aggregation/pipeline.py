@@ -1,9 +1,10 @@
 """The pipeline of a run's transforms, which encodes and decodes payloads.
 
 Client and server both store the *reference*: the parameters that the client last received.
-Transforms encode the difference from the reference, which is added again when a payload is decoded.
-The state of an exchange becomes permanent when the client's upload counts. Otherwise, the client
-restores its previous state, and the server discards the new state when the next exchange starts.
+Transforms encode the difference from the reference. When a payload is decoded, the reference is
+added again. The state of an exchange becomes permanent when the client's upload is accepted.
+Otherwise, the client restores its previous state, and the server discards the new state when the
+next exchange starts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,18 +66,18 @@ class Stage:
         )
 
     def call(self, hook: str, *args: Any, error: type[CoterieError] = CoterieError) -> Any:
-        """Call a hook with `run_hook`, which can raise an error, and return the hook's result."""
+        """Call a hook of the transform through `run_hook`, and return the hook's result."""
         return run_hook(self.transform, hook, *args, error=error)
 
     def call_for(self, kind: type[T], hook: str, *args: Any) -> T:
-        """Call a hook and return its result, which must be an instance of `kind`."""
+        """Call a hook, check that the result is an instance of `kind`, and return the result."""
         result = self.call(hook, *args, error=MessageError)
         if not isinstance(result, kind):
             raise self.failure(hook, f"returned {type(result).__name__}, not a {kind.__name__}.")
         return result
 
     def failure(self, hook: str, problem: str) -> CoterieError:
-        """Return the error for a faulty hook."""
+        """Return an exception that reports a faulty hook."""
         return CoterieError(failure(self.transform, hook, problem))
 
 
@@ -139,7 +140,9 @@ class Pipeline:
         return groups
 
     def decode(self, groups: Groups, reference: Groups, contexts: "Contexts") -> Groups:
-        """Decode the tensors of a message. Groups of sealed transforms stay encoded.
+        """Decode the tensors of a message.
+
+        If a sealed transform encoded a group, the group stays encoded (see `Transform.sealed`).
 
         Args:
             groups: The received tensors, by group and name.
@@ -197,7 +200,7 @@ class Contexts:
 
 
 def _with_values(stage: Stage, schema: Schema) -> Schema:
-    """Return a schema with the JSON values that a transform adds to messages."""
+    """Extend a schema with the JSON values that a transform adds to messages."""
     value = Field(stage.transform.name, stage.transform.summary, "json")
 
     def added(fields: Sequence[Field], *hooks: str) -> tuple[Field, ...]:
@@ -225,7 +228,7 @@ def _only(groups: Groups, names: frozenset[str]) -> dict[str, Tensors]:
 def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int) -> Groups:
     """Add `sign` times the reference to the tensors of some groups.
 
-    Tensors that the reference does not contain in the same shape are returned unchanged.
+    A tensor is returned unchanged if the reference has no tensor of the same name and shape.
 
     Args:
         groups: The tensors, by group and name.
@@ -280,7 +283,7 @@ def check_same_shapes(prefix: str, groups: Groups, expected: Mapping[str, Shapes
         try:
             check_shapes(groups.get(group, {}), expected.get(group, {}))
         except MessageError as error:
-            raise CoterieError(f"{prefix} other tensors in {group!r}: {error}") from error
+            raise CoterieError(f"{prefix} wrong tensors in the group {group!r}: {error}") from error
 
 
 def shapes_of(groups: Groups) -> dict[str, Shapes]:

@@ -1,7 +1,8 @@
 """Reductions that are robust to a minority of wrong uploads: median and trimmed mean.
 
-Yin et al., arXiv 1803.01498, definitions 1 and 2. Each element is reduced over the clients that
-uploaded it. Unlike the mean, these reductions ignore weights and need all uploads in memory.
+They are defined by Yin et al. (arXiv 1803.01498, definitions 1 and 2). Each element is reduced over
+the clients that uploaded the element. Unlike the mean, these reductions ignore weights and need all
+uploads in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from coterie.messages import Groups
 
 
 class Median(Reduction):
-    """The coordinate-wise median; for an even number of clients, the mean of the middle two."""
+    """The coordinate-wise median: the middle value, or the mean of the two middle values."""
 
     name: ClassVar[str] = "median"
     summary: ClassVar[str] = "coordinate-wise median of uploads in place of their mean"
@@ -30,20 +31,20 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """The coordinate-wise mean without a given share of the smallest and of the largest values."""
+    """The coordinate-wise mean, computed without a share of the smallest and largest values."""
 
     name: ClassVar[str] = "trimmed_mean"
     summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"
     least: ClassVar[int] = 3
 
     trim: float = Field(default=0.2, gt=0, lt=0.5)
-    """share of values to drop at each end, rounded down, but at least one value"""
+    """share of values to drop at each end; the resulting number is rounded down, but at least 1"""
 
     def check(self, run: TransformFacts) -> None:
         super().check(run)
         if 2 * self._dropped(len(run.clients)) >= len(run.clients):
             raise CoterieError(
-                f"The transform 'trimmed_mean' with trim: {self.trim} would drop the uploads of "
+                f"With trim = {self.trim}, the transform 'trimmed_mean' would drop the uploads of "
                 f"all {len(run.clients)} clients; lower trim, or add clients."
             )
 
@@ -64,12 +65,12 @@ class TrimmedMean(Reduction):
 def reduced(
     contributions: Iterable[Contribution], reduce: Callable[[Tensor], Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Reduce each tensor over the clients that uploaded it.
+    """Reduce each tensor over the clients that uploaded the tensor.
 
     Args:
         contributions: The uploads.
-        reduce: A function that takes the clients' tensors, stacked to float64 of shape
-            (clients, ...), and returns their reduction, of shape (...).
+        reduce: A function that takes the clients' tensors, stacked into one float64 tensor
+            (clients, ...), and returns the reduced tensor (...).
 
     Returns:
         The reductions, float32, by group and name.

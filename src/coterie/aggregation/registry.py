@@ -1,4 +1,4 @@
-"""Registry of aggregation transforms: built-in, registered, and from plugins.
+"""Registry of aggregation transforms, which are built in, registered, or provided by plugins.
 
 Built-in transforms are imported only when they are used, so listing names does not import torch.
 """
@@ -24,7 +24,7 @@ OWN = {
 
 
 def register(kind: Any) -> Any:
-    """Register a transform's class under its `name` in this process.
+    """Register a transform's class in this process under the class's `name`.
 
     Args:
         kind: A subclass of `Transform` with a `name` and a `summary`.
@@ -56,5 +56,5 @@ TRANSFORMS: "Registry[type[Transform]]" = Registry(
     builtin={name: partial(_builtin, name) for name in OWN},
     group="coterie.transforms",
     accept=register,
-    advice="--plugin FILE.py, or coterie.register, adds your own.",
+    advice="To add a transform of your own, use --plugin FILE.py or coterie.register.",
 )

@@ -27,13 +27,13 @@ class ServerOptimiserSpec(BaseModel):
     name: Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"]
     """server optimiser: momentum (fedavgm), Adam, Yogi or Adagrad"""
     learning_rate: float | None = Field(default=None, gt=0)
-    """server learning rate (eta); default: 1 for fedavgm, 0.01 for the others"""
+    """server learning rate (eta); default: 1 for fedavgm, 0.01 for the other optimisers"""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """decay rate of the first moment: beta of fedavgm, beta_1 of the others"""
+    """decay rate of the first moment (beta in fedavgm, beta_1 in the other optimisers)"""
     beta2: float = Field(default=0.99, ge=0, lt=1)
     """decay rate of the second moment (beta_2; fedadam and fedyogi only)"""
     tau: float = Field(default=1e-3, gt=0)
-    """constant added to the root of the second moment (tau; not for fedavgm)"""
+    """constant that is added to the root of the second moment (tau; not for fedavgm)"""
 
     @model_validator(mode="before")
     @classmethod
@@ -82,8 +82,8 @@ class BoundsSpec(BaseModel):
 
     largest_change: float | None = Field(default=3.0, ge=1)
     """largest norm of the change of a client's shared parameters in a round, as a multiple of the
-    round's median; uploads with larger changes are excluded, or scaled down if they are exactly
-    half of the uploads; null: unlimited"""
+    round's median; uploads with larger changes are excluded, or scaled down if exactly half of the
+    uploads have larger changes; null: unlimited"""
     largest_norm: float | None = Field(default=10.0, ge=1)
     """largest norm of the other tensors of an upload (predictions, embeddings), as a multiple of
     the round's median; null: unlimited"""
@@ -96,13 +96,13 @@ class AggregationSpec(BoundsSpec):
     """Section `aggregation` of a run file."""
 
     weights: Literal["uniform", "tokens"] = "uniform"
-    """weights of clients in the mean: equal, or their numbers of training tokens"""
+    """weights of clients in the mean: equal weights, or the clients' numbers of training tokens"""
     transforms: tuple[TransformSpec, ...] = ()
     """transforms of uploads, downloads and means, in encoding order: names, or mappings of `name`
     and settings"""
     optimiser: ServerOptimiserSpec | None = None
-    """server optimiser: a name, or a mapping of `name` and settings; default: none, the mean
-    replaces the server's parameters"""
+    """server optimiser: a name, or a mapping of `name` and settings; default: no optimiser (the
+    mean replaces the server's parameters)"""
 
     @field_serializer("transforms")
     def _serialise(self, transforms: tuple[TransformSpec, ...]) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""Aggregation transforms: changes of every upload, download or mean, independent of the method.
+"""Aggregation transforms: method-independent modifications of all uploads, downloads or means.
 
-A transform consists of settings and hooks. Its state is in a `Memory`, which the engine passes to
-the hooks, saves in checkpoints, and rolls back when an upload does not count. Transforms are listed
-under `aggregation.transforms` in the run file. They encode in the order of the list and decode in
-reverse order. For example, this complete transform sends updates in half precision::
+A transform consists of settings and hooks. The transform's state is in a `Memory`, which the engine
+passes to the hooks, saves in checkpoints, and rolls back when an upload is rejected. Transforms are
+listed under `aggregation.transforms` in the run file. They encode messages in the order of the
+list, and decode messages in the reverse order. For example, this complete transform sends updates
+in half precision::
 
     class Half(Transform):
         name = "half"
@@ -37,10 +38,11 @@ TRAIN = "train"
 
 
 class Transform(BaseModel):
-    """A change of every upload, download or mean, independent of the method.
+    """A modification of all uploads, downloads or means that does not depend on the method.
 
-    Subclasses declare `name` and `summary`, their settings as pydantic fields, and override the
-    hooks that they need. An exception in a hook becomes an error that names transform and hook.
+    Subclasses set `name` and `summary`, declare their settings as pydantic fields, and override the
+    hooks that they need. An exception in a hook becomes an error that names the transform and the
+    hook.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,14 +52,15 @@ class Transform(BaseModel):
     summary: ClassVar[str]
     """A description in one line."""
     reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean"})
-    """The transform encodes the upload fields with one of these reductions; if empty, no fields."""
+    """The reductions of the upload fields that the transform encodes; no fields are encoded if the
+    set is empty."""
     private: ClassVar[bool] = False
-    """Whether the transform promises privacy. If so, methods that upload floating-point fields
-    which the transform does not encode are refused."""
+    """Whether the transform promises privacy. If so, the transform refuses a method that uploads
+    floating-point fields which the transform does not encode."""
     downloads: ClassVar[bool] = False
     """Whether the transform also encodes downloads."""
     sealed: ClassVar[bool] = False
-    """Whether only the reduction of all uploads can be decoded, but no single upload."""
+    """Whether the server can decode only the reduction of all uploads, but no individual upload."""
     before: ClassVar[tuple[str, ...]] = ()
     """The names of additional phases before training, each with one download and one upload."""
     least: ClassVar[int] = 1
@@ -70,7 +73,7 @@ class Transform(BaseModel):
             schema: The fields of the transform's input.
 
         Returns:
-            The groups of float32 tensors whose reduction is one of `reductions`.
+            The names of the groups of float32 tensors whose reduction is one of `reductions`.
         """
         fields = (f for f in schema.up if f.reduce in self.reductions)
         return {f.name for f in fields if f.dtype == "float32"}
@@ -83,7 +86,8 @@ class Transform(BaseModel):
             dtype: The dtype of the encoded tensors, such as `float16`.
 
         Returns:
-            The schema with the new dtype, for downloads only if `downloads` is true.
+            The schema with the new dtype. The dtype of downloads is changed only if `downloads` is
+            true.
         """
         groups, ways = self.covered(schema), ("up", "down") if self.downloads else ("up",)
         fields = {
@@ -119,8 +123,8 @@ class Transform(BaseModel):
         """
         if len(run.clients) < self.least:
             raise CoterieError(
-                f"The transform {self.name!r} needs at least {self.least} clients, and the run has "
-                f"{len(run.clients)}."
+                f"The transform {self.name!r} needs at least {self.least} clients, but the run has "
+                f"only {len(run.clients)}."
             )
         if self.reductions and not self.covered(run.schema):
             raise CoterieError(
@@ -162,9 +166,9 @@ class Transform(BaseModel):
         """Encode an update before it is sent.
 
         Args:
-            update: Float32 tensors by group and name. Each is the difference from the tensor of
-                this name that the client last received, if there is one. A sealed transform gets
-                the tensors themselves instead of differences.
+            update: Float32 tensors by group and name. If the client has received a tensor of the
+                same name, the transform gets the difference from the last received tensor. If
+                `sealed` is true, however, the transform gets the tensors themselves.
             context: The circumstances of the call.
 
         Returns:
@@ -183,7 +187,7 @@ class Transform(BaseModel):
             The update: float32 tensors with the groups, names and shapes that `encode` got.
 
         Raises:
-            MessageError: If the payload is invalid. The upload then does not count.
+            MessageError: If the payload is invalid. The upload is then rejected.
         """
         return payload
 
@@ -191,13 +195,14 @@ class Transform(BaseModel):
         """Return a value to send to a client with its download. Runs on the server.
 
         Args:
-            phase: The phase of the round: `train`, or one of the transform's `before`.
+            phase: The phase of the round: `train`, or one of the phases in `before`.
             client: The client that receives the download.
             clients: All clients of the exchange.
             memory: The transform's state on the server.
 
         Returns:
-            The value that the client's hooks get as `context.server_value`; None sends no value.
+            The value that the client's hooks get as `context.server_value`. If the value is None,
+            it is not sent.
         """
         return None
 
@@ -216,7 +221,7 @@ class Transform(BaseModel):
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
         """Process a client's upload in one of the phases in `before`. Runs on the server.
 
-        Called once per client, in the order of names.
+        The hook is called once per client, in the order of client names.
 
         Args:
             phase: The phase of the round.
@@ -235,8 +240,8 @@ class Transform(BaseModel):
             tokens: The number of the client's training tokens.
 
         Returns:
-            The value, which the server finds in `message.values` under the transform's name. None
-            sends no value.
+            The value, which the server finds in `message.values` under the transform's name. If the
+            value is None, no value is sent.
         """
         return None
 
@@ -248,8 +253,8 @@ class Transform(BaseModel):
             hello: The client's first message, which contains the value of `declare`.
 
         Returns:
-            Any value that `measure` and `weight` need. It is not saved: after a restart, the server
-            calls `join` again with the saved message.
+            Any value that `measure` and `weight` need. The value is not saved. Instead, the server
+            calls `join` again with the saved message after a restart.
 
         Raises:
             MessageError: If the message is invalid. The client then does not join.
@@ -276,9 +281,9 @@ class Transform(BaseModel):
             measures: The value that `measure` returned for each upload, by client.
 
         Returns:
-            Decisions by client. A string excludes the upload and gives the reason. Any other value
-            is passed to `bounded` as the upload's limit. Uploads without a decision count
-            unchanged.
+            Decisions by client. If the decision is a string, the upload is excluded, and the string
+            is the reason. Any other value is passed to `bounded` as the upload's limit. Uploads
+            without a decision are neither excluded nor limited.
         """
         return {}
 
@@ -301,14 +306,14 @@ class Transform(BaseModel):
 
         Args:
             client: The client's name.
-            upload: The decoded upload, within its limits.
+            upload: The decoded upload, to which the limits have been applied.
             joined: The value that `join` returned for the client.
 
         Returns:
             A positive, finite weight. The weights of several transforms are multiplied.
 
         Raises:
-            MessageError: If the upload is invalid. The upload then does not count.
+            MessageError: If the upload is invalid. The upload is then rejected.
         """
         return 1.0
 
@@ -346,8 +351,8 @@ class Reduction(Transform):
         """Reduce a round's uploads. Runs on the server.
 
         Args:
-            contributions: The uploads that count, in the order of client names.
-            clients: All clients of the exchange, whether or not their uploads count.
+            contributions: The accepted uploads, in the order of client names.
+            clients: All clients of the exchange, including clients whose uploads were rejected.
             memory: The transform's state on the server.
 
         Returns:

@@ -15,15 +15,15 @@ ALWAYS = 2
 def trust_row(
     own: str, scores: Mapping[str, float], top: int | None = None, threshold: float | None = None
 ) -> dict[str, float]:
-    """Compute a client's trust weights: the softmax of its scores (PCL, equation 2).
+    """Compute a client's trust weights: the softmax of the client's scores (PCL, equation 2).
 
     Args:
         own: The name of the client.
         scores: The score of each client, by name, including the client itself. Clients whose score
             is not finite get weight 0.
-        top: The number of best scores to keep; None: all.
+        top: The number of best scores to keep. None keeps all scores.
         threshold: The value that a score must exceed to be kept. The two best scores are always
-            kept. None: no threshold.
+            kept. With None, there is no threshold.
 
     Returns:
         Weights by client, which sum to 1. If no score is finite, `own` gets weight 1.
@@ -51,9 +51,9 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
     Args:
         a: The tensors of one adapter by name: A, (r, in), and B, (out, r).
         b: The tensors of the other adapter.
-        by_columns: Whether to average the cosine similarities of corresponding columns, as PCL's
-            released code does (it stores transposed matrices). Otherwise, all tensors of an adapter
-            are concatenated to one vector.
+        by_columns: Whether to average the cosine similarities of corresponding columns. PCL's
+            released code does this, but with transposed matrices. If false, all tensors of an
+            adapter are concatenated into one vector.
     """
     if by_columns:
         columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]
@@ -65,7 +65,7 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
 def sparse_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float:
     """Compute the L1 distance between sparse logits, averaged over token positions.
 
-    Logits that are missing from a vector are 0.
+    Logits that are missing from a sparse vector are taken as 0.
 
     Args:
         a: The logits of k vocabulary entries at each position, (tokens, k), and the token ids of

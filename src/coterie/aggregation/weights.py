@@ -1,4 +1,4 @@
-"""Weights by numbers of training tokens, as in FedAvg (McMahan et al., arXiv 1602.05629)."""
+"""Weighting of clients by their numbers of training tokens, as in FedAvg (arXiv 1602.05629)."""
 
 from typing import Any, ClassVar
 
@@ -7,11 +7,13 @@ from coterie.errors import CoterieError
 from coterie.messages import Field, Message, MessageError
 from coterie.messages.schema import Reduce
 
-TOKENS = Field("tokens", "number of training tokens, the client's weight in the mean", "json")
+TOKENS = Field(
+    "tokens", "number of training tokens, used as the client's weight in the mean", "json"
+)
 
 
 class TokenWeights(Transform):
-    """Weights of clients in the mean: their numbers of training tokens.
+    """Client weights in the mean that equal the clients' numbers of training tokens.
 
     A client declares its number of tokens when it joins and with each upload. The number in an
     upload may be smaller than the number declared when the client joined, but not larger.

@@ -22,7 +22,7 @@ invalidates all cached files."""
 
 
 def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
-    """Return the map from source to target; read it from the cache, or compute and cache it."""
+    """Read the map from source to target from the cache, or compute the map and cache it."""
     mapping = load_map(source, target)
     if mapping is None:
         mapping = vocabulary_map(source, target)

@@ -1,7 +1,8 @@
 """A model's predictions of the answers to prompts, and their alignment with another tokenizer.
 
 Teacher and student tokenise the same samples separately. A sample is identified by a hash of its
-prompt and answer, and a position in an answer by the number of the answer's characters before it.
+prompt and answer. A position in an answer is identified by the number of characters of the answer
+that precede the position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class Knowledge:
     """(p,) int32: number of the answer's characters before each position, or -1 for positions
     inside a character; see `alignment.sequence.ends`."""
     tokens: Tensor
-    """(p, k) int32: the most probable next tokens, in descending order; -1 in unused entries."""
+    """(p, k) int32: the most probable next tokens, most probable first; -1 in unused entries."""
     logprobs: Tensor
     """(p, k) float16: log-probabilities of `tokens`."""
     lognorm: Tensor
@@ -78,7 +79,7 @@ class Knowledge:
             most: Maximum number k of tokens per position.
 
         Raises:
-            MessageError: A tensor is missing, or has an invalid shape or values out of bounds.
+            MessageError: A tensor is missing, has an invalid shape, or contains invalid values.
         """
         if missing := {f.name for f in fields(cls)} - tensors.keys():
             raise MessageError(f"The tensor {min(missing)!r} is missing from the message.")
@@ -91,13 +92,13 @@ class Knowledge:
             if tuple(getattr(knowledge, name).shape) != shape:
                 raise MessageError(f"The tensor {name!r} does not have the shape {shape}.")
         if not (k <= most and knowledge._is_ordered() and knowledge._is_in_bounds(vocabulary)):
-            raise MessageError("The predictions received are invalid.")
+            raise MessageError("The received predictions are invalid.")
         return knowledge
 
     def _is_ordered(self) -> bool:
-        """Return whether samples are unique and their positions are in a valid order.
+        """Return whether all samples are unique and the positions of each sample are ordered.
 
-        In each sample, the positions must advance through the answer to its end.
+        In each sample, the positions must advance from the start of the answer to the answer's end.
         """
         n, p = len(self.samples), len(self.ends)
         # Without this check, the differences below could overflow.
@@ -139,7 +140,7 @@ class Positions:
         starts = torch.zeros(len(texts) + 1, dtype=torch.int64)
         starts[1:] = (samples.starts[1:] - samples.answers).cumsum(0)
         flat = [end for _, answer in encoded for end in ends(answer.offsets)]
-        assert len(flat) == starts[-1], "answers are encoded as data.examples does"
+        assert len(flat) == starts[-1], "answers must be encoded as data.examples encodes them"
         return cls(
             sample_keys(samples.instructions),
             starts,
@@ -159,26 +160,32 @@ class Positions:
         return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
 
     def known(self, teacher: Knowledge) -> Tensor:
-        """Return each sample's index in the teacher's samples, or -1 if missing: (n,) int64."""
+        """Return the index of each sample among the teacher's samples.
+
+        Returns:
+            (n,) int64; -1 if the sample is not among the teacher's samples.
+        """
         return matched(self.samples, teacher.samples)
 
     def by_offsets(self, teacher: Knowledge) -> Tensor:
-        """Match each of the student's p positions with the teacher's at the same character.
+        """Match each of the student's p positions with a position of the teacher.
+
+        A student's and a teacher's position match if the same number of characters precedes both.
 
         Returns:
-            (p,) int64: the index of the teacher's position, or -1 if there is none.
+            (p,) int64: the index of the teacher's position, or -1 if no position matches.
         """
         student = keyed(self.ends, self.starts, self.known(teacher))
         numbers = torch.arange(len(teacher.samples))
         return matched(student, keyed(teacher.ends, teacher.starts, numbers))
 
     def by_warping(self, teacher: Knowledge) -> Tensor:
-        """Match the p positions with the teacher's by dynamic time warping, as FedMKT does.
+        """Match each of the student's p positions with a position of the teacher, as FedMKT does.
 
-        The function `dynamic` describes the algorithm.
+        The positions are matched by dynamic time warping; see the function `dynamic`.
 
         Returns:
-            (p,) int64: the index of the teacher's position, or -1 if there is none.
+            (p,) int64: the index of the teacher's position, or -1 if no position matches.
         """
         matches = torch.full(self.ends.shape, -1, dtype=torch.int64)
         for number, teacher_number in enumerate(self.known(teacher).tolist()):
@@ -198,7 +205,11 @@ class Positions:
 
 
 def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tensor, list[str]]:
-    """Return a sample's positions that are not inside a character, and the texts between them."""
+    """Return the positions in a sample, and the texts between consecutive positions.
+
+    Positions inside a character are left out. A character has such positions if the tokenizer
+    splits the character into several tokens; see `alignment.sequence.ends`.
+    """
     first, last = side.starts[number : number + 2].tolist()
     positions = torch.arange(first, last)[side.ends[first:last] >= 0]
     read = side.ends[positions].tolist()
@@ -206,12 +217,16 @@ def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tens
 
 
 def sample_keys(items: Sequence[Instruction]) -> Tensor:
-    """Return hashes that identify samples for teacher and student: (n,) int64, never negative."""
+    """Return hashes by which teacher and student identify samples: (n,) int64, never negative."""
     texts = (f"{item.prompt}\0{item.answer}".encode() for item in items)
     hashes = (blake2b(text, digest_size=8).digest() for text in texts)
     return torch.tensor([int.from_bytes(h, "big") >> 1 for h in hashes], dtype=torch.int64)
 
 
 def first_of_each(keys: Tensor) -> Tensor:
-    """Mark the first occurrence of each number in `keys` (n,) with True: (n,) bool."""
+    """Return a mask, (n,) bool, that is True at the first occurrence of each number in `keys`.
+
+    Args:
+        keys: (n,), numbers that may be repeated.
+    """
     return first(keys[None])[0]

@@ -1,8 +1,8 @@
 """FedMKT's vocabulary map: the nearest token of a target vocabulary for each source token.
 
-FedMKT (arXiv 2406.02224), section 3.2, after FuseLLM (arXiv 2401.10491), takes the token with the
-minimum edit distance. Here, the distance counts edits of bytes. The search for the minimum is exact
-and has the same result on every machine.
+Like FuseLLM (arXiv 2401.10491), FedMKT (arXiv 2406.02224, section 3.2) uses the token with the
+minimum edit distance. Here, the edit distance is the number of edited bytes. The search for the
+minimum is exact and has the same result on every machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,8 @@ class VocabularyMap:
     """The nearest token of a target vocabulary for each token of a source vocabulary."""
 
     ids: Tensor
-    """(source tokens,) int32: the nearest target token's id, by source id; -1 if there is none."""
+    """(source tokens,) int32: the id of the target token that is nearest to each source token; -1
+    if there is no target token."""
     distances: Tensor
     """(source tokens,) int16: edit distance in bytes between the two tokens; 0 for special tokens,
     and -1 if there is no target token."""
@@ -46,8 +47,8 @@ def vocabulary_map(
     """Map each source token to the target token with the minimum Levenshtein distance.
 
     Ties are resolved in favour of the lexicographically smallest bytes; among ids with the same
-    bytes, the smallest id is used. Special tokens map only to tokens of the same role (see
-    `STANDS_FOR`).
+    bytes, the smallest id is used. Special tokens are mapped only to special tokens with a
+    corresponding role (see `STANDS_FOR`).
 
     Args:
         source: The vocabulary to map from.
@@ -88,14 +89,15 @@ def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
 def _nearest(
     queries: Sequence[bytes], words: Sequence[bytes], progress: Callable[[float], None]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the nearest word for each query; of several nearest words, the first one.
+    """Find the nearest word for each query; if several words are nearest, use the first of them.
+
+    Queries are compared with words of equal length first, then with words that are one byte shorter
+    or longer, and so on. The difference in length is a lower bound of the distance, so the search
+    for a query ends when no remaining word can be nearer.
 
     Returns:
-        The index of each query's nearest word, and their edit distance in bytes.
-
-    Queries are compared with words of equal length first, then with words one byte shorter or
-    longer, and so on. The difference in length is a lower bound of the distance, so a query that
-    already has a nearer word is not compared further.
+        The index of each query's nearest word, and the edit distance in bytes between each query
+        and its nearest word.
     """
     by_length = _by_length(words)
     # A key is distance * len(words) + index, so the first of the nearest words has the minimum.
@@ -125,7 +127,15 @@ def _update_keys(
 ) -> None:
     """Compare selected queries with selected words, and update the queries' keys in place.
 
-    A query's key (see `_nearest`) is lowered if the nearest of these words has a lower key.
+    A query's key combines the index of the nearest word so far with the word's distance from the
+    query. The key is replaced if one of the selected words has a lower key.
+
+    Args:
+        queries: All queries.
+        query_indices: The indices of the selected queries, which must have equal lengths.
+        words: All words.
+        word_indices: The indices of the selected words, which must have equal lengths.
+        keys: The key of every query: distance * len(words) + index.
     """
     choices = [words[index] for index in word_indices]
     size = max(1, BLOCK // len(choices))

@@ -10,8 +10,8 @@ from coterie.errors import CoterieError
 from coterie.files import parse_json
 
 REMEDY = (
-    "download the tokenizer.json of its model, or, to read a SentencePiece or tiktoken model, give "
-    "the folder with its tokenizer.model and install sentencepiece or tiktoken"
+    "download the tokenizer.json of the language model. To read a SentencePiece or tiktoken model "
+    "instead, install sentencepiece or tiktoken and give the folder that contains tokenizer.model"
 )
 
 
@@ -19,7 +19,7 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
     """Return the vocabulary of a tokenizer.
 
     Args:
-        tokenizer: An embedded base, a folder, a file, or a name on the Hugging Face hub. A file
+        tokenizer: A built-in base, a folder, a file, or a name on the Hugging Face hub. A file
             must be a tokenizer.json, or the vocab.json of a byte-level BPE tokenizer. A folder must
             contain one of these files or be readable by `AutoTokenizer`.
 
@@ -56,9 +56,10 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
 
 
 def _file(folder: Path) -> Path | None:
-    """Return the file in a folder that describes its tokenizer completely.
+    """Return the file that completely describes the tokenizer in a folder.
 
-    If there is no such file, return None: `AutoTokenizer` then has to read the folder.
+    If no file describes the tokenizer completely, return None. `AutoTokenizer` must then read the
+    folder.
     """
     if (folder / "tokenizer.json").exists():
         has_roles = (folder / "tokenizer_config.json").exists()

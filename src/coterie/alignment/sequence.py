@@ -26,8 +26,8 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
     Returns:
         m + 1 counts. A position inside a character has the count `WITHIN` (byte-level tokenizers
         split an emoji into several tokens with the same offsets). If several positions follow the
-        same characters, all but the last of them have the count `WITHIN`, too. The other counts are
-        strictly increasing from 0.
+        same characters, all of these positions except the last have the count `WITHIN`, too. The
+        other counts start at 0 and are strictly increasing.
     """
     counts = []
     read = 0
@@ -41,7 +41,8 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
     """Return, for each number in `student`, the index of the same number in `teacher`.
 
     If the numbers are the `ends` of positions, the result is the teacher's position after the same
-    characters. To match the positions of several texts at once, make their ends unique by `keyed`.
+    characters. To match the positions of several texts at once, pass the numbers that `keyed`
+    computes from the `ends`.
 
     Args:
         student: (p,) int64; -1 matches nothing.
@@ -60,7 +61,7 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Compute a unique number for each position, from its text's key and its offset in the text.
+    """Compute a unique number for each position from the text's key and the position's offset.
 
     Args:
         ends: (p,) number of characters before each position (see `ends`), text by text.
@@ -76,13 +77,14 @@ def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
 
 
 def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
-    """Match the positions of two token sequences with FedMKT's dynamic programme.
+    """Match the positions of two token sequences with FedMKT's dynamic-programming algorithm.
 
     Dynamic time warping pairs every token with one or more tokens of the other sequence such that
     the sum of edit distances is minimal. If a student's token is paired with exactly one token of
     the teacher, the positions directly after these two tokens match. Position 0 matches position 0.
-    Ties are resolved in favour of a step in both sequences, then of a step in the student's only.
-    (arXiv 2406.02224, appendix A; the warping is from Fu et al., arXiv 2301.12726.)
+    Ties are resolved in favour of a step in both sequences, and then in favour of a step only in
+    the student's sequence. The algorithm is from FedMKT (arXiv 2406.02224, appendix A), and the
+    warping is from Fu et al. (arXiv 2301.12726).
 
     Args:
         student: The student's m tokens as text.

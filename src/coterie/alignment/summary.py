@@ -16,9 +16,9 @@ class Summary:
     """Statistics of a vocabulary map over the source's tokens, except special and unused tokens."""
 
     tokens: int
-    """Number of the source's tokens, without special and unused tokens."""
+    """Number of tokens of the source, without special and unused tokens."""
     exact: float
-    """Share of these tokens, from 0 to 1, that are identical to a token of the target."""
+    """Share of `tokens`, from 0 to 1, that are identical to a token of the target."""
     mean: float
     """Mean edit distance in bytes over all mapped tokens."""
     histogram: tuple[int, ...]

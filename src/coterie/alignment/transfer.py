@@ -26,11 +26,14 @@ class SoftTargets:
 
     @classmethod
     def of(cls, targets: Tensor, k: int) -> "SoftTargets":
-        """Create one-hot distributions; their mass is 0, as they come from no teacher.
+        """Create one-hot distributions.
+
+        The attribute `mass` is 0, because these distributions do not come from a teacher.
 
         Args:
             targets: (p,) token ids.
-            k: Number of columns; all but the first have the probability 0.
+            k: Number of columns. The first column has probability 1, and all others have
+                probability 0.
         """
         probs = torch.zeros(len(targets), k)
         probs[:, 0] = 1
@@ -77,10 +80,12 @@ def translated(
         logprobs: (p, k), the log-probabilities of `tokens`.
         lognorm: (p,), the log of the sum of the k probabilities.
         ids: (teacher's vocabulary,), the student's token for each of the teacher's tokens, or -1 if
-            there is none (`VocabularyMap.ids`). None if `tokens` are ids of the student already.
+            there is none (`VocabularyMap.ids`). None if `tokens` are already ids of the student's
+            vocabulary.
         temperature: Softmax temperature.
-        vocabulary: Number of rows of the student's embedding; tokens from this id on are left
-            out, as a tokenizer may have more tokens than its model. None for no limit.
+        vocabulary: Number of rows of the student's embedding. Tokens whose ids are not less than
+            this number are left out, because a tokenizer may have more tokens than its model has
+            embeddings. With None, there is no limit.
     """
     if ids is not None:
         tokens = torch.where(tokens < 0, -1, ids[tokens.long().clamp(min=0)])
@@ -97,7 +102,11 @@ def translated(
 
 
 def first(tokens: Tensor) -> Tensor:
-    """Mark the first occurrence of each token in its row with True: (p, k) bool."""
+    """Return a mask, (p, k) bool, that is True at the first occurrence of each token in a row.
+
+    Args:
+        tokens: (p, k), token ids that may be repeated.
+    """
     ordered, indices = tokens.sort(dim=-1, stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]

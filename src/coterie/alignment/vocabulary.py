@@ -1,7 +1,8 @@
 """Vocabularies as bytes, so that tokens of different tokenizer families can be compared.
 
 GPT-2 writes the token " the" as "Ġthe" and Llama as "▁the"; BERT omits the space before a word, and
-marks the continuation of a word with "##". Here, a token is the bytes that it adds to a text.
+marks the continuation of a word with "##". Here, a token is represented by the bytes that the token
+adds to a text.
 """
 
 import json
@@ -55,7 +56,7 @@ class Vocabulary:
         raw = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(raw, RawTokenizer):
             raise CoterieError(
-                "Vocabularies can be read from fast tokenizers only; save this one as "
+                "Vocabularies can be read from fast tokenizers only; save this tokenizer as "
                 "tokenizer.json."
             )
         ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ROLES}
@@ -84,8 +85,9 @@ def spelled(
         special: Ids of special tokens.
         roles: Ids of special tokens by role, as in `Vocabulary.roles`.
         fallback: Ids of single-byte tokens that are used only if no other token matches. Such a
-            token becomes None if an ordinary token has the same byte. Otherwise, Llama would have
-            "A" twice, and "A" could be mapped to a token that Llama has never been trained on.
+            token becomes None if an ordinary token has the same byte. Without this rule, Llama's
+            vocabulary would contain "A" twice, and "A" could be mapped to a token that Llama has
+            never been trained on.
     """
     excluded = {*special, *roles.values()}
     tokens = {i: token for i, token in spellings.items() if i not in excluded}
@@ -154,7 +156,7 @@ def _steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _spell(token: str, decoders: Mapping[str, Mapping[str, Any]], added: bool) -> bytes:
-    """Return the bytes of a token; an added token is matched verbatim, so it is not decoded."""
+    """Return the bytes of a token. Added tokens are matched verbatim, so they are not decoded."""
     if "ByteLevel" in decoders:
         return token.encode() if added else byte_level(token)
     if "WordPiece" in decoders:

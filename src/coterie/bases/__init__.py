@@ -20,5 +20,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """Import names that need torch on first use, so that run files are checked without torch."""
+    """Import a name from `coterie.bases.loading` when the name is first used.
+
+    This import needs torch. Because it is delayed, run files can be checked without torch.
+    """
     return getattr(import_module("coterie.bases.loading"), name)

@@ -51,7 +51,7 @@ OTHER_FILES = (
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.safetensors")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
-"""Names of causal masks and position tensors in old checkpoints; today, models compute them."""
+"""Names of causal masks and position tensors in old checkpoints (models now compute them)."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -66,8 +66,8 @@ def check_files(folder: Path) -> None:
         config = _json_object(folder / ADAPTER)
         raise CoterieError(
             f"{folder} contains a PEFT adapter of {config.get('base_model_name_or_path')!r}, not a "
-            "base; merge the adapter into its model (PEFT's merge_and_unload) and save the result, "
-            "or set `base` to the adapter's model."
+            "base; merge the adapter into the model that it adapts (PEFT's merge_and_unload) and "
+            "save the result, or set `base` to the model that the adapter adapts."
         )
     for name in (*TOKENIZER_FILES, *OTHER_FILES):
         check = _json_object if name.endswith(".json") else _refuse_pointer
@@ -105,7 +105,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> Mapping[str, str]:
-    """Return a mapping from tensors to weight files, both as names, from an index file."""
+    """Read an index file: a mapping from the name of each tensor to the name of its weight file."""
     content = _json_object(index)
     shards = content.get("weight_map")
     if not (
@@ -134,8 +134,8 @@ def _refuse_pointer(file: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise CoterieError(
-                f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its "
-                "folder."
+                f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in the "
+                "file's folder."
             )
 
 
@@ -174,7 +174,10 @@ def check_architecture(name: str, raw: Mapping[str, Any]) -> None:
 
 
 def check_causal(name: str, config: PreTrainedConfig) -> None:
-    """Check that a base is a causal language model, which predicts each token from those before."""
+    """Check that a base is a causal language model.
+
+    A causal language model predicts each token from the preceding tokens.
+    """
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     encodes = (
         type(config) in MODEL_FOR_MASKED_LM_MAPPING
@@ -189,7 +192,7 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Check that every weight of a loaded base comes from its checkpoint, and is finite.
+    """Check that every weight of a loaded base comes from the checkpoint, and is finite.
 
     Args:
         name: The base's name in the run file.
@@ -226,11 +229,12 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
 
 
 def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield the unexpected tensors of a checkpoint that show that config.json does not describe it.
+    """Yield the unexpected tensors which prove that config.json does not match the checkpoint.
 
-    Such a tensor belongs to a module of the model (for example, a bias), or its name differs from a
-    tensor of the model only in numbers (for example, a further layer). All other unexpected tensors
-    and the buffers of old checkpoints are ignored.
+    An unexpected tensor is a proof if it belongs to a module of the model (for example, a bias), or
+    if the names of the tensor and of one of the model's tensors differ only in numbers (for
+    example, a tensor of an additional layer). All other unexpected tensors and the buffers of old
+    checkpoints are ignored.
     """
     modules = {path for path, _ in model.named_modules() if path}
     patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}
@@ -241,7 +245,10 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and values of floating-point weights, and of quantised weights the scales."""
+    """Yield the name of each weight, with the weight's values or, if it is quantised, its scales.
+
+    Weights without floating-point values or scales are left out.
+    """
     for tensor, weight in model.named_parameters():
         values = weight.detach()
         if (scales := getattr(weight, "SCB", None)) is not None:  # int8
@@ -258,7 +265,10 @@ def _join(tensors: Sequence[str], shown: int = 3) -> str:
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Check that a base's folder has a tokenizer; transformers would create an empty one."""
+    """Check that a base's folder has a tokenizer.
+
+    Without this check, transformers would create an empty tokenizer if the folder has none.
+    """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CoterieError(
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json into it."

@@ -14,7 +14,7 @@ Placement = dict[str, torch.device]
 
 
 def devices_of(device: Device) -> list[torch.device]:
-    """Return the devices that the run file's `device` names.
+    """Return the devices that are specified by the key `device` of a run file.
 
     Raises:
         CoterieError: This machine lacks one of the devices.
@@ -25,7 +25,7 @@ def devices_of(device: Device) -> list[torch.device]:
 
 
 def names_of(device: Device) -> str:
-    """Format the names of the devices for a run folder, with `auto` resolved to a device."""
+    """Format the names of the devices for a run folder; `auto` becomes the name of a device."""
     return ", ".join(map(str, devices_of(device)))
 
 
@@ -54,7 +54,7 @@ def _device(name: str) -> torch.device:
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:
-    """Assign a base's modules to devices, in order, so that each device holds about as many bytes.
+    """Assign a base's modules to devices, in order, with about equally many bytes on each device.
 
     An output head that is tied to the embedding is placed on the embedding's device.
 

@@ -13,14 +13,14 @@ from coterie.errors import CoterieError
 
 @contextmanager
 def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[None]:
-    """Enable a base's dropout for forward passes within the block.
+    """Enable a base's dropout for forward passes inside the `with` block.
 
-    Some modules draw masks from torch's global generators, which are seeded on entry and restored
-    on exit.
+    Some modules draw masks from torch's global generators. The generators are therefore seeded when
+    the context is entered, and restored when the context is left.
 
     Args:
         model: The base.
-        rate: Rate that all dropout of the base gets; 0 leaves the base's dropout disabled.
+        rate: Dropout rate of all modules of the base; with 0, dropout stays disabled.
         seed: Seed of torch's global generators.
 
     Raises:
@@ -38,7 +38,7 @@ def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[Non
 
 @contextmanager
 def dropping_out(model: nn.Module, rate: float) -> Iterator[None]:
-    """Enable a model's dropout within the block, without seeding torch's global generators.
+    """Enable a model's dropout inside the `with` block, without seeding torch's global generators.
 
     Raises:
         CoterieError: The architecture has no dropout.

@@ -57,7 +57,7 @@ class Base:
     precision: Precision
     """Precision of forward passes; bf16 uses autocast."""
     device: torch.device
-    """Device on which input tokens must be: the first one if the model is on several devices."""
+    """Device on which input tokens must be: the model's device, or the first of several devices."""
 
     @cached_property
     def digest(self) -> str:
@@ -75,10 +75,10 @@ class Base:
 
 
 def context_token(tokenizer: Tokenizer) -> int:
-    """Return the id of the token before every text: beginning-of-text, or else end-of-text.
+    """Return the id of the token that precedes every text: beginning-of-text, else end-of-text.
 
     Raises:
-        CoterieError: The tokenizer has neither.
+        CoterieError: The tokenizer has neither of these tokens.
     """
     token = tokenizer.bos_token_id
     if token is None:
@@ -105,8 +105,9 @@ def load_base(
     cast to bfloat16.
 
     Args:
-        base: An embedded base, a folder, or a name on the Hugging Face hub.
-        precision: Precision of training; None to use the base as stored, without autocast.
+        base: A built-in base, a folder, or a name on the Hugging Face hub.
+        precision: Precision of training. With None, the base is used as it is stored, without
+            autocast.
         window: Maximum length of samples in tokens.
         root: Folder to which relative paths refer.
         device: Device or devices of the base.
@@ -168,14 +169,17 @@ def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
 
 
 def check_base(base: BaseSpec, root: Path = Path()) -> None:
-    """Check a base's configuration, and for a local folder the headers of its weight files."""
+    """Check a base's configuration.
+
+    If the base is a local folder, also check the headers of the weight files.
+    """
     _config(base, root)
     if folder := _folder(base, root):
         check_weights(folder)
 
 
 def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
-    """Load a base's configuration; raise CoterieError if it is not a causal language model."""
+    """Load a base's configuration; raise CoterieError if the base is no causal language model."""
     if folder := _folder(base, root):
         check_files(folder)
     raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
@@ -189,7 +193,7 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     """Load the fast tokenizer of a base.
 
     Args:
-        base: An embedded base, a folder, or a name on the Hugging Face hub.
+        base: A built-in base, a folder, or a name on the Hugging Face hub.
         root: Folder to which relative paths refer.
 
     Raises:
@@ -208,7 +212,7 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
 
 
 def is_folder(name: str) -> bool:
-    """Return whether a base's name is a local folder, not a base that ships with Coterie."""
+    """Return whether a base's name is a local folder and not the name of a built-in base."""
     return name not in _shipped() and os.path.isdir(place(name, Path()))
 
 
@@ -217,7 +221,7 @@ def _shipped() -> list[str]:
 
 
 def place(name: str, root: Path) -> str:
-    """Return the folder of a base that is shipped or local; return any other name unchanged."""
+    """Return the folder of a built-in or local base; return any other base's name unchanged."""
     folders = (EMBEDDED / name, root / name)
     # Unlike Path.is_dir, os.path.isdir accepts names that are invalid as paths.
     return next((str(folder) for folder in folders if os.path.isdir(folder)), name)

@@ -1,6 +1,6 @@
 """The padding mask of a batch, for statistics over tokens: routing weights and mean embeddings.
 
-Samples are padded at the end, and in causal attention no token attends to later ones. Therefore,
+Samples are padded at the end, and in causal attention no token attends to later tokens. Therefore,
 only sums over tokens have to exclude padding. Models do not pass a mask to their linear layers, so
 the mask is set in a context around the forward pass.
 """
@@ -36,12 +36,12 @@ def _set(forward: _Pass) -> Iterator[None]:
 
 
 def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextManager[None]:
-    """Set the padding mask of forward passes within the block.
+    """Set the padding mask of forward passes inside the `with` block.
 
     Args:
         mask: (batch, time) bool, False for padding; None if there is no padding.
-        goes_on: Whether the forward pass reads a further part of the batch that the previous pass
-            read, so that statistics over tokens include the previous parts.
+        goes_on: Whether the forward pass continues a batch: it reads the part of the batch that
+            follows the part of the previous pass. Statistics over tokens then include all parts.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 
@@ -49,14 +49,14 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
 def repeating_batch() -> AbstractContextManager[None]:
     """Return a context in which a forward pass is repeated with the current mask.
 
-    Modules do not count the repeated pass in their statistics. Gradient checkpointing recomputes
+    Modules do not include the repeated pass in their statistics. Gradient checkpointing recomputes
     forward passes in this context.
     """
     return _set(_now.get()._replace(goes_on=False, repeats=True))
 
 
 def real_mask(device: torch.device) -> Tensor | None:
-    """Move the current padding mask (batch, time) to a device; return None without padding."""
+    """Return the current padding mask, (batch, time), on a device; None if there is no padding."""
     mask = _now.get().mask
     return None if mask is None else mask.to(device)
 
@@ -71,9 +71,10 @@ def collected(before: Tensor | None, now: Tensor) -> Tensor:
     """Return the rows that a module stores for its current batch.
 
     Args:
-        before: Rows stored so far; None if there are none.
-        now: Rows of the current forward pass. They are appended to `before` if the pass continues
-            the batch, are ignored if it repeats the previous pass, and otherwise replace `before`.
+        before: Rows stored so far; None if no rows are stored.
+        now: Rows of the current forward pass. If the pass continues the batch, these rows are
+            appended to `before`. If the pass repeats the previous pass, the rows are ignored.
+            Otherwise, they replace `before`.
     """
     if before is None:
         return now

@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast(precision: Precision, device_type: str) -> torch.autocast:
-    """Return the autocast context for forward passes in a precision, disabled for fp32."""
+    """Return the autocast context for forward passes in a precision. It is disabled for fp32."""
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -41,9 +41,9 @@ def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
     """Freeze a base's linear layers and cast them to the dtype in which autocast computes.
 
-    Otherwise, autocast would cast them at each use, with the same result. Embeddings, norms
-    and therefore the residual stream keep their dtype. An output head that is tied to the embedding
-    also keeps its dtype, but gets a cast copy of its weight, which the loss reads through
+    Without this cast, autocast would cast the layers at each use, with the same result. Embeddings,
+    norms and therefore the residual stream keep their dtype. An output head that is tied to the
+    embedding also keeps its dtype, but gets a cast copy of its weight, which the loss reads through
     `frozen_weight`.
 
     Args:

@@ -18,9 +18,9 @@ from coterie.errors import CoterieError
 
 
 class StandIn(nn.Module):
-    """A module that replaces a module of the base and calls the original as `base`.
+    """A module that replaces a module of the base; the attribute `base` is the replaced module.
 
-    Every client has its own stand-ins; all of them refer to the one frozen base.
+    Every client has its own stand-ins. The stand-ins of all clients refer to the same frozen base.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -32,7 +32,8 @@ class StandIn(nn.Module):
 class MlpShape:
     """Names of an MLP's modules.
 
-    The MLP computes `down(act(up[0](x)))`, or if it is gated `down(act(up[0](x)) * up[1](x))`.
+    A gated MLP computes `down(act(up[0](x)) * up[1](x))`. Any other MLP computes
+    `down(act(up[0](x)))`.
     """
 
     up: tuple[str, ...]
@@ -69,7 +70,7 @@ Linear = nn.Linear | Conv1D
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of every module of a base, as if no adapter were attached."""
+    """Yield every module of a base with the module's path, as if no adapter were attached."""
     if isinstance(module, StandIn):
         module = module.base
     yield path, module
@@ -102,7 +103,7 @@ def decoder_of(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of every module of a base's text decoder; paths are in the base."""
+    """Yield every module of a base's text decoder, with the module's path in the base."""
     decoder = decoder_of(base) if isinstance(base, PreTrainedModel) else base
     path = next(path for path, module in walk(base) if module is decoder)
     return walk(decoder, path)
@@ -126,10 +127,11 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
     """Find, in each decoder layer of a base, the module to which experts can be attached.
 
     Returns:
-        Each of these modules with its shape, by the module's path. The module is the decoder layer
-        itself if the MLP's layers belong directly to it (as in OPT). If the shape is None, experts
-        can only be attached beside the module. Such a module is a mixture of experts, or a
-        state-space block in a layer without an MLP.
+        A dictionary. The keys are the paths of the modules. A value consists of a module and its
+        `MlpShape`. The module is the decoder layer itself if the MLP's layers belong directly to
+        the decoder layer (as in OPT). If a module has None instead of a shape, experts can only be
+        attached beside the module. The module is then a mixture of experts, or a state-space block
+        in a layer without an MLP.
     """
     sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
     for path, layer in layers(base).items():
@@ -161,8 +163,8 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
 
     Args:
         base: The base.
-        pattern: Regular expression for the layer's name (the last component of its path) or its
-            place (`place_of`); None selects attention.
+        pattern: Regular expression for a layer's name (the last component of the layer's path) or
+            for the layer's place (see `place_of`); None selects attention.
 
     Raises:
         CoterieError: The pattern is invalid or matches no layer.
@@ -189,8 +191,8 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
         names = ", ".join(sorted({path.rpartition(".")[2] for path in linears}))
         places = ", ".join(sorted({place_of(path) for path in linears if "." in place_of(path)}))
         raise CoterieError(
-            f"The pattern {pattern!r} matches no linear layer of the base; its layers are {names}"
-            f" ({places})."
+            f"The pattern {pattern!r} matches no linear layer of the base; the names of its linear "
+            f"layers are {names} (known places: {places})."
         )
     return matches
 
@@ -226,7 +228,8 @@ state-space blocks and linear attention."""
 def place_of(path: str) -> str:
     """Return the place of the module at a path: its architecture-independent name.
 
-    An example is `mlp.up`. If `PLACES` has no entry for a path, its last component is the place.
+    An example is `mlp.up`. If `PLACES` has no entry for a path, the path's last component is the
+    place.
     """
     names = path.split(".")
     if names[-1].startswith("in_proj"):
@@ -244,7 +247,10 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes: that of autocast if enabled, else x's."""
+    """Return the dtype in which a linear layer computes its output from the input x.
+
+    This is autocast's dtype if autocast is enabled and x is not float64, and otherwise x's dtype.
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -18,7 +18,7 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     """base model: a built-in base, a local folder, or a name on the Hugging Face hub; `base: NAME`
     is short for this key alone"""
     weights: Weights | None = None
-    """format of the base's weights in memory; int8 and nf4 are quantised; default: the
+    """format of the base's weights in memory (int8 and nf4 are quantised); default: the
     checkpoint's format"""
     revision: str | None = None
     """branch, tag or commit of a base on the hub; default: the latest commit"""
