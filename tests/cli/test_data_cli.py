@@ -185,7 +185,11 @@ def test_control_tokens_are_counted_or_refused(tmp_path, kind: str, split: str) 
     assert re.search(r"^ann train +0\.00% +0$", said(file), re.MULTILINE)
     splits[split][2] = record("Before <|endoftext|> and after.")
     message = refused(write(tmp_path, "tiny-gpt2", {**data, "special_tokens": "refuse"}, **splits))
-    where = f"ann: its {split} text" if kind == "text" else f"line 3 of {tmp_path / split}.jsonl"
+    where = (
+        f"The {split} text of client ann"
+        if kind == "text"
+        else f"line 3 of {tmp_path / split}.jsonl"
+    )
     assert f"{where} contains the control token '<|endoftext|>'" in message
     file = write(tmp_path, "tiny-gpt2", data, **splits)
     assert re.search(rf"^ann {split} +0\.00% +1$", said(file), re.MULTILINE)

@@ -42,7 +42,7 @@ def tokens(
     given: list[Conversation], template: ChatTemplate, window: int, limit: int | None = None
 ) -> Examples:
     encoder, _ = bare_encoder(template.tokenizer)
-    ends, owner = (context_token(template.tokenizer), 0), "Client anna: its train text"
+    ends, owner = (context_token(template.tokenizer), 0), "The train text of client anna"
     return chats(given, Encoding(encoder, ends, window, limit, owner, template))
 
 
@@ -169,10 +169,11 @@ def test_long_conversations_are_cut_between_exchanges(window: int) -> None:
 def test_conversations_that_do_not_suffice_are_a_sentence() -> None:
     item = Talk(None, [Said("What do you say?", None, "So much that it is too long.")])
     with pytest.raises(
-        CoterieError, match=r"^Client anna: its train text has no conversation with an exchange of"
+        CoterieError,
+        match=r"^The train text of client anna has no conversation with an exchange of",
     ):
         tokens([item.conversation()], chat("ours"), 4)
-    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no conversations;"):
+    with pytest.raises(CoterieError, match=r"^The train text of client anna has no conversations;"):
         tokens([], chat("ours"), 4)
 
 

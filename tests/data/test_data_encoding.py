@@ -89,10 +89,10 @@ def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
     one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
     assert one.items == (given[0],)
     with pytest.raises(
-        CoterieError, match=r"^Client anna: its train text has no sample of at most"
+        CoterieError, match=r"^The train text of client anna has no sample of at most"
     ):
         encoded(tokenizer, given[1:2], window=10)
-    with pytest.raises(CoterieError, match=r"^Client anna: its train text has no samples; add"):
+    with pytest.raises(CoterieError, match=r"^The train text of client anna has no samples; add"):
         encoded(tokenizer, [])
 
 

@@ -144,11 +144,11 @@ def test_a_tokenizer_that_truncates_and_pads_does_neither_here(
 def test_a_short_split_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = Texts([PLAIN * 20], ["Short."], [])
     with pytest.raises(
-        CoterieError, match=r"Client anna: its validation text has 3 tokens, .* 129"
+        CoterieError, match=r"The validation text of client anna has 3 tokens, .* 129"
     ):
         tokenise(texts, tokenizer, DataSpec(), "anna")
     texts = Texts([PLAIN * 20], [PLAIN * 20], [])
-    with pytest.raises(CoterieError, match="its test text has 0 tokens"):
+    with pytest.raises(CoterieError, match=r"The test text of client .* has 0 tokens"):
         tokenise(texts, tokenizer, DataSpec(), "anna")
 
 

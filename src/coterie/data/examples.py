@@ -226,7 +226,7 @@ class Encoding:
     Items are encoded in order until the maximum is reached; the remaining items are left out.
     """
     owner: str
-    """The words with which an error message begins, such as "Client anna: its train text"."""
+    """The words with which an error message begins, such as "The train text of client anna"."""
     template: ChatTemplate | None = None
     """The chat template; None if the split contains no conversations."""
     split: str = "train"
@@ -242,8 +242,15 @@ class Encoding:
             kind: The words after "has no" if there are no items. They consist of the plural noun
                 for an item, and a remedy: "pairs; add some".
         """
-        missing = f"{fitting}." if items else f"{kind}, or change data.fractions."
-        return CoterieError(f"{self.owner} has no {missing}")
+        missing = fitting if items else kind
+        if not items and self.split != "public":  # which has a path of its own
+            missing += f", or {self.larger_fraction}"
+        return CoterieError(f"{self.owner} has no {missing}.")
+
+    @property
+    def larger_fraction(self) -> str:
+        """How to give the split more of a client's text."""
+        return "lower data.fractions" if self.split == "train" else "raise data.fractions"
 
 
 class Sample(NamedTuple):

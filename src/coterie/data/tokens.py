@@ -48,7 +48,7 @@ def tokenise(
     """
     splits = {}
     for split in SPLITS:
-        owner = f"Client {name}: its {split} text"
+        owner = f"The {split} text of client {name}"
         splits[split] = encoded(getattr(texts, split), tokenizer, data, split, owner)
     return ClientData(**splits)
 

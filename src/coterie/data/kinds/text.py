@@ -164,7 +164,7 @@ class Text(TextSpec):
     def encode(self, items: Sequence[str], how: Encoding) -> Tokens:
         tokens, window = _encode(items, how.encoder, how.ends[1], how.limit), how.window
         if len(tokens.ids) <= window:
-            remedy = "lower data.fractions" if how.split == "train" else "raise data.fractions"
+            remedy = how.larger_fraction
             if how.limit is not None or how.split == "public":
                 remedy = f"raise data.limits.{how.split}"
             raise CoterieError(
