@@ -58,7 +58,7 @@ def test_a_plugin_is_loaded_once_and_its_classes_have_names(mine) -> None:
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [
-        ("class X(:\n", r"mine\.py is not valid Python, line 1"),
+        ("class X(:\n", r"mine\.py is not valid Python \(line 1: "),
         ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
         ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
         (
@@ -98,7 +98,7 @@ def test_a_plugin_that_has_changed_is_refused(done, mine, monkeypatch) -> None:
     forgotten(monkeypatch)
     change(mine)
     load_plugin(mine)
-    with pytest.raises(CoterieError, match=f"plugin {mine}, which has changed"):
+    with pytest.raises(CoterieError, match=f"plugin {mine}, but the plugin that is loaded now"):
         coterie.resume(done)
 
 
@@ -154,8 +154,8 @@ def test_a_client_with_another_file_is_told(deployed, mine, tmp_path, monkeypatc
 
     [why] = refusals(deployed, tmp_path, monkeypatch, other)
     assert (
-        why
-        == "the run has a different version of the plugin mine.py; both sides need the same file"
+        why == "the run has a different version of the plugin mine.py; the server and this client "
+        "need the same file"
     )
 
 

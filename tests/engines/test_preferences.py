@@ -219,7 +219,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
     described["clients"] = [{"name": name} for name in NAMES]
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(described))
-    with pytest.raises(CoterieError, match=r"training\.dpo\.reference is the folder of a run"):
+    with pytest.raises(CoterieError, match=r"training\.dpo\.reference names the folder of a run"):
         load_deployment(read_values(file), NAMES)
 
 

@@ -21,7 +21,7 @@ SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template
 def load_deployment(
     values: Mapping[str, Any], registered: Sequence[str], without: Collection[str] = ()
 ) -> "RunConfig":
-    """Return a run as the server of a deployment sees it: clients have names but no paths.
+    """Return a run as the server of a deployment sees it, with clients' names but no paths.
 
     Args:
         values: The plain data of the run file.
@@ -55,8 +55,8 @@ def load_deployment(
     config = config.model_copy(update={"clients": clients})
     if (dpo := config.training.dpo) is not None and dpo.reference != "base":
         raise CoterieError(
-            "training.dpo.reference is the folder of a run, which clients of a deployment do not "
-            "have; set it to base."
+            "training.dpo.reference names the folder of a run, which clients of a deployment do "
+            "not have; set `training.dpo.reference: base`."
         )
     if config.pooled:
         raise CoterieError(
@@ -67,7 +67,7 @@ def load_deployment(
 
 
 def check_start(config: "RunConfig", registered: Collection[str]) -> None:
-    """Raise CoterieError if a new run cannot meet its quorum or one of its clients has no key."""
+    """Raise CoterieError if a new run has fewer clients than its quorum, or a client has no key."""
     quorum, count = config.deployment.quorum, len(config.clients)
     if quorum is not None and quorum > count and not config.deployment.anyone:
         raise CoterieError(
@@ -82,15 +82,15 @@ def check_start(config: "RunConfig", registered: Collection[str]) -> None:
 
 
 def load_agreed(path: Path, client: str) -> "RunConfig":
-    """Read the run file that a client agrees to; the server has a copy of the same run file."""
+    """Read a client's copy of the server's run file, with which the client agrees to the run."""
     return load_deployment(read_values(path), [client])
 
 
 def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
-    """Return a run in which every client without a text gets the demo's text.
+    """Return a run in which every client that has no text gets the demo's text.
 
-    The run files of deployments contain such clients. If there is one, settings that require
-    structured records are removed, because the demo's text is plain.
+    In the run file of a deployment, clients may have no text. If any client gets the demo's text,
+    the settings that require structured records are removed, because the demo's text is plain.
 
     Args:
         values: The plain data of the run file.
@@ -104,7 +104,7 @@ def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
 
 
 def _with_text(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of a run file's data in which `path` is the text of clients without a text."""
+    """Return a copy of a run file's data; clients that have no text get the text at `path`."""
     listed = values.get("clients")
     if not isinstance(listed, list):
         return dict(values)

@@ -1,4 +1,4 @@
-"""Descriptions of a model's fields: the docstrings below them, read on demand.
+"""Descriptions of a pydantic model's fields: the docstrings below the fields, read on demand.
 
 pydantic's `use_attribute_docstrings` reads the source of every class at import instead, which
 slows down every start.
@@ -16,9 +16,9 @@ from pydantic import BaseModel
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the description of every field: the docstring below it, or its `description`.
 
-    A field that a subclass or a preset redeclares without a description inherits the description
-    of its base class. If a field has no description, or its source cannot be read, the
-    description is an empty string.
+    A field that a subclass redeclares without a description inherits the description in the base
+    class. If a field has no description, or if the source code of the field's class cannot be read,
+    the field's description is an empty string.
     """
     texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
@@ -30,7 +30,10 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings below a class's annotated fields; empty if its source is missing."""
+    """Return the docstring below each annotated field of a class; the keys are the fields' names.
+
+    The result is empty if the class's source code is not available.
+    """
     try:
         tree = ast.parse(dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):

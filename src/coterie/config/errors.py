@@ -11,7 +11,7 @@ from coterie.errors import CoterieError
 
 M = TypeVar("M", bound=BaseModel)
 Location = tuple[int | str, ...]
-"""Keys and indices that lead to a value of a run file, such as ("clients", 0, "path")."""
+"""The keys and indices that lead to a value in a run file, such as ("clients", 0, "path")."""
 
 EXPECTED = {
     "bool": "true or false",
@@ -26,7 +26,8 @@ EXPECTED = {
     "model_attributes": "a mapping of keys to values",
     "tuple": "a list",
 }
-"""Expected values by pydantic's error type without its suffix (`int` for `int_parsing`)."""
+"""Descriptions of expected values. The keys are pydantic's types of errors without their suffixes,
+such as `int` for `int_parsing`."""
 
 
 def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) -> M:
@@ -35,8 +36,8 @@ def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) 
     Args:
         model: The schema of the data.
         values: The data.
-        prefix: The location in the run file of the object that `values` configure, such as a
-            method. Empty if `values` are a whole run file.
+        prefix: The keys and indices under which the run file contains `values`, such as
+            ("method",). Empty if `values` are the whole run file.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.
@@ -54,7 +55,7 @@ def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) 
 def _converted_booleans(
     raw: Any, valid: Any, location: Location
 ) -> Iterator[tuple[Location, int | float, int | float]]:
-    """Yield the booleans that pydantic converted to numbers, and the numbers it made booleans.
+    """Yield the booleans that pydantic converted to numbers, and numbers converted to booleans.
 
     Each item consists of the location, the value in the file, and the converted value.
     """
@@ -76,7 +77,7 @@ def _converted_booleans(
 def _message(
     error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: Location
 ) -> str:
-    """Return a sentence about the first mistake in `values`, which do not form a valid `model`."""
+    """Return a sentence about the first mistake in `values`, for which `model` raised `error`."""
     # Report a misspelt key before the required key that is missing because of it.
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     locations = [_location(detail, values) for detail in details]
@@ -121,13 +122,13 @@ def _location(detail: ErrorDetails, values: Any) -> Location:
 
 
 def _dotted(location: Location) -> str:
-    """Format a location as in `--set`: ("clients", 0, "path") becomes clients[0].path."""
+    """Format a location as in `--set`. For example, ("clients", 0, "path") is clients[0].path."""
     keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in location]
     return "".join(keys).removeprefix(".")
 
 
 def _keys(model: type[BaseModel], location: Location) -> list[str]:
-    """Return the keys that the mapping at a location may have."""
+    """Return the keys that the mapping at a location of a run file may have."""
     for key in location:
         if key in model.model_fields:
             model = next(_models(model.model_fields[str(key)].annotation), model)
@@ -135,7 +136,7 @@ def _keys(model: type[BaseModel], location: Location) -> list[str]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that occur in a type annotation, such as `tuple[ClientSpec, ...]`."""
+    """Yield the pydantic models in an annotation, such as ClientSpec in tuple[ClientSpec, ...]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in getattr(annotation, "__args__", ()):

@@ -1,4 +1,4 @@
-"""Plugins: Python files that define methods, transforms or metrics (`--plugin FILE.py`).
+"""Plugins (`--plugin FILE.py`): Python files with methods, transforms, metrics or data kinds.
 
 Loading a plugin executes it, so a plugin is loaded only when the user names its file, never
 because a run folder or a server refers to it. Run folders and servers record the plugin's hash, and
@@ -27,10 +27,10 @@ KINDS: Mapping[str, Registry[Any]] = {
     "coterie.evaluation.metrics:Metric": METRICS,
     "coterie.data.kind:DataKind": DATA_KINDS,
 }
-"""Registries, by the base class (MODULE:CLASS) of the classes that they accept.
+"""Registries; each key is the base class (MODULE:CLASS) of the classes that the registry accepts.
 
-Each class in a plugin that has one of these base classes and defines a `name` is passed to the
-registry's `accept` method.
+Each class in a plugin that is a subclass of one of these base classes and defines a `name` is
+passed to the `accept` method of the base class's registry.
 """
 
 
@@ -46,7 +46,7 @@ class Plugin(NamedTuple):
 
 
 _loaded: dict[str, Plugin] = {}
-"""Loaded plugins by the name of the module that was created from the file."""
+"""The loaded plugins. Each key is the name of the module that was created from the file."""
 
 
 def register(kind: K) -> K:
@@ -72,11 +72,12 @@ def register(kind: K) -> K:
 
 
 def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:
-    """Execute a Python file and register the methods, transforms, metrics and kinds it defines.
+    """Execute a Python file; register the methods, transforms, metrics and data kinds in it.
 
     Args:
         file: The file.
-        expected: The SHA-256 hash of the file. If it does not match, the file is not executed.
+        expected: The hash (SHA-256) that the file must have. A file with a different hash is not
+            executed. None: any hash.
 
     Returns:
         The classes that were registered.
@@ -114,12 +115,12 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
 
 
 def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
-    """Execute the bytes that were hashed; the file may have changed in the meantime."""
+    """Execute the code that was hashed; do not read the file again, because it may have changed."""
     try:
         exec(compile(code, str(module.__file__), "exec"), vars(module))
     except SyntaxError as error:
         raise CoterieError(
-            f"The plugin {file} is not valid Python, line {error.lineno}: {error.msg}."
+            f"The plugin {file} is not valid Python (line {error.lineno}: {error.msg})."
         ) from error
     except Exception as error:
         lines = [f.lineno for f in extract_tb(error.__traceback__) if f.filename == module.__file__]
@@ -129,9 +130,9 @@ def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
 
 
 def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
-    """Return the classes of a module that have a `name` attribute, each with its registry.
+    """Return the classes that a module defines with a `name`, each with the registry for the class.
 
-    Classes that the module only imports, or that cannot be registered, are left out.
+    Classes that the module only imports, or that no registry accepts, are left out.
     """
     objects = vars(module).values()
     defined = [v for v in objects if getattr(v, "__module__", "") == module.__name__]
@@ -140,7 +141,7 @@ def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
 
 
 def _registry(kind: type) -> Registry[Any] | None:
-    """Return the registry for a class, or None if no base class in `KINDS` is among its bases."""
+    """Return the registry for a class, or None if it is not a subclass of any class in `KINDS`."""
     for base, registry in KINDS.items():
         module, _, name = base.partition(":")
         # Importing the base class may import torch. If its module is not imported yet, the base
@@ -156,10 +157,10 @@ def plugin_of(kind: type) -> Plugin | None:
 
 
 def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
-    """Return the plugins that define the given classes; classes from elsewhere are ignored.
+    """Return the plugins that define the given classes; ignore classes that no plugin defines.
 
-    The keys are those of `plugins` in run.json: the name alone for a method, and the noun and the
-    name for other objects, such as `metric distinct-2`.
+    The keys of the result are as in `plugins` of run.json. The key of a method is the method's
+    name. The key of any other object consists of its type and its name, as in `metric distinct-2`.
     """
     used: dict[str, Plugin] = {}
     for kind in kinds:
@@ -173,7 +174,7 @@ def plugin_for(key: str) -> Plugin | None:
     """Return the loaded plugin that defines an object, or None if there is none.
 
     Args:
-        key: The object's key, as in the result of `plugins_of`.
+        key: The object's key in the mapping that `plugins_of` returns.
     """
     noun, _, name = key.rpartition(" ")
     registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
@@ -184,8 +185,9 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
     """Raise CoterieError unless the plugins that a run began with are loaded and unchanged.
 
     Args:
-        where: The subject of the error message, such as "The run in FOLDER".
-        recorded: The file and the hash of each plugin, with the same keys as in `plugins_of`.
+        where: The words with which the error message begins, such as "The run in FOLDER".
+        recorded: The file and the hash of each plugin when the run began, with the same keys as
+            in `plugins_of`.
     """
     for key, plugin in recorded.items():
         loaded, file = plugin_for(key), plugin["file"]
@@ -193,32 +195,34 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
         described = f"{noun or METHODS.noun} {name!r}"
         if loaded is None:
             raise CoterieError(
-                f"{where} needs the {described} of a plugin; run.json names its file {file}. "
-                "A plugin is executed with your permissions; if you trust this file, pass it with "
-                "--plugin."
+                f"{where} needs the {described} from the plugin {file}, which run.json names but "
+                "which is not loaded. A plugin is executed with your permissions; if you trust "
+                "this file, pass it with --plugin."
             )
         if loaded.sha256 != plugin["sha256"]:
             raise CoterieError(
-                f"{where} uses the {described} from the plugin {file}, which has changed since "
-                f"the run began (loaded now: {loaded.file}); undo the changes, or start a new run."
+                f"{where} began with the {described} from the plugin {file}, but the plugin that "
+                f"is loaded now ({loaded.file}) has different content; undo the changes, or start "
+                "a new run."
             )
 
 
 def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
-    """Raise CoterieError unless other processes of this machine can import all classes.
+    """Raise CoterieError unless other processes on this machine can import all the classes.
 
     Args:
-        where: The subject of the error message, such as "The engine flower-simulation".
-        kinds: Classes of objects that a run uses.
+        where: The words with which the error message begins, such as
+            "The engine flower-simulation".
+        kinds: The classes of the objects that a run uses.
     """
     for kind in kinds:
         registry = _registry(kind)
-        assert registry is not None, f"{kind} is of no kind in KINDS"
+        assert registry is not None, f"{kind} is not a subclass of any class in KINDS"
         if plugin_of(kind) is None and not registry.is_installed(kind):
             raise CoterieError(
                 f"{where} runs clients in other processes, which cannot import the "
-                f"{registry.noun} {kind.name!r}; define it in a file for --plugin, or use the "
-                "engine local."
+                f"{registry.noun} {kind.name!r}; define it in a plugin file and pass the file "
+                "with --plugin, or use the engine `local`."
             )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def bind(file: RunFile) -> "RunConfig":
-    """Bind the method of a run file to its class with `resolve`; this imports torch."""
+    """Bind the method of a run file to the method's class with `resolve`; this imports torch."""
     from coterie.config.run import resolve
 
     return resolve(file)
@@ -44,8 +44,8 @@ def load_here(
 
     Args:
         values: The plain data of a run file.
-        tune: Values to try in tuning, by dotted key. The run file is validated with each of them.
-            None: no tuning.
+        tune: The values to try in tuning; each key is a dotted key of the run file. The run file
+            is validated with each value. None: no tuning.
 
     Raises:
         CoterieError: The run file is invalid, or a file or folder of a client is missing.

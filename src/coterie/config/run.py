@@ -31,7 +31,7 @@ from coterie.training.spec import TrainingSpec
 NOT_IN_DIGEST = ("name", "baselines", "deployment", "device")
 """Keys that do not affect the results of a run."""
 HIDDEN_KEYS = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
-"""Keys that a deployment's clients do not receive: other clients' names, paths and devices."""
+"""Keys that the clients of a deployment do not receive, such as other clients' names and paths."""
 
 
 class RunConfig(Sections[Method]):
@@ -43,12 +43,12 @@ class RunConfig(Sections[Method]):
 
     @property
     def label(self) -> str:
-        """The name of the method in tables."""
+        """The method's name as tables show it."""
         return POOLED if self.pooled else self.method.name
 
     @property
     def root(self) -> Path:
-        """The folder that relative paths start from."""
+        """The folder to which the relative paths in the run file refer."""
         return Path(self.data_root)
 
     @property
@@ -63,41 +63,42 @@ class RunConfig(Sections[Method]):
 
     @property
     def every_transform(self) -> tuple[Transform, ...]:
-        """The listed transforms, and the transforms that other keys of `aggregation` configure."""
+        """The transforms that the run file lists or configures with other keys of `aggregation`."""
         return with_defaults(self.aggregation, self.transforms, self.method.schema())
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases of each exchange of the method: those that transforms add, then training.
+        """The phases of one exchange of the method: phases that transforms add, then training.
 
-        Each phase takes one exchange of the run.
+        Each phase has its own download and upload, so the run counts each phase as one exchange.
         """
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Return the method's exchange and the phase to which an exchange of the run belongs.
+        """Convert the number of an exchange of the run to the method's exchange and its phase.
 
         Args:
             exchange: The number of the run's exchange; the first is 0.
 
         Returns:
-            The number of the method's exchange, and the phase.
+            The number of the method's exchange (the first is 0), and the phase in this exchange.
         """
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
 
     def aggregating(self) -> Aggregation:
-        """Create the aggregation of this run's uploads.
+        """Create the object that aggregates this run's uploads.
 
         Returns:
-            The mean of each field that the method reduces by `mean`, with the run's transforms.
+            An aggregation that computes the mean of each field that the method reduces by `mean`,
+            and applies the run's transforms.
         """
         exchanges = self.method.exchanges(self.rounds)
         return Aggregation(self.method.schema(), self.every_transform, exchanges)
 
     @property
     def budgets(self) -> list[Budget]:
-        """The privacy budgets that the run spends for each client: one per noise mechanism."""
+        """The privacy budgets that the run spends for each client, one for each noise mechanism."""
         exchanges = self.method.exchanges(self.rounds)
         budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
@@ -123,14 +124,15 @@ class RunConfig(Sections[Method]):
             name: The client's name, or `server` for a server with a model of its own.
 
         Returns:
-            The run's settings, with the client's own learning rate if the run file gives one.
+            The run's settings. If the run file gives the client a learning rate of its own, this
+            replaces the run's learning rate.
         """
         return self.training.of(self._model_owner(name))
 
     def _model_owner(self, name: str) -> str:
-        """Return the name of the client, or `server`, whose model a client trains.
+        """Return whose model a client trains: the client's own name, or `server`.
 
-        The client of a pooled run trains the server's model if the server has one.
+        The single client of a pooled run trains the server's model if the server has a model.
         """
         return SERVER if self.pooled and self.server is not None else name
 
@@ -141,9 +143,10 @@ class RunConfig(Sections[Method]):
         transforms.
 
         Args:
-            method: A method with its settings, or a method's name. The name of the run's own
-                method keeps the settings. A different method takes over the parts (`mlp`,
-                `attention`, ...) that differ from the defaults of the run's own method.
+            method: A method with its settings, or a method's name. If this is the name of the
+                run's own method, the settings are unchanged. If it is another method's name, the
+                sections of settings (`mlp`, `attention`, ...) in which the run's own method
+                differs from its defaults are copied to the other method.
 
         Returns:
             The copy.
@@ -174,14 +177,20 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes of the run's own method, transforms, metric and data kind."""
+        """The classes of the objects that the run uses: method, transforms, metric and data kind.
+
+        The methods of the run's baselines are not included.
+        """
         metrics = [METRICS.get(name) for name in (self.evaluation.metric,) if name]
         kinds = [] if self.data.kind is None else [self.data.declared]
         return [type(self.method), *map(type, self.transforms), *metrics, *kinds]
 
     @property
     def plugins(self) -> dict[str, dict[str, str]]:
-        """The file and hash of each plugin that the run or a baseline uses, as in `plugins_of`."""
+        """The file and hash of each plugin that the run or a baseline uses.
+
+        The keys are the same as in `plugins_of`.
+        """
         baselines = [kind_of(name) for name in self.baselines if name != POOLED]
         plugins = plugins_of([*self.objects, *baselines])
         return {name: plugin._asdict() for name, plugin in plugins.items()}
@@ -223,7 +232,8 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
 
     Args:
         file: The run file.
-        method: A method to use instead of the file's. Its class need not be registered.
+        method: A method that replaces the run file's method. The class of this method need not be
+            registered. None: the run file's method.
 
     Raises:
         CoterieError: The settings of the method, the optimiser or a transform are invalid.
@@ -258,8 +268,8 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
 
     Args:
         values: The data of a run file. `method` and each of `aggregation.transforms` may also be
-            objects, whose classes need not be registered. `evaluation.metric` may be an object,
-            whose class is then registered.
+            objects, whose classes need not be registered. `evaluation.metric` may also be an
+            object; this function registers the class of this object.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.

@@ -27,7 +27,7 @@ REQUIREMENTS = {
     "choices": "answers to choose from; set data.instructions",
     "pairs": "pairs of answers; set data.preferences",
 }
-"""Descriptions of what a metric needs, and of the setting that provides it, for messages."""
+"""Parts of error messages: what a metric needs, and which setting provides it."""
 M = TypeVar("M")
 
 
@@ -44,7 +44,7 @@ class MethodSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, values: Any) -> Any:
-        """Expand a name to a mapping; report an unknown name before any other mistake."""
+        """Convert a method's name to a mapping; report an unknown name before any other mistake."""
         mapping = values if isinstance(values, Mapping) else {"name": values}
         name = str(mapping.get("name", METHOD))
         check_name(name)
@@ -67,12 +67,12 @@ class DeploymentSpec(BaseModel):
     quorum: int | None = Field(default=None, ge=1)
     """number of clients needed to complete a round; default: all clients that `clients` lists"""
     deadline: float = Field(default=3600, gt=0)
-    """time limit of a round in seconds; a round without a quorum continues past it"""
+    """time limit of a round in seconds; a round without a quorum continues after this limit"""
     share_metrics: bool = False
     """whether clients send their metrics (losses, scores, routing weights, times, ...) to the
     server; otherwise, metrics stay on the clients"""
     checkpoints: int = Field(default=3, ge=1)
-    """number of checkpoints that the server keeps, to resume from with --from-round"""
+    """number of checkpoints that the server keeps; --from-round can resume from any of them"""
     largest_message: int = Field(default=256, ge=1)
     """maximum size of a message in MiB; larger messages are rejected"""
 
@@ -114,7 +114,7 @@ def _absolute(folder: str) -> str:
 
 
 class Sections(BaseModel, Generic[M]):
-    """The keys of a run file; M is the type of the key `method`."""
+    """The keys of a run file. The type variable M is the type of the key `method`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -131,8 +131,8 @@ class Sections(BaseModel, Generic[M]):
     base: BaseSpec = BaseSpec(name="tiny-gpt2")
     """base model: a name, or a mapping of the keys below"""
     bases: dict[str, BaseSpec] = {}
-    """bases that replace `base` for some clients, by client name: names, or mappings as in `base`
-    """
+    """bases of clients that do not use `base`: a mapping from a client's name to a base, which is
+    a name, or a mapping as in `base`"""
     server: ServerSpec | None = None
     method: M = Field(default=METHOD, validate_default=True)
     """method: a name, or a mapping of `name` and the method's settings"""
@@ -158,7 +158,7 @@ class Sections(BaseModel, Generic[M]):
     @model_validator(mode="before")
     @classmethod
     def _expand_centralized(cls, values: Any) -> Any:
-        """Replace the method `centralized` by local training of one pooled client."""
+        """Replace the method `centralized` with local training of one client that has all texts."""
         if isinstance(values, Mapping):
             method = values.get("method")
             spec = method if isinstance(method, Mapping) else {"name": method}
@@ -169,7 +169,10 @@ class Sections(BaseModel, Generic[M]):
     @model_validator(mode="before")
     @classmethod
     def _inline_templates(cls, values: Any) -> Any:
-        """Replace paths of template files by their text, as deployed clients lack the files."""
+        """Replace the path of each template file with the file's content.
+
+        The clients of a deployment do not have the file.
+        """
         if not isinstance(values, Mapping) or not isinstance(values.get("data"), Mapping):
             return values
         root, data = values.get("data_root") or "", dict(values["data"])
@@ -229,8 +232,8 @@ class Sections(BaseModel, Generic[M]):
         if kind.compares and shared:
             key = "divide.public" if self.server is None else "server"
             raise ValueError(
-                f"`{self.data.key}` and `{key}` are mutually exclusive, as {kind.name} are learnt "
-                "from clients' own samples only; remove one of the two"
+                f"`{self.data.key}` and `{key}` are mutually exclusive, as {kind.name} can only be "
+                "in clients' own data; remove one of the two"
             )
         return self
 

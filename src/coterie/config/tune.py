@@ -21,10 +21,10 @@ not a value.
 
 
 def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
-    """Parse options such as `training.batch=4,8`, whose values are YAML.
+    """Parse options of tuning, such as `training.batch=4,8`; each value is parsed as YAML.
 
     Returns:
-        The values to try, by dotted key.
+        A list of the values to try for each dotted key.
     """
     tune: dict[str, list[Any]] = {}
     for option in options:
@@ -48,12 +48,12 @@ def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
     """Raise CoterieError if a key cannot be tuned, or if models are not scored on the test text.
 
     Args:
-        tune: Values to try, by dotted key.
+        tune: The values to try for each dotted key.
         split: The split that models are scored on (`evaluation.split`).
     """
     for key, values in tune.items():
         if not values:
-            raise CoterieError(f"{key} has no values to tune with; list at least one.")
+            raise CoterieError(f"{key} has no values to try; list at least one value.")
         if key.partition(".")[0] not in TUNABLE or key in NOT_TUNABLE:
             raise CoterieError(
                 f"{key} cannot be tuned; choose from the settings of {', '.join(TUNABLE)}."
@@ -68,11 +68,11 @@ def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
 def check_trials(values: dict[str, Any], tune: Mapping[str, Sequence[Any]]) -> RunFile:
     """Validate a run file, once without changes and once with each of the values to try.
 
-    Settings of the method are not checked, because that needs torch.
+    The method's settings are not checked, because checking them needs torch.
 
     Args:
         values: The plain data of the run file.
-        tune: Values to try, by dotted key.
+        tune: The values to try for each dotted key.
 
     Returns:
         The run file without changes.

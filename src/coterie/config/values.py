@@ -39,7 +39,7 @@ def place_data(values: dict[str, Any], path: Path) -> None:
 
 
 def located(path: Path) -> Path:
-    """Resolve a path that may be the name of an embedded run file.
+    """Return the path of a run file, which may be given by the name of an embedded run file.
 
     If no file exists at the path and an embedded run file has this name, the path of the embedded
     file is returned. Otherwise, the path is returned unchanged.
@@ -77,7 +77,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that rejects duplicate keys; PyYAML silently uses the last of them."""
+    """A safe loader that rejects duplicate keys; PyYAML would silently use the last duplicate."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if key.value != "<<"]
@@ -100,7 +100,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML; any other exception of PyYAML is converted to yaml.YAMLError."""
+    """Parse YAML; raise yaml.YAMLError for every error, whichever exception PyYAML raises."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -110,7 +110,10 @@ def read_yaml(text: str) -> Any:
 
 
 def _mark(error: yaml.YAMLError) -> str:
-    """Format the position and the cause of a YAML error; empty if the parser reports none."""
+    """Format the position and the cause of a YAML error.
+
+    The result is an empty string if the parser reports no position.
+    """
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return ""
     mark = error.problem_mark
@@ -134,7 +137,11 @@ def apply_setting(values: dict[str, Any], setting: str) -> None:
 
 
 def put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path in place; mappings along the path are replaced by copies."""
+    """Set the value at a dotted path in `values`.
+
+    The nested mappings along the path are copied before they are changed, so that other data that
+    contain these mappings stay unchanged.
+    """
     *parents, last = path.split(".")
     target = values
     for parent in parents:

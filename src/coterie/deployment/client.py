@@ -1,13 +1,14 @@
-"""The client's process in a deployment, in which every order takes effect once or not at all.
+"""The client's process in a deployment. Each order of the server takes effect once or not at all.
 
-The process has a run folder, which contains only this client. The newest checkpoint contains the
-state after the last step. Only the server's next order shows whether that step counted, so the
-previous checkpoint is not deleted until that order arrives:
+The process has a run folder, which contains only this client. A step is the client's part of one
+round; its result is an upload. The newest checkpoint contains the state after the last step. Only
+the server's next order shows whether the server accepted the upload of that step, so the previous
+checkpoint is not deleted until that order arrives:
 
-checkpoints/00004/   the state after the last step that the server has counted
-checkpoints/00005/   the state after the next step, the upload of this step, and about.json: the
-                     order that the step answers, and the entries for metrics.jsonl if the step
-                     counts
+checkpoints/00004/   the state after the last step whose upload the server has accepted
+checkpoints/00005/   the state after the next step, the upload of this step, and about.json, which
+                     identifies the order for this step and has the lines that are appended to
+                     metrics.jsonl if the server accepts the upload
 """
 
 import json
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 Entries = list[dict[str, Any]]
 """Lines of metrics.jsonl."""
 FAULTS: dict[type[CoterieError], Fault] = {MessageError: "refused", Diverged: "diverged"}
-"""Faults to report to the server, by type of error; other errors are reported as "failed"."""
+"""The fault that is reported to the server for each type of error; the default is "failed"."""
 
 
 class Worker:
@@ -159,10 +160,10 @@ class Worker:
         return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
-        """Refuse to join a run, and stop the client if it would refuse a repeated order, too.
+        """Refuse to join a run; stop the client if it would refuse the same order again.
 
         Args:
-            order: The order to join.
+            order: The server's order to join the run.
             fault: The fault to report to the server.
             reason: The reason, as the predicate of a sentence whose subject is "the run".
         """
@@ -208,7 +209,7 @@ class Worker:
 
 
 class SiteRun:
-    """One client's part of a deployed run, with a run folder for this client."""
+    """One client's part of a deployed run, with a run folder that contains only this client."""
 
     def __init__(
         self,
@@ -237,7 +238,7 @@ class SiteRun:
         self.locked.close()
 
     def _warn(self, reading: Reading) -> None:
-        """Show warnings about this client's texts; they are not sent to the server."""
+        """Show warnings about this client's texts, without sending the warnings to the server."""
         for text in sentences(reading.quality(self.config, AT_START)):
             self.seen("warning", text)
 
@@ -265,15 +266,15 @@ class SiteRun:
         return folder
 
     def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
-        """Execute a round's step, and return the upload and the entries of the step's metrics.
+        """Execute this client's part of a round, and return the upload and the recorded metrics.
 
-        If the client has executed the same order before, it returns the stored upload and entries
+        If the client has executed the same order before, the stored upload and metrics are returned
         without training again.
         """
         digest = blake2b(download, digest_size=8).hexdigest()
         newest = self._settle(order, digest)
         if (newest.round, newest.digest) == (order.round, digest):
-            log.info("round %d: sent the stored answer again", order.round + 1)
+            log.info("round %d: sent the stored upload again", order.round + 1)
             return self.folder.read("upload"), newest.entries
         orders.count_training(order, self.folder)
         with self._transaction(order.round) as began:
@@ -286,7 +287,7 @@ class SiteRun:
         return upload, entries
 
     def finish(self, order: Order, download: bytes) -> Entries:
-        """Apply the last download, write the result and return the entries of the last metrics."""
+        """Apply the last download, write the result, and return the recorded metrics."""
         last = order.round - 1
         if self._about().round <= last:
             self._settle(order, "")
@@ -301,12 +302,12 @@ class SiteRun:
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
-        """Return whether this client stops training after the round that an order belongs to."""
+        """Return whether this client stops training after the round to which an order belongs."""
         return self.part.stops(order.round + 1)
 
     @contextmanager
     def _transaction(self, round: int) -> Iterator[float]:
-        """Restore the saved state if the block raises, so that the server's order can be repeated.
+        """Restore the saved state if the block raises, so that the server can repeat its order.
 
         Yields:
             The time at which the block begins, in seconds of the monotonic clock.
@@ -320,7 +321,7 @@ class SiteRun:
             raise
 
     def _complete(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
-        """Save the state after a step, and return the entries of the step's metrics."""
+        """Save the state after this client's part of a round, and return the recorded metrics."""
         self.part.keep_items(self.folder)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         about = read.About(round=round, digest=digest, entries=self.recorder.take())
@@ -328,20 +329,23 @@ class SiteRun:
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
-        """Commit the newest step if the server counted it; otherwise, undo the step.
+        """Commit the newest step if the server accepted the step's upload; else, undo the step.
 
-        If the order repeats the newest step, the step is not undone, so that its stored upload can
-        be sent again.
+        If the order is the order of the newest step again, the step is not undone, so that the
+        stored upload of the step can be sent again.
 
         Returns:
-            The record of the step that is the newest one afterwards.
+            The content of about.json of the step that is now the newest.
         """
         newest = self._about()
         counted = -1 if order.counted is None else order.counted
         if newest.round == counted:
             self._commit(newest)
         elif (newest.round, newest.digest) != (order.round, digest) and newest.round > counted:
-            log.warning("round %d was not counted and has been undone", newest.round + 1)
+            log.warning(
+                "the server did not accept the upload of round %d; the round has been undone",
+                newest.round + 1,
+            )
             if len(self.folder.checkpoints()) > 1:
                 self.folder.drop([self.folder.checkpoint(newest.round + 1)])
                 self._restore()
@@ -356,7 +360,7 @@ class SiteRun:
         return newest
 
     def _commit(self, newest: read.About) -> None:
-        """Record the metrics of the newest step, and delete all older checkpoints."""
+        """Append the newest step's metrics to metrics.jsonl, and delete all older checkpoints."""
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
             self.folder.rewrite([*lines, *newest.entries])

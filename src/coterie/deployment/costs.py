@@ -25,7 +25,7 @@ LIMITS: dict[str, int] = {
     "data.window": 2**20,
     "evaluation.batch": 65_536,
 }
-"""The highest accepted values of settings, by dotted key of the run file."""
+"""The highest accepted value of each setting; the keys are dotted keys of the run file."""
 MAX_TOKENS = 2**24
 """The highest accepted number of tokens in one forward pass of training or evaluation."""
 MAX_STEPS = 10**8
@@ -40,36 +40,36 @@ UNLIMITED = ("seed", "deployment.", "base.", "data.limits")
 These settings cost a client nothing, or limit how much of the client's own text is used.
 """
 WIDTHS = ("rank", "virtual_tokens", "encoder_hidden_size", "experts", "max_experts")
-"""Settings of methods that determine the size of an adapter, and so its memory."""
+"""Settings of methods that determine how large an adapter is, and how much memory it needs."""
 MIN_WIDTH = 64
 """The width up to which adapters are always accepted, even if the base is narrower."""
 REMEDY = "ask the server's operator for a run that this machine can handle"
 
 
 def machine_memory() -> int:
-    """Return the size of main memory or of the largest GPU memory, if that is larger, in bytes."""
+    """Return, in bytes, the larger of the main memory and the memory of the largest GPU."""
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     main = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(main, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
 
 
 def too_costly(config: RunConfig) -> str | None:
-    """Return a message about a setting of a run that this machine cannot handle, or None.
+    """Return a message about a setting that makes a run too large for this machine, or None.
 
-    The message is the predicate of a sentence about the run, as in `deployment.terms`.
+    The message is the predicate of a sentence whose subject is "the run".
     """
     for key, value in _numbers(config.visible_to("")):
         limit = LIMITS.get(key, MAX_OTHER)
         if value > limit and not key.startswith(UNLIMITED):
-            return f"sets {key} to {value:,}, where at most {limit:,} is accepted; {REMEDY}"
+            return f"sets {key} to {value:,}, but at most {limit:,} is accepted; {REMEDY}"
     training = config.training
     if (total := training.steps * config.exchanges) > MAX_STEPS:
-        return f"takes {total:,} training steps, where at most {MAX_STEPS:,} are accepted; {REMEDY}"
+        return f"takes {total:,} training steps, but at most {MAX_STEPS:,} are accepted; {REMEDY}"
     tokens = max(training.micro_batch or training.batch, config.evaluation.batch)
     tokens *= config.data.window
     if tokens > MAX_TOKENS:
         return (
-            f"reads {tokens:,} tokens at once (batch times data.window), where at most "
+            f"reads {tokens:,} tokens at once (batch times data.window), but at most "
             f"{MAX_TOKENS:,} are accepted; {REMEDY}"
         )
     try:
@@ -82,15 +82,18 @@ def too_costly(config: RunConfig) -> str | None:
     needed, available = 2 * tokens * _embedding(skeleton).shape[1], machine_memory()
     if needed > available:
         return (
-            f"takes at least {needed / 1e9:,.1f} GB of memory for the hidden states of a batch "
-            f"(batch, evaluation.batch, data.window), where this machine has "
-            f"{available / 1e9:,.1f} GB; {REMEDY}"
+            f"needs at least {needed / 1e9:,.1f} GB of memory for the hidden states of a batch, "
+            f"but this machine has {available / 1e9:,.1f} GB (see training.batch, evaluation.batch "
+            f"and data.window); {REMEDY}"
         )
     return None
 
 
 def _too_wide(config: RunConfig, skeleton: PreTrainedModel) -> str | None:
-    """Return a message about an adapter's rank or width that exceeds the widest layer, or None."""
+    """Return a message if an adapter's rank or width exceeds the width of the base's widest layer.
+
+    Otherwise, return None.
+    """
     ranks = {
         key: value
         for key, value in _numbers(config.method.described())
@@ -104,8 +107,8 @@ def _too_wide(config: RunConfig, skeleton: PreTrainedModel) -> str | None:
     for key, value in ranks.items():
         if value > widest:
             return (
-                f"sets method.{key} to {value:,}, more than the widest layer of {config.base} has "
-                f"({widest:,}); {REMEDY}"
+                f"sets method.{key} to {value:,}, which is larger than the width of the widest "
+                f"layer of {config.base} ({widest:,}); {REMEDY}"
             )
     return None
 

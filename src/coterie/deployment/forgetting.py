@@ -15,21 +15,21 @@ from coterie.runs import RunFolder
 
 LOGS = ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1")
 BY_CLIENT = {"trained", "aggregated", "kept", "left_out"}
-"""Keys of result.json whose values are mappings by client name."""
+"""Keys of result.json whose values are mappings with clients' names as keys."""
 DERIVED = ("report", "table.md")
 """Files and folders that are generated from the metrics, and can be generated again."""
 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The amounts of data deleted for a client, and the rounds that its uploads have affected."""
+    """The amounts of deleted data about a client, and the rounds that the uploads affected."""
 
     metrics: int
     """The number of deleted lines of metrics.jsonl."""
     log_lines: int
     """The number of deleted lines of logs."""
     rounds: list[int]
-    """The rounds, counted from 1, whose aggregates contain an upload of the client."""
+    """The rounds whose aggregates contain an upload of the client; the first round is 1."""
 
 
 def check_participant(folder: RunFolder, client: str) -> None:
@@ -81,10 +81,10 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
 
 
 def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
-    """Return a line of metrics.jsonl about another client, without its values about this client.
+    """Return a line of metrics.jsonl about another client, without the values about `client`.
 
-    Only values that are mappings by client name can be about this client. Scores are returned
-    unchanged, because they contain no names of clients.
+    Only a value that is a mapping with clients' names as keys can contain values about `client`.
+    Scores are returned unchanged, because they contain no names of clients.
     """
     if line["name"].startswith(TEST):
         return {**line}
@@ -92,7 +92,7 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
 
 def _state_without(name: str, state: State, client: str) -> State:
-    """Return the state with a given name in a checkpoint, without the data about a client."""
+    """Return a checkpoint's state `name` without the data about a client."""
     if name == "server":
         return state.without(client)
     if name == TRANSFORMS:  # every transform may have a state for each client
@@ -109,7 +109,7 @@ def _state_without(name: str, state: State, client: str) -> State:
 
 
 def _forget_lines(folder: Path, log: str, client: str) -> int:
-    """Delete the lines of a log that contain the client's name, and return their number."""
+    """Delete the lines of a log that contain the client's name; return how many were deleted."""
     try:
         text = read_inside(folder, log).decode(errors="replace")
     except FileNotFoundError:

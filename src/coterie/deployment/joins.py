@@ -1,4 +1,4 @@
-"""Clients that join a deployed run; slow preparation runs in threads, so that rounds continue."""
+"""Clients that join a deployed run. Slow preparations run in threads and delay no round."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -11,19 +11,19 @@ from coterie.engines.server_part import ServerPart
 from coterie.messages import Message, MessageError
 
 INITIAL_WAIT = 5.0
-"""Time in seconds that the server waits for a method's preparation to end.
+"""Time in seconds that the server waits for a method to prepare for a client.
 
-Most preparations end within this time. Longer ones continue in their threads.
+Most preparations end within this time. Longer preparations continue in threads.
 """
 
 
 class Joins:
-    """The hellos of clients that are joining and of clients that have joined."""
+    """The first messages ("hellos") of the clients that are joining or have joined a run."""
 
     def __init__(self, part: ServerPart) -> None:
         self.part = part
         self.hellos: dict[str, bytes] = {}
-        """The hellos of the clients that have joined, by name."""
+        """The serialised hello of each client that has joined; the keys are clients' names."""
         self.base = ""
         """The digest of the clients' common base; empty until a client has joined."""
         self._pending: dict[str, tuple[Future[None], Message, bytes]] = {}
@@ -37,15 +37,15 @@ class Joins:
         self.base = self.base or base
         if base != self.base:
             raise MessageError(
-                "The client's base has different weights than the base of the other clients."
+                "The weights of the client's base differ from those of the other clients' base."
             )
 
     def begin(self, name: str, hello: bytes) -> None:
-        """Start to prepare the server for a client that is joining.
+        """Start a thread that prepares the method's server-side object for a joining client.
 
         Raises:
-            MessageError: The hello is invalid, or the preparation for the client's previous hello
-                has not ended.
+            MessageError: The hello is invalid, or the server is still preparing for the client's
+                previous hello.
         """
         message = self.part.schema.receive("hello", hello)
         if name in self._pending:
@@ -55,10 +55,10 @@ class Joins:
         wait([future], INITIAL_WAIT)
 
     def ended(self) -> Iterator[tuple[str, Exception | None]]:
-        """Yield each client for which the preparation has ended since the last call.
+        """Yield each client for which the server's preparation has ended since the last call.
 
         Yields:
-            The client's name, and the error, or None if the client has joined.
+            The client's name, and the error that occurred (None if the client has joined).
         """
         for name, (future, message, hello) in sorted(self._pending.items()):
             if not future.done():
@@ -79,7 +79,7 @@ class Joins:
         self._join(name, message, hello)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the hellos as tensors of bytes, for a checkpoint."""
+        """Return the hellos of all joined clients as tensors of bytes, for a checkpoint."""
         return {
             name: torch.frombuffer(bytearray(hello), dtype=torch.uint8)
             for name, hello in self.hellos.items()
@@ -96,7 +96,7 @@ class Joins:
 
 
 def _run_in_thread(work: Callable[[], None]) -> "Future[None]":
-    """Call a function in a daemon thread, which does not keep the process alive."""
+    """Call a function in a daemon thread, which ends with the process; return a future."""
     future: Future[None] = Future()
 
     def run() -> None:

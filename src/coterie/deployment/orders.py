@@ -17,20 +17,20 @@ from coterie.runs import RunFolder, read
 MAX_TRAININGS = 5
 """The maximum number of times that a client trains in one round.
 
-The server repeats a round after it was killed, lost too many uploads, expelled a client, or went
-back to an earlier checkpoint.
+The server repeats a round if the server's process was killed, if too few uploads were valid, if a
+client was expelled, or if the operator went back to an earlier checkpoint.
 """
 MAX_NEW_RUNS = 3
 """The maximum number of new runs that a client begins during the life of its process."""
 MAX_UNFINISHED = 8
-"""The maximum number of unfinished runs in a client's folder, as every run takes disk space."""
+"""The maximum number of unfinished runs in a client's folder, as each run takes disk space."""
 TRAINED = "trained.json"
-"""The file in a client's run folder with the number of times that each round was trained."""
+"""The file in a client's run folder that stores how many times each round was trained."""
 DELETE = "delete the folders that are no longer needed, and start this client again to take part"
 
 
 def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
-    """Return the fields that only an order to join has.
+    """Return the fields that an order to join has and other orders do not have.
 
     Args:
         config: The server's run.
@@ -60,7 +60,8 @@ def check_round(order: Order, exchanges: int) -> None:
         )
     if order.counted is not None and not -1 <= order.counted < order.round:
         raise MessageError(
-            f"The server counts round {order.counted + 1} before round {order.round + 1} is over."
+            f"The server's order for round {order.round + 1} says that this client's upload of "
+            f"round {order.counted + 1} was accepted, but that round is not over."
         )
 
 
@@ -75,7 +76,8 @@ class Orders:
     def refusal(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
         """Return why this client refuses to begin a run, or None if it accepts the run.
 
-        An accepted run is counted, unless the client has begun it before and now continues it.
+        An accepted run counts towards the limit `MAX_NEW_RUNS`, unless the client has begun the run
+        before and now continues it.
         """
         if reason := too_costly(config):
             return reason
@@ -84,9 +86,9 @@ class Orders:
         if len(self.runs) >= MAX_NEW_RUNS:
             if not (self.site.asks and self.site.agrees(order, config)):
                 return (
-                    f"is the server's new run number {len(self.runs) + 1} since this client "
-                    "started; ask the server's operator why, and start this client again to take "
-                    "part"
+                    f"exceeds the limit of {MAX_NEW_RUNS} new runs since this client started; ask "
+                    "the server's operator why there are so many runs, and start this client again "
+                    "to take part"
                 )
             self.runs.clear()
         out = self.site.out
@@ -101,7 +103,7 @@ class Orders:
         return None
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
-        """Count that a round is trained once more; the count is stored in the run folder.
+        """Add 1 to the number in the run folder that says how often a round was trained.
 
         Raises:
             CoterieError: The round has been trained too often, or the run folders take too much
@@ -112,8 +114,9 @@ class Orders:
         count = counts.get(str(order.round), 0)
         if count >= MAX_TRAININGS:
             raise CoterieError(
-                f"The server has ordered round {order.round + 1} more than {MAX_TRAININGS} times "
-                f"with different downloads; ask the server's operator why. To go on, delete {path}."
+                f"The server has asked this client to train round {order.round + 1} more than "
+                f"{MAX_TRAININGS} times with different downloads; ask the server's operator why. "
+                f"To let this client continue, delete {path}."
             )
         if reason := self.disk_excess():
             raise CoterieError(f"This client has {reason}.")
@@ -126,4 +129,4 @@ class Orders:
         total = sum(p.lstat().st_size for p in files if p.is_file() and not p.is_symlink())
         if total <= MAX_DISK:
             return None
-        return f"runs of {total / 2**30:.0f} GiB in {self.site.out}; {DELETE}"
+        return f"run folders of {total / 2**30:.0f} GiB in total in {self.site.out}; {DELETE}"

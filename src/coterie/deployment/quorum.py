@@ -1,4 +1,4 @@
-"""The quorum of a deployed run: how many clients its rounds need."""
+"""The quorum of a deployed run: the number of clients that each round needs."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -10,7 +10,8 @@ from coterie.deployment.seats import Seat
 class Quorum:
     """The number of clients that a round needs.
 
-    Expelled clients do not count towards the quorum. Clients that have stopped training early do.
+    Clients that have stopped training early count towards the quorum. Expelled clients do not count
+    towards the quorum.
 
     Args:
         config: The run.
@@ -34,12 +35,12 @@ class Quorum:
 
     @property
     def needed(self) -> int:
-        """The number of clients, at least 1, that a round needs besides those that have stopped."""
+        """The number of clients (at least 1) that a round needs besides the stopped clients."""
         return max(1, self.size - self.stopped)
 
     @property
     def stopped(self) -> int:
-        """The number of clients that have stopped training, as their models no longer improve."""
+        """The number of clients that have stopped, because their models no longer improve."""
         return sum(seat.stopped for seat in self.seats.values())
 
     def ready(self) -> list[str]:
@@ -56,13 +57,14 @@ class Quorum:
     ) -> bool:
         """Return whether a round can end.
 
-        A round ends when every client has replied. With enough uploads, it also ends at the
-        deadline, or as soon as every client that has not replied has disconnected or failed.
+        A round can end when every client has replied. If there are enough uploads, the round can
+        also end at the deadline, or as soon as every client that has not replied has disconnected
+        or failed.
 
         Args:
             members: The clients of the round.
-            waiting: Clients of the round that have not replied.
-            diverged: Clients of the round that have diverged, and so will not upload.
+            waiting: The clients of the round that the server is still waiting for.
+            diverged: The clients of the round that have diverged and will not send an upload.
             end: The deadline of the round, in seconds of the monotonic clock.
         """
         if not waiting:
@@ -75,7 +77,8 @@ class Quorum:
     def _needed_uploads(self, diverged: Collection[str]) -> int:
         """Return the number of uploads that a round needs when clients have diverged.
 
-        Diverged clients count towards the quorum, because they would diverge again.
+        Diverged clients count towards the quorum. The server does not ask them again, because they
+        would diverge again.
         """
         return max(1, self.needed - len(diverged))
 
@@ -84,7 +87,7 @@ class Quorum:
         return bool(joined) and all(self.seats[name].stopped for name in joined)
 
     def met(self) -> bool:
-        """Return whether the clients that have stopped are enough for a quorum by themselves."""
+        """Return whether the clients that have stopped reach the quorum without other clients."""
         return self.stopped >= self.size
 
     @property
@@ -99,17 +102,17 @@ class Quorum:
         asked_again: set[str],
         diverged: Collection[str],
     ) -> bool:
-        """Return whether a round has enough uploads to count.
+        """Return whether a round has enough valid uploads to be aggregated.
 
-        A round needs its quorum. Once every client with a refused upload has been asked again,
-        refused uploads count towards the quorum if they do not outnumber the valid uploads, so that
-        clients with invalid uploads cannot block the run.
+        The valid uploads must reach the quorum. Once every client whose upload was refused has been
+        asked for another upload, refused uploads also count towards the quorum, unless they
+        outnumber the valid uploads. Otherwise, clients with invalid uploads could block the run.
 
         Args:
             counted: The number of valid uploads.
-            refused: Clients whose uploads were refused.
-            asked_again: Clients that have been asked for a second upload.
-            diverged: Clients that have no upload because they have diverged.
+            refused: The clients whose uploads were refused.
+            asked_again: The clients that have been asked for another upload.
+            diverged: The clients that have no upload because they have diverged.
         """
         needed = self._needed_uploads(diverged)
         if asked_again.issuperset(refused):

@@ -25,15 +25,15 @@ class Seat:
     failed: bool = False
     """Whether the client failed to carry out its last order."""
     counted: int | None = None
-    """The last round in which the client's upload counted; None if no upload has counted yet."""
+    """The last round in which the client's upload was accepted; None if there is no such round."""
     entries: list[Entry] = field(default_factory=list)
-    """The metrics that the client sent with its last step; recorded if the step counts."""
+    """The metrics in the client's last reply, which are recorded if its upload is accepted."""
     stops: bool = False
-    """Whether the client announced with its last step that it stops training."""
+    """Whether the client announced in its last reply that it stops training."""
     stopped: bool = False
     """Whether the client has stopped training, so that it takes part in no later round.
 
-    A client has stopped once the step with which it sent `stops` has counted."""
+    A client has stopped once the server has accepted the reply in which it announced this."""
 
     def clear(self) -> None:
         """Clear a recorded failure, so that the server can ask the client again at once."""
@@ -44,13 +44,13 @@ class Seat:
         self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:
-        """Discard what the client sent with its last step, before it is asked for another step."""
+        """Discard what the client's last reply contained, before the client is sent a new order."""
         self.clear()
         self.entries, self.stops = [], False
 
 
 def seats_state(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
-    """Return the values to save in a checkpoint: facts about all seats, and the base's digest."""
+    """Return the values to save in a checkpoint: all clients' status, and the base's digest."""
     counted: Json = {name: seat.counted for name, seat in seats.items()}
     stopped: Json = sorted(name for name, seat in seats.items() if seat.stopped)
     return {"counted": counted, "base": base, "stopped": stopped}
@@ -60,7 +60,7 @@ def restore_seats(seats: dict[str, Seat], values: Mapping[str, Json], expelled: 
     """Restore seats from a checkpoint, except for the seats of expelled clients.
 
     Args:
-        seats: The seats by client name, changed in place.
+        seats: The seat of each client; the keys are clients' names. Changed in place.
         values: The values that `seats_state` returned.
         expelled: The names of expelled clients.
     """
@@ -74,16 +74,16 @@ class ServerWatch:
     """Callbacks that follow a deployed run; by default, they do nothing."""
 
     def start(self, title: str, rounds: int, done: int) -> None:
-        """Start to follow a run, of which `done` rounds are complete."""
+        """Begin to display a run, in which `done` of `rounds` rounds are already complete."""
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        """Display the status of all clients; those in `working` have not replied yet."""
+        """Display the status of all clients; the clients in `working` have not replied yet."""
 
     def moved(self, client: str, up: int, down: int) -> None:
         """Count the bytes received from a client (`up`) and sent to the client (`down`)."""
 
     def note(self, text: str) -> None:
-        """Display a line about an event."""
+        """Display a line of text about an event."""
 
     def round_over(self, round: int, counted: int) -> None:
-        """Report that a round is complete and saved, with the number of uploads that counted."""
+        """Report that a round is complete and saved, and that `counted` uploads were accepted."""

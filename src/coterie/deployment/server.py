@@ -30,10 +30,10 @@ GRACE = 60.0
 
 
 class ServerRun(ServerPart):
-    """A run on a network, from its newest checkpoint (or its start) to its end.
+    """The server of a run on a network, from the run's newest checkpoint (or start) to its end.
 
-    The server's loop sends each connected client its next order: to join, to take part in the
-    round, or to end. A client or this process can thus stop at any time and continue later.
+    The server repeats its order to a connected client (to join, to take part in the round, or to
+    end) until the client replies. So a client or this process can stop and continue at any time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ServerRun(ServerPart):
         """The kind of the order that is sent to the clients in `waiting`."""
         self.round = 0
         self.waiting: set[str] = set()
-        """Clients that have not completed the server's current order."""
+        """Clients that have not replied to the server's current order."""
         self.unlisted: set[str] = set()
         """Clients that have a key but are not part of the run."""
         self.uploads = Uploads(folder.path, self.server, self.aggregation)
@@ -96,14 +96,14 @@ class ServerRun(ServerPart):
         self.folder.finish(result(self.config, self.folder))
 
     def _round(self) -> int | None:
-        """Run a round; return the number of counted uploads, or None if all clients stopped."""
+        """Run a round; return the number of accepted uploads, or None if all clients stopped."""
         while members := self._gather():
             if (mean := self._count(members)) is not None:
                 return self._settle(mean)  # else a client was expelled: repeat the round
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum and open a round; return its clients (none if all clients stopped)."""
+        """Wait for a quorum and begin a round; return its clients, or [] if all have stopped."""
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
@@ -119,7 +119,7 @@ class ServerRun(ServerPart):
         return members
 
     def _count(self, members: list[str]) -> Message | None:
-        """Wait until enough uploads count; return their mean, or None if a client was expelled."""
+        """Wait for enough valid uploads; return their mean, or None if a client was expelled."""
         uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
             uploads.require(self.round, self.waiting)
@@ -149,7 +149,7 @@ class ServerRun(ServerPart):
         return not self.leaving
 
     def _settle(self, mean: Message) -> int:
-        """Close the round with the mean of its uploads; return the number of counted uploads."""
+        """Close the round with the mean of its uploads; return the number of accepted uploads."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
@@ -169,7 +169,7 @@ class ServerRun(ServerPart):
         return len(counted)
 
     def _is_over(self) -> bool:
-        """Return whether all clients stopped, or a quorum did and no other client is ready."""
+        """Return whether all clients stopped, or a quorum stopped and no other client is ready."""
         all_stopped = self.quorum.all_stopped(self.joins.hellos)
         if all_stopped or not self.quorum.met():
             return all_stopped
@@ -203,7 +203,7 @@ class ServerRun(ServerPart):
         self.folder.append([line for line in self.recorder.take() if line not in lines])
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
-        """Set the order for clients; `_poll` sends it to them."""
+        """Set the next order for some clients, which `_poll` then sends."""
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
             self.seats[name].ask()
@@ -245,7 +245,7 @@ class ServerRun(ServerPart):
             self._expel(name)
 
     def _expel(self, name: str) -> None:
-        """Exclude a client that the operator has expelled from the run."""
+        """Stop using a client, because the operator has expelled this client."""
         self.quorum.expelled.add(name)
         self.leaving.append(name)
         if name in self.seats:
@@ -263,7 +263,7 @@ class ServerRun(ServerPart):
             self.leave(self.leaving.pop())
 
     def _abandon(self, seat: Seat) -> None:
-        """Stop waiting for a client's reply, and discard the reply if it still arrives."""
+        """Stop waiting for a client's reply, and discard the reply if it arrives later."""
         if seat.ticket is not None:
             self.late.add(seat.ticket)
         seat.ticket = None
@@ -351,7 +351,7 @@ class ServerRun(ServerPart):
         self.waiting.discard(name)
 
     def _record_entries(self, names: Iterable[str]) -> None:
-        """Record the metrics that clients sent with their last steps."""
+        """Record the metrics in the clients' last replies."""
         for name in sorted(names):
             for entry in self.seats[name].entries:
                 if entry.is_from_client:
@@ -361,11 +361,11 @@ class ServerRun(ServerPart):
 
     @property
     def _metric_round(self) -> int:
-        """The round to record metrics for; at the end of the run, this is the last round."""
+        """The round for which metrics are recorded; at the end of the run, it is the last round."""
         return self.round - (self.kind == "finish")
 
     def _refuse(self, event: str, error: Exception) -> None:
-        """Show an error of a client; log the traceback of unexpected errors for debugging."""
+        """Show an error that a client caused; if it is unexpected, also log the traceback."""
         if not isinstance(error, CoterieError):
             log.debug(event, exc_info=error)
             error = CoterieError(f"{type(error).__name__} in the method")

@@ -22,7 +22,8 @@ class Site:
 
     name: str
     texts: dict[str, str]
-    """Paths of the texts, by key of the run file: `path`, or `train`, `validation` and `test`."""
+    """The paths of the texts. The keys are as in a run file: `path`, or `train`, `validation` and
+    `test`."""
     out: Path
     """The folder of the client's run folders."""
     base: str | None = None
@@ -33,22 +34,22 @@ class Site:
     agreed: Terms | None = None
     """The terms that the user agreed to in advance; if None, `agrees` decides."""
     agrees: Callable[[Order, RunConfig], bool] = lambda *_: True
-    """Function that returns whether the user agrees to a run; called once per run."""
+    """A function that returns whether the user agrees to a run; called once for each run."""
     asks: bool = False
     """Whether `agrees` asks a person, who can be asked again after several new runs."""
     limit: Budget | None = None
-    """The privacy budget of all runs together; None sets no limit beyond each run's own budget."""
+    """The privacy budget for all runs together; None: only each run's own budget is a limit."""
     device: Device = "auto"
     """The device that the base runs on, as in a run file."""
 
     def config(self, order: Order) -> RunConfig:
         """Return the run that an order to join describes, as this client sees it.
 
-        The run contains the texts of no other client, and only paths that this client has set.
+        The run contains no texts of other clients, and only paths that this client has set.
 
         Raises:
             CoterieError: The run is invalid, or needs a path that this client has not set.
-            MessageError: The order is not from a server of Coterie, or is malicious.
+            MessageError: The order is not from a Coterie server, or is malicious.
         """
         described = dict(order.config or {})
         data, named = described.get("data"), described.get("base")
@@ -64,13 +65,22 @@ class Site:
             raise CoterieError("The run has a public text; give this machine's copy with --public.")
         match data.get("instructions"):
             case {"template": str(template)} if template not in SHIPPED and not is_text(template):
-                raise MessageError("The server named a file of this machine as the template.")
+                raise MessageError(
+                    "The server's run names a file on this machine as its template, which is not "
+                    "allowed."
+                )
         match data.get("chat_template"):
             case str(template) if not is_text(template):
-                raise MessageError("The server named a file of this machine as the template.")
+                raise MessageError(
+                    "The server's run names a file on this machine as its template, which is not "
+                    "allowed."
+                )
         match described.get("training"):
             case {"dpo": {"reference": reference}} if reference != "base":
-                raise MessageError("The server named a run of this machine as the reference.")
+                raise MessageError(
+                    "The server's run names a run folder on this machine as its reference, which "
+                    "is not allowed."
+                )
         if self.base is None and is_folder(name):
             raise CoterieError(
                 f"The run's base {name!r} is also a folder on this machine; if this folder "

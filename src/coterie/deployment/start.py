@@ -1,4 +1,4 @@
-"""Entry points of a deployment: a server and a client, from their start to the run's end."""
+"""Entry points of a deployment: functions that run a server or a client until the run ends."""
 
 import logging
 import secrets
@@ -40,7 +40,7 @@ def serve(
     watch: ServerWatch,
     without: Sequence[str] = (),
 ) -> RunFolder:
-    """Start a run as its server, and return the run's folder when the run has ended.
+    """Serve a new run until it ends, and return the run folder.
 
     Args:
         config: The run.
@@ -48,7 +48,7 @@ def serve(
         keys: The keys of the server and the clients.
         address: The address to listen on, HOST:PORT.
         watch: Callbacks that follow the run.
-        without: Clients that must not take part, even if they have a key.
+        without: The names of clients that must not take part, even if they have a key.
 
     Raises:
         CoterieError: The folder or the address is in use, or the run cannot be carried out.
@@ -83,16 +83,16 @@ def serve_again(
     without: Sequence[str] = (),
     update: RunConfig | None = None,
 ) -> RunFolder:
-    """Resume a run whose server has stopped; waiting clients continue by themselves.
+    """Resume a run whose server has stopped; clients that wait for the server then continue.
 
     Args:
         out: The run folder.
         keys: The keys of the server and the clients.
         address: The address to listen on, HOST:PORT.
         watch: Callbacks that follow the run.
-        from_round: The number of complete rounds to resume after; None: as in the newest
-            checkpoint.
-        without: Clients to expel.
+        from_round: The number of complete rounds after which to resume the run. There must be a
+            checkpoint of this round. None: resume from the newest checkpoint.
+        without: The names of clients to expel.
         update: A run whose `deployment` section and device replace those of the recorded run;
             None: no changes.
 
@@ -164,14 +164,14 @@ def _run_to_end(
 def take_part(
     server: str, credentials: Kit, site: Site, seen: Seen, stop: threading.Event
 ) -> Worker:
-    """Take part in a server's run as a client until the run ends.
+    """Take part in a run as a client until the run ends.
 
     Args:
         server: The server's address, HOST:PORT.
         credentials: The client's name, certificate and private key.
         site: The client's texts and settings.
-        seen: Function that is called with each event.
-        stop: Event that ends the client early when it is set.
+        seen: A function that is called whenever something happens that the user should see.
+        stop: A threading.Event; setting it ends the client early.
     """
     log.setLevel(logging.INFO)
     site.out.mkdir(parents=True, exist_ok=True)

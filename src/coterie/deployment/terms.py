@@ -1,4 +1,4 @@
-"""The terms of a run: what a server requests of a client, and what the client has agreed to.
+"""The terms of a run: what a server requests from a client, and what the client has agreed to.
 
 Functions that compare a run with this machine return the predicate of a sentence about the run
 ("needs the plugin ..."), or None if there is no difference.
@@ -37,8 +37,8 @@ def requested_terms(order: Order) -> Terms:
 def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run that need the client's agreement.
 
-    These are all settings but the run's name and, except for `share_metrics`, the server's
-    settings in `deployment`.
+    These are all settings except the run's name and the section `deployment`. Of that section, only
+    `share_metrics` needs agreement.
     """
     settings = {k: v for k, v in run.items() if k not in ("name", "deployment")}
     terms = json.loads(json.dumps(settings))
@@ -46,21 +46,21 @@ def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def disagreement(agreed: Terms, order: Order) -> str | None:
-    """Return how the requested run differs from the agreed terms, or None."""
+    """Return how the requested run differs from the agreed terms, or None if it does not differ."""
     if changes := differences(agreed, requested_terms(order)):
         return f"differs from what was agreed ({'; '.join(changes)})"
     return None
 
 
 def public_text_mismatch(order: Order, config: RunConfig) -> str | None:
-    """Return how the run's public text differs from this machine's copy, or None."""
+    """Return a message if the run's public text differs from this machine's copy, else None."""
     if public_digest(config) == order.public:
         return None
     return f"has a different public text than {config.data.public}"
 
 
 def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
-    """Return how a run would exceed the client's privacy budget, or None."""
+    """Return a message if a run would exceed the client's privacy budget, else None."""
     if not budgets or ledger.limit is None or ledger.affords(budgets):
         return None
     limit, delta, _ = ledger.limit
@@ -75,7 +75,7 @@ def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
 
 
 def version_mismatch(order: Order) -> str | None:
-    """Return how the run's protocol or plugins differ from those of this machine, or None."""
+    """Return a message if the run's protocol or plugins differ from this client's, else None."""
     if order.protocol != PROTOCOL:
         return (
             f"uses protocol version {order.protocol}, but this client uses version {PROTOCOL}; "
@@ -87,15 +87,18 @@ def version_mismatch(order: Order) -> str | None:
             remedy = "start this client with --plugin and the same file"
             return f"needs the plugin {plugin.file}; {remedy}"
         if loaded.sha256 != plugin.sha256:
-            remedy = "both sides need the same file"
+            remedy = "the server and this client need the same file"
             return f"has a different version of the plugin {plugin.file}; {remedy}"
     return None
 
 
 def extra_plugin(order: Order, config: RunConfig) -> str | None:
-    """Return a message if the client would use a plugin that the server does not, else None."""
+    """Return a message if the client uses a plugin that the server does not use, else None."""
     if extra := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
-        return f"uses {extra[0]!r} without a plugin; start this client without --plugin"
+        return (
+            f"uses {extra[0]!r}, which is not from a plugin on the server; start this client "
+            "without --plugin"
+        )
     return None
 
 

@@ -1,4 +1,4 @@
-"""Interface between the round loop and a run's clients; clients' states between checkpoints."""
+"""The interface between the round loop and clients, and clients' states between checkpoints."""
 
 import shutil
 from abc import ABC, abstractmethod
@@ -21,11 +21,11 @@ from coterie.training.context import ClientId
 STATES = "states"
 """The folder of `NewStates` in a run folder."""
 Download = Callable[[ClientId], bytes]
-"""Function that returns the server's current download for a client."""
+"""A function that returns the server's current download for a client."""
 
 
 class NewStates:
-    """Clients' states that are newer than the newest checkpoint, in files in the run folder.
+    """Clients' states that are newer than the newest checkpoint, stored as files in the run folder.
 
     If the process is killed, the files remain. The next process deletes them, and repeats the round
     from the checkpoint.
@@ -49,7 +49,7 @@ class NewStates:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def put(self, part: ClientPart) -> None:
-        """Write a client's states, which become part of the next checkpoint."""
+        """Write a client's states to files; the next checkpoint will contain these states."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         for file, state in part.states():
@@ -57,18 +57,21 @@ class NewStates:
                 write_bytes(self.path / f"{file}.safetensors", state.encode())
 
     def newest(self, client: ClientId) -> tuple[State | None, State | None]:
-        """Return the newest states of a client and of its best model; None if not saved yet."""
+        """Return the newest state of a client and that of the client's best model.
+
+        Each of the two states is None if it has not been saved yet.
+        """
         state = self._find(f"client-{client}")
         if state is None and self.folder.rounds():
             state = self.folder.load(f"client-{client}")
         return state, self.kept(client)
 
     def kept(self, client: ClientId) -> State | None:
-        """Return the newest state of a client's best model; None if none has been saved yet."""
+        """Return the newest state of a client's best model; None if no state has been saved yet."""
         return self._find(f"kept-{client}") or self.folder.find(f"kept-{client}")
 
     def drop(self, client: ClientId) -> None:
-        """Remove a client's states, so that the states in the checkpoint are the newest."""
+        """Delete a client's states, so that the newest states are those in the checkpoint."""
         for file in (f"client-{client}", f"kept-{client}"):
             (self.path / f"{file}.safetensors").unlink(missing_ok=True)
 
@@ -79,10 +82,11 @@ class NewStates:
 
         Args:
             client: The client's name.
-            newer: States in memory, by file name. They take precedence over states on disk.
+            newer: The states in memory; each key is the name of a state's file. States in memory
+                take precedence over states on disk.
 
         Yields:
-            The name of each file, and its state or None, as in `ClientPart.states`.
+            The name of each file, and the state or None, as in `ClientPart.states`.
         """
         for file in (f"client-{client}", f"kept-{client}"):
             state = newer.get(file) or self._find(file)
@@ -100,12 +104,12 @@ class NewStates:
 
 @dataclass(eq=False)
 class Clients(ABC):
-    """The clients of a run. Subclasses determine in which processes the clients work.
+    """The clients of a run. A subclass determines the processes in which the clients work.
 
     Args:
         config: The run.
         base: The run's base.
-        participants: The clients' data, by name.
+        participants: The data of each client; the keys are clients' names.
         folder: The run folder.
         recorder: The recorder of metrics.
     """
@@ -128,7 +132,7 @@ class Clients(ABC):
 
     @abstractmethod
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
-        """Create every client in its initial state, and yield its name and first message."""
+        """Create all clients in their initial states; yield their names and first messages."""
 
     @abstractmethod
     def step(
@@ -136,17 +140,17 @@ class Clients(ABC):
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
         """Let clients execute an exchange.
 
-        A client that diverges keeps its state from before the exchange.
+        A client that diverges returns to the state that it had before the exchange.
 
         Args:
-            round: The number of the exchange, from 0.
+            round: The number of the exchange; the first is 0.
             names: The clients of the exchange.
             download: A function that returns the server's download for a client.
-            lost: Clients whose last upload did not count.
+            lost: The clients whose last upload was not accepted.
 
         Yields:
-            The name of each client, and its upload, or the error if the client diverged. The
-            client's metrics are already recorded when its upload is yielded.
+            The name of each client, and the client's upload, or the error if the client diverged.
+            The client's metrics are recorded before the upload is yielded.
         """
 
     @abstractmethod
@@ -156,11 +160,11 @@ class Clients(ABC):
         Args:
             round: The number of the last exchange.
             download: A function that returns the server's download for a client.
-            lost: Clients whose last upload did not count.
+            lost: The clients whose last upload was not accepted.
         """
 
     def stops(self, name: ClientId, rounds: int) -> bool:
-        """Return whether a client stops early after a number of complete exchanges."""
+        """Return whether a client stops early after the first `rounds` exchanges of the run."""
         return stops(self.config, best_of(self.new.kept(name)), rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
@@ -169,12 +173,12 @@ class Clients(ABC):
             yield from self.new.pop(name, self._newer(name))
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return the states of a client that are in memory, by file name."""
+        """Return a client's states that are in memory; each key is the name of a state's file."""
         return {}
 
     @abstractmethod
     def undo(self, name: ClientId) -> None:
-        """Restore a client's state from before the exchange, as its upload does not count."""
+        """Restore the state that a client had before an exchange; its upload was not accepted."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -182,4 +186,4 @@ class Clients(ABC):
 
     @abstractmethod
     def covered(self) -> set[tuple[str, ...]]:
-        """Return descriptions of the layers that adapters modify: lines per kind of adapter."""
+        """Return, for each kind of adapter, lines of text that describe the layers it modifies."""

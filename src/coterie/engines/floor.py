@@ -9,15 +9,15 @@ from coterie.evaluation.commonest import commonest
 from coterie.federation.participants import Participant, text_digest
 
 FLOOR = "commonest"
-"""The name under which a run folder contains the floor's score of each sample."""
+"""The name under which a run folder contains the floor's score for each sample."""
 
 
 def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, Any]]:
     """Score the commonest answer in a client's training data on each of the client's test texts.
 
     Returns:
-        The scores of all samples, by the name of the test text, in the format of
-        `RunFolder.keep_items`. Only texts whose answers are chosen from a list are included.
+        The scores of all samples in the format of `RunFolder.keep_items`. The keys are the names of
+        the test texts. Only texts whose answers are chosen from a list are included.
     """
     items: dict[str, dict[str, Any]] = {}
     train = client.data.train
@@ -31,7 +31,9 @@ def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, A
 
 
 def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the floor of a finished run, in the format of `RunFolder.outcome`.
+    """Return the scores of the commonest answer (the floor) in a finished run.
+
+    The format is that of `RunFolder.outcome`.
 
     Args:
         outcome: The run's outcome, from `RunFolder.outcome`.
@@ -43,7 +45,7 @@ def as_result(items: Mapping[str, Mapping[str, Any]], seed: int | None) -> dict[
     """Return scores in the format of `RunFolder.outcome`, which includes each text's mean score.
 
     Args:
-        items: The scores of all samples, by the name of the test text.
+        items: The scores of all samples; the keys are the names of the test texts.
         seed: The run's seed; None if it is unknown.
     """
     scores = {

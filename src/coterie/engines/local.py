@@ -22,12 +22,12 @@ IN_MEMORY = 8
 
 
 class LocalClients(Clients, Mapping[ClientId, ClientSide]):
-    """Clients in this process: a mapping from their names to the method's client-side objects.
+    """Clients in this process: a mapping from clients' names to the method's client-side objects.
 
-    A client is created when it is needed. At most IN_MEMORY clients are in memory. If there are
-    more, a new client replaces the client that was created last, whose state is written to disk.
-    Rounds need all clients in turn, so this policy reads fewer states than replacing the least
-    recently used client.
+    A client is created when it is needed. At most IN_MEMORY clients are in memory. If another
+    client is needed, it replaces the client that was created last, whose state is then written to
+    disk. Rounds need all clients in turn, so this policy reads fewer states than replacing the
+    least recently used client would.
     """
 
     in_process = True
@@ -41,7 +41,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self._covered: set[tuple[str, ...]] = set()
 
     def __getitem__(self, name: ClientId) -> ClientSide:
-        """Return the method's client-side object of a client, in its newest state."""
+        """Return the method's client-side object for a client, in the client's newest state."""
         return self.part(name).side
 
     def __iter__(self) -> Iterator[ClientId]:
@@ -53,7 +53,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         return len(self.participants)
 
     def part(self, name: ClientId) -> ClientPart:
-        """Return the `ClientPart` of a client, in its newest state."""
+        """Return the `ClientPart` of a client, in the client's newest state."""
         if name not in self.parts:
             if len(self.parts) >= IN_MEMORY:
                 self.new.put(self.parts.popitem()[1])
@@ -106,7 +106,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
     def restore(self) -> None:
         for name, part in self.parts.items():
             state, kept = self.new.newest(name)
-            assert state is not None, "every checkpoint has the state of every client"
+            assert state is not None, "the checkpoint lacks the state of a client"
             part.restore(state, kept)
 
     def covered(self) -> set[tuple[str, ...]]:
@@ -136,5 +136,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
 
 LocalRun = Rounds[LocalClients]
 local_run = partial(Rounds, LocalClients)
-"""Create a run whose clients work in this process; takes the arguments of `Rounds` after `clients`.
+"""Create a run whose clients work in this process.
+
+The arguments are those of `Rounds`, without `clients`.
 """

@@ -1,8 +1,8 @@
 """The round loop (Algorithm 1 of most papers), independent of where the clients work.
 
-Messages are serialised and validated as between machines, so that results are bit-identical to
-those of a deployment. Uploads are stored on disk and aggregated in the order of client names, so
-the order in which clients finish has no influence.
+Messages are serialised and validated as if they were sent between machines, so that the results are
+bit-identical to the results of a deployment. Uploads are stored on disk and aggregated in the order
+of client names, so the order in which clients finish has no influence.
 """
 
 import time
@@ -33,7 +33,7 @@ C = TypeVar("C", bound=Clients)
 
 
 class Rounds(ServerPart, Generic[C]):
-    """A run of one method, which starts or continues from its newest checkpoint.
+    """A run of one method, which starts, or continues from the newest checkpoint.
 
     Args:
         clients: The class of the run's clients.
@@ -42,7 +42,7 @@ class Rounds(ServerPart, Generic[C]):
         participants: The clients' data.
         folder: The run folder.
         callbacks: The callbacks that follow the run.
-        own: The server's data; None if the server has no model.
+        own: The data of the server itself; None if the server has no model.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Rounds(ServerPart, Generic[C]):
         super().__init__(config, base.model, self.names, own, folder, recorder)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
-        """Clients whose last upload did not count."""
+        """The clients whose last upload was not accepted."""
         self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
         by_name = {p.name: p for p in participants}
         self.clients = clients(config, base, by_name, folder, recorder)
@@ -97,7 +97,7 @@ class Rounds(ServerPart, Generic[C]):
         """Execute an exchange: download, training, upload and aggregation.
 
         Args:
-            round: The number of the exchange, from 0.
+            round: The number of the exchange; the first is 0.
             names: The clients of the exchange.
 
         Raises:
@@ -156,7 +156,7 @@ class Rounds(ServerPart, Generic[C]):
         return RunStart(self.config.label, rounds, complete, names, self.tokens, adapters)
 
     def _active(self, rounds: int) -> list[ClientId]:
-        """Return the clients that have not stopped early after a number of exchanges."""
+        """Return the clients that have not stopped early after the first `rounds` exchanges."""
         if self.config.evaluation.patience is None:
             return self.names
         return [name for name in self.names if not self.clients.stops(name, rounds)]
@@ -166,7 +166,7 @@ class Rounds(ServerPart, Generic[C]):
         yield from self.clients.states()
 
     def _restore(self) -> int:
-        """Restore the newest checkpoint, and return its number of complete exchanges."""
+        """Restore the newest checkpoint, and return the number of exchanges that are complete."""
         complete = self.folder.rounds()
         self.folder.forget_from(complete)
         if complete:
@@ -188,7 +188,7 @@ def _end(callback: Callback, _: object, error: BaseException | None, __: object)
 
 
 def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
-    """Return the mean number of tokens in a training step."""
+    """Return the mean number of tokens that a client reads in a training step."""
     window = config.data.window
     sample = fmean(p.data.train.sample_tokens(window) for p in participants)
     texts = sum(len(p.tests) for p in participants) if config.pooled else 1
@@ -196,7 +196,7 @@ def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
 
 
 def _lost(folder: RunFolder) -> set[ClientId]:
-    """Return the clients whose last upload did not count, from the recorded metrics."""
+    """Return the clients whose last upload was not accepted according to the recorded metrics."""
     lost: set[ClientId] = set()
     for line in folder.metrics():
         if line["name"] == LEFT_OUT and line["value"] != AT_THE_END:
@@ -207,18 +207,18 @@ def _lost(folder: RunFolder) -> set[ClientId]:
 
 
 def score_summary(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
-    """Return the mean score of an exchange over all texts, for progress messages.
+    """Return the mean score over all texts after an exchange, for progress messages.
 
     If the entries contain scores of clients' best models, the mean of these scores comes first, and
     the mean score of the clients' last models follows in brackets.
 
     Args:
         config: The run.
-        round: The number of the exchange, from 0.
-        entries: The metrics that the exchange recorded.
+        round: The number of the exchange; the first is 0.
+        entries: The metrics that were recorded in the exchange.
 
     Returns:
-        The score with its metric, or an empty string if no model was scored.
+        The name of the metric and the score, or an empty string if no model was scored.
     """
     lines = [line for line in entries if line["name"] == f"{TEST}{config.method.reports}"]
     last = max((line["round"] for line in lines), default=round)

@@ -31,20 +31,23 @@ from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder
 
-AT_THE_END = "diverged on the last download; the previous model is kept"
-"""The reason recorded for a client that diverged on the last download, after its upload counted."""
+AT_THE_END = "diverged while applying the last download; the previous model is kept"
+"""The reason that is recorded for a client that diverged while applying the last download.
+
+The client's last upload was accepted nevertheless."""
 TRANSFORMS = "transforms"
 """The name of the transforms' state in checkpoints."""
 JUMP = 1.0
-"""The increase over the best validation loss above which a warning is recorded, in nats per token.
+"""The largest increase over the best validation loss without a warning, in nats per token.
 
-In one round, over-fitting increases the loss by far less, and a damaged shared model by more."""
+In one round, over-fitting increases the loss by far less, and a damaged shared model increases it
+by more."""
 
 
 class ClientPart:
     """A client's part of a run: its method object, messages, transforms and evaluation.
 
-    All engines and deployments use this class, so the results and metrics are the same.
+    All engines and deployments use this class, so their results and metrics are the same.
 
     Args:
         config: The run.
@@ -74,17 +77,18 @@ class ClientPart:
         context = client_context(config, self.base, participant, log, ledger)
         self.side = config.method.client(context)
         self.keeper: Keeper | None = None
-        """The client's best model; None if `evaluation.keep` is not `best`, or without training."""
+        """The client's best model; None if `evaluation.keep` is not `best`, or if the method's
+        clients do not train."""
         if config.evaluation.keep == "best" and type(self.side).train is not ClientSide.train:
             self.keeper = Keeper(config, self.base, participant, self.side)
         self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
-        """The last scores, by point (`trained`: after local training; `aggregated`: after the
-        download) and then by the name of the test text."""
+        """The last scores. The first key is `trained` (the model after local training) or
+        `aggregated` (the model after the download), the second key the name of the test text."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Descriptions of the layers that the adapter modifies; empty without an adapter."""
+        """Descriptions of the layers that the adapter modifies; empty if there is no adapter."""
         return coverage(self.base.model, self.side.parameters().values()).lines()
 
     def hello(self) -> bytes:
@@ -98,10 +102,10 @@ class ClientPart:
         scored.
 
         Args:
-            exchange: The number of the exchange, from 0.
+            exchange: The number of the exchange; the first is 0.
             download: The serialised download.
-            counted: Whether the client's last upload counted. If not, the aggregated model is not
-                scored.
+            counted: Whether the client's last upload was accepted. If not, the aggregated model is
+                not scored.
 
         Returns:
             The serialised upload.
@@ -134,7 +138,7 @@ class ClientPart:
         return upload
 
     def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
-        """Execute an exchange in a phase that a transform declares."""
+        """Execute an exchange in a phase that a transform added to the run."""
         self.log(self.name, metric.BYTES_DOWN, len(download))
         self.transforms.receive(self.schema.receive("down", download), exchange)
         upload = self.schema.send("up", self.transforms.answer(phase, exchange))
@@ -154,7 +158,7 @@ class ClientPart:
             download: The serialised download.
             kept: The state of the best model in the newest checkpoint; None if there is none.
             exchange: The number of the last exchange.
-            counted: Whether the client's upload in the last exchange counted.
+            counted: Whether the client's upload in the last exchange was accepted.
         """
         round, _ = self.config.turn(exchange)
         if self.keeper is not None:
@@ -183,7 +187,7 @@ class ClientPart:
         )
 
     def stops(self, exchanges: int) -> bool:
-        """Return whether the client stops early after a number of complete exchanges."""
+        """Return whether the client stops early after the first `exchanges` exchanges."""
         return self._stops(self.config.turn(exchanges)[0])
 
     def _stops(self, rounds: int) -> bool:
@@ -193,7 +197,7 @@ class ClientPart:
         """Yield the client's states for a checkpoint.
 
         Yields:
-            The name of each file, and its state, or None if the file in the previous checkpoint is
+            The name of each file, and the state; None if the file in the previous checkpoint is
             still valid.
         """
         state = self.side.state()
@@ -218,9 +222,10 @@ class ClientPart:
             self.keeper.restore(kept)
 
     def keep_items(self, folder: RunFolder) -> None:
-        """Write the scores of all test samples, and of the commonest answer, to a run folder.
+        """Write the model's scores for all test samples to a run folder.
 
-        These scores are neither logged nor sent. If no model was scored, nothing is written.
+        The scores that the commonest answer would get for these samples are also written. The
+        scores for samples are neither logged nor sent. If no model was scored, nothing is written.
 
         Args:
             folder: The client's folder.
@@ -236,10 +241,11 @@ class ClientPart:
     def score_trained(self, round: int) -> None:
         """Score the model after local training.
 
-        If the method has no downloads, the aggregated model is the trained model.
+        If the method has no downloads, the scores are also recorded as those of the aggregated
+        model, because both models are the same.
 
         Args:
-            round: The number of the round, from 0.
+            round: The number of the round; the first is 0.
         """
         self._score("trained", round)
         if not self.schema.down:
@@ -262,7 +268,7 @@ class ClientPart:
 
         The client has the same state before and after the call.
         """
-        assert kept is not None, "the best model is in memory or in the newest checkpoint"
+        assert kept is not None, "the best model is neither in memory nor in the newest checkpoint"
         self.log(self.name, metric.KEPT, kept.values["round"])
         if kept.values["round"] == rounds:
             return
@@ -280,7 +286,7 @@ class ClientPart:
         self.side.receive(self.transforms.receive(message, message.round))
 
     def _serialise(self, way: Way, message: Message, exchange: int = 0) -> bytes:
-        """Transform and serialise a message after checking it for private parameters."""
+        """Check that a message contains no private parameters; then transform and serialise it."""
         parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
             if name in parameters and not shared(parameters[name]):
@@ -308,7 +314,7 @@ def scored(
     """Score a model on the test texts of a participant.
 
     Returns:
-        The scores, by the name of the test text.
+        The scores of each test text; the keys are the names of the texts.
     """
     window, evaluation = config.data.window, config.evaluation
     return {
@@ -320,11 +326,13 @@ def scored(
 
 
 def due(config: RunConfig, round: int) -> bool:
-    """Return whether evaluation is due in a round: every `evaluation.every` rounds and in the last.
+    """Return whether evaluation is due in a round.
+
+    Evaluation is due every `evaluation.every` rounds, and in the last round.
 
     Args:
         config: The run.
-        round: The number of the round, from 0.
+        round: The number of the round; the first is 0.
     """
     every = config.evaluation.every
     return round + 1 == config.method.exchanges(config.rounds) or (
@@ -340,10 +348,10 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
         folder: The run folder.
 
     Returns:
-        The last scores by text, the traffic in bytes and the time in seconds. If clients keep their
-        best models, the scores that the method reports (`trained` or `aggregated`) are those of the
-        best models, and `kept` has the number of rounds after which each client had its best model.
-        `left_out` has the reasons why uploads did not count, by client and round.
+        The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
+        their best models, the scores that the method reports (`trained` or `aggregated`) are those
+        of the best models, and `kept` has the number of rounds after which each client had its best
+        model. `left_out` has, for each client and round, the reason why the client was excluded.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}

@@ -28,7 +28,7 @@ class ServerPart:
         config: The run.
         base: The run's base, possibly without weights.
         clients: The names of the clients.
-        own: The server's data; None if the server has no model.
+        own: The data of the server itself; None if the server has no model.
         folder: The run folder.
         recorder: The recorder of metrics.
     """
@@ -49,12 +49,12 @@ class ServerPart:
         self.server = config.method.server(server_context(config, base, clients, own, log))
 
     def join(self, name: ClientId, hello: Message) -> None:
-        """Add a client for which `ServerSide.prepare` was called."""
+        """Add a client to the run; `ServerSide.prepare` must have been called for this client."""
         self.aggregation.transforms.join(name, hello)
         self.server.join(name, hello)
 
     def leave(self, name: ClientId) -> None:
-        """Remove a client."""
+        """Remove a client from the run."""
         self.server.leave(name)
         self.aggregation.transforms.leave(name)
 
@@ -75,11 +75,11 @@ class ServerPart:
         """Complete an exchange.
 
         Args:
-            mean: The mean of the uploads; empty in a phase that a transform declares.
-            counted: The clients whose uploads count.
+            mean: The mean of the uploads; empty in a phase that a transform added to the run.
+            counted: The clients whose uploads were accepted.
 
         Raises:
-            CoterieError: If the aggregate is not finite. In this case, nothing has been saved.
+            CoterieError: If the aggregate is not finite. In this case, nothing is saved.
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:
@@ -103,11 +103,11 @@ class ServerPart:
             raise unusable
 
     def score(self, round: int, *, last: bool = False) -> None:
-        """Score the server's model after an exchange, if there is one and evaluation is due.
+        """Score the server's model after an exchange, if it has one and evaluation is due.
 
         Args:
-            round: The number of the exchange, from 0.
-            last: Whether the run ends with this exchange, possibly early.
+            round: The number of the exchange; the first is 0.
+            last: Whether this is the last exchange of the run, also if the run ends early.
         """
         round, _ = self.config.turn(round)
         own = self.own
@@ -133,7 +133,7 @@ class ServerPart:
 def contribution(
     server: ServerSide, aggregation: Aggregation, name: str, upload: Message
 ) -> Contribution:
-    """Return an upload's contribution to the mean, and pass its other fields to the server.
+    """Return the part of an upload that enters the mean; pass the other fields to the server.
 
     Args:
         server: The method's server-side object.
@@ -152,7 +152,7 @@ def contribution(
 
 
 def decoded(server: ServerSide, aggregation: Aggregation, name: str, upload: Message) -> Message:
-    """Return an upload as decoded by the run's transforms."""
+    """Return an upload after the run's transforms have decoded it."""
     if not aggregation.pipeline.active:
         return upload
     return aggregation.transforms.upload(name, upload, server.download(name))

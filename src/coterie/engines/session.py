@@ -37,8 +37,8 @@ class Session:
 
     Args:
         config: The run whose bases and data are loaded.
-        threads: The number of threads of PyTorch; None: `threads` of the run file, or the engine's
-            default.
+        threads: The number of threads that PyTorch uses; None: `threads` of the run file, or the
+            engine's default.
         engine: The engine.
     """
 
@@ -66,11 +66,11 @@ class Session:
         return self.bases[self.config.base]
 
     def participants(self, config: RunConfig) -> list[Participant]:
-        """Return the clients of a run with this session's data."""
+        """Return the clients of a run, which use this session's data."""
         return self.federation(config).clients
 
     def federation(self, config: RunConfig) -> Federation:
-        """Return the clients and the server of a run with this session's data and bases."""
+        """Return the clients and the server of a run, which use this session's data and bases."""
         key = (config.seed, config.pooled, config.evaluation.split)
         if key not in self._federations:
             read = gathered(config, self.base.tokenizer, self._check_quality)
@@ -80,9 +80,10 @@ class Session:
         return self._federations[key]
 
     def floor(self, config: RunConfig) -> dict[str, Any]:
-        """Return the scores of always giving the commonest answer to this session's test questions.
+        """Return the scores of a model that always gives the commonest answer (the floor).
 
-        The scores have the format of `RunFolder.outcome`.
+        For each client of this session, the model answers every test question with the commonest
+        answer in the client's training data. The scores have the format of `RunFolder.outcome`.
         """
         alone = config.model_copy(update={"pooled": False})
         clients = [floor_items(alone, client) for client in self.participants(alone)]
@@ -118,14 +119,14 @@ class Session:
             callbacks: The callbacks that follow the run.
 
         Returns:
-            The round loop of the run. It is not started.
+            The round loop of the run, which has not been started yet.
         """
         federation = self.federation(config)
         clients, server = federation.clients, federation.server
         return self.rounds(config, self.base, clients, folder, callbacks, server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
-        """Return the description of a run for its folder, from which the run can be repeated.
+        """Return the description of a run, which run.json contains so that the run can be repeated.
 
         Args:
             config: The run.
@@ -144,7 +145,7 @@ class Session:
     def finish(
         self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()
     ) -> None:
-        """Start or continue a run, unless it is finished.
+        """Complete a run, from its start or its newest checkpoint; do nothing if it is finished.
 
         Args:
             folder: The run folder.

@@ -1,16 +1,17 @@
 """The engine `flower-simulation`: the round loop with clients in several processes.
 
-Clients work in Flower's simulation engine. Its Ray backend has a pool of processes, the actors,
-each of which executes the order of one client at a time as a ClientApp. The round loop and the
-server are in this process. Between orders an actor keeps only the bases and all clients' texts, and
-creates the client anew for each order. A step starts from the newest checkpoint and writes the new
-state to the folder `states`, from which the next checkpoint is written. So a round that is repeated
-after a crash gives the same result, whichever actors execute it.
+Clients work in Flower's simulation engine. The Ray backend of this engine has a pool of processes,
+the actors. Each actor executes the order for one client at a time as a ClientApp. The round loop
+and the server are in this process. Between orders, an actor keeps only the bases and all clients'
+texts; for each order, the actor creates the client again. A client's step starts from the newest
+checkpoint and writes the client's new state to the folder `states`, from which the next checkpoint
+is written. So a round that is repeated after a crash gives the same result, whichever actors
+execute it.
 
 Orders and answers consist of bytes and small values, and messages are safetensors as in other
-engines. Ray pickles the Flower objects that contain them to move them between its processes. These
-objects stay on this machine's loopback interface, where Ray accepts only connections with this
-run's token.
+engines. Flower's objects contain these messages, and Ray pickles the objects to move them between
+processes. The objects stay on this machine's loopback interface, where Ray accepts only connections
+with this run's token.
 """
 
 import json
@@ -26,8 +27,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-# Ray reads these variables when it is imported. On Linux, too, the second one makes Ray bind to the
-# loopback interface instead of all interfaces.
+# Ray reads these variables when it is imported. Despite its name, the second variable also makes
+# Ray on Linux bind to the loopback interface instead of all interfaces.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # actors see the GPU that this process sees
@@ -57,22 +58,23 @@ log = logging.getLogger(__name__)
 LOG = "simulation.log"
 """The file in the run folder with the log messages of Flower and Ray."""
 STORE = 2**27
-"""Size of Ray's shared memory for messages, in bytes. Ray moves messages that do not fit to disk.
-"""
+"""The size of Ray's shared memory for messages, in bytes. Ray moves messages to disk if they do not
+fit into this memory."""
 RAY_FOLDER = os.environ.get("RAY_TMPDIR", "/tmp")
-"""The folder of Ray's logs and sockets. Paths of sockets have at most about 100 characters."""
+"""The folder of Ray's logs and sockets. A socket's path has at most about 100 characters."""
 RECORD = "coterie"
 Order = dict[str, Any]
-"""An order to a client: the run folder, the plugins, the client's name, whether its last upload
-counted, the action `do` (hello, step, undo or finish), the exchange's number, and the download."""
+"""An order to a client: the run folder, the plugins, the client's name, whether the client's last
+upload was accepted, the action `do` (hello, step, undo or finish), the exchange's number, and the
+download."""
 Answer = dict[str, Any]
-"""A client's answer: its upload or hello, its metrics in JSON, and its error if it failed."""
+"""A client's answer: the upload or hello, the metrics in JSON, and the error if there was one."""
 Metric = dict[str, Json]
 """The arguments of `Recorder.log`, by name."""
 
 
 class SimulatedClients(Clients):
-    """Clients in a pool of processes, which is as large as the number of processors allows."""
+    """Clients in a pool of processes, whose size is limited by the number of processors."""
 
     in_process = False
 
@@ -242,7 +244,7 @@ def _actor(run: str, plugins: str) -> "Actor":
 
 
 class Actor:
-    """The state of an actor's process between orders: the run, its bases and participants.
+    """The state of an actor's process between orders: a run with its bases and its participants.
 
     Args:
         folder: The run folder.
@@ -266,12 +268,13 @@ class Actor:
         Args:
             do: The action: `hello`, `step`, `undo` or `finish`.
             client: The client's name.
-            round: The number of the exchange, from 0.
-            counted: Whether the client's last upload counted.
+            round: The number of the exchange; the first is 0.
+            counted: Whether the client's last upload was accepted.
             body: The download.
 
         Returns:
-            The hello, the upload or the error of a client that diverged, and the recorded metrics.
+            The hello or the upload (or the error, if the client diverged), and the metrics that
+            were recorded.
         """
         base, metrics = self.bases[self.config.base_of(client)], Metrics(lambda *_: None)
         alone = {client: self.participants[client]}

@@ -1,4 +1,4 @@
-"""The uploads of a round on the server, which are stored on disk and aggregated or excluded."""
+"""The uploads of a round on the server, which are stored on disk, then aggregated or excluded."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -22,8 +22,8 @@ from coterie.runs import Recorder
 class Uploads:
     """The uploads of the current exchange, which are aggregated in the order of client names.
 
-    All uploads are in one unnamed temporary file. It disappears if the process is killed, and needs
-    one file descriptor, whatever the number of clients.
+    All uploads are in one unnamed temporary file. The file disappears if the process is killed, and
+    needs only one file descriptor for any number of clients.
 
     Args:
         folder: The folder of the temporary file.
@@ -38,15 +38,15 @@ class Uploads:
         self.folder, self.server = folder, server
         self.aggregation, self.strict = aggregation, strict
         self.refused: dict[str, str] = {}
-        """The reasons why uploads are excluded, by client."""
+        """The reason why the client's upload is excluded, for each excluded client."""
         self.diverged: set[str] = set()
-        """Excluded clients that diverged and so have no upload."""
+        """Excluded clients that have no upload because they diverged."""
         self.asked_again: set[str] = set()
         """Clients that were asked for a second upload."""
         self._measures: dict[str, dict[str, Any]] = {}
-        """The results of transforms' `measure` hooks for each upload, by client and transform."""
+        """The results of transforms' `measure` hooks, for each client and then each transform."""
         self._places: dict[str, tuple[int, int]] = {}
-        """The start and the length of each upload in the file, by client."""
+        """The start and the length of each client's upload in the file."""
         with writing(folder):
             self._file = TemporaryFile(dir=folder)  # noqa: SIM115  (open as long as this object)
 
@@ -58,7 +58,7 @@ class Uploads:
         self._file.truncate(0)
 
     def take(self, name: str, body: bytes) -> None:
-        """Validate, measure and store an upload."""
+        """Validate an upload, pass it to the transforms' `measure` hooks, and store it."""
         self.drop(name)
         try:
             message = self.aggregation.schema.receive("up", body)
@@ -76,7 +76,7 @@ class Uploads:
         self._places[name] = start, len(body)
 
     def _measured(self, name: str, message: Message) -> bool:
-        """Measure an upload, and return whether it is valid."""
+        """Pass an upload to the transforms' `measure` hooks; return whether the upload is valid."""
         try:
             message = decoded(self.server, self.aggregation, name, message)
             reference = self.server.reference(name)
@@ -115,8 +115,8 @@ class Uploads:
         """Check that not every client of a round has diverged.
 
         Args:
-            round: The number of the round, from 0.
-            waiting: The clients whose replies are missing.
+            round: The number of the round; the first is 0.
+            waiting: The clients that have not replied.
 
         Raises:
             Diverged: If all clients of the round have diverged.
@@ -129,14 +129,18 @@ class Uploads:
             )
 
     def ask_again(self, name: str) -> bool:
-        """Remove an upload that is requested again; return whether it is the first new request."""
+        """Remove a client's upload, because the server will request it again.
+
+        Returns:
+            Whether the client is asked again for the first time in this exchange.
+        """
         self.drop(name)
         first = name not in self.asked_again
         self.asked_again.add(name)
         return first
 
     def drop(self, name: str) -> bool:
-        """Remove a client's upload or reason for exclusion; return whether there was either."""
+        """Remove a client's upload or the reason for its exclusion; return whether one existed."""
         self.diverged.discard(name)
         self._measures.pop(name, None)
         refused, place = self.refused.pop(name, None), self._places.pop(name, None)
@@ -144,22 +148,22 @@ class Uploads:
 
     @property
     def counted(self) -> list[str]:
-        """Clients whose uploads count, sorted by name."""
+        """The clients whose uploads are not excluded, sorted by name."""
         return sorted(self._places.keys() - self.refused.keys())
 
     def record(self, recorder: Recorder) -> None:
-        """Record the metrics of all uploads, and the reasons for exclusions."""
+        """Record the metrics of all uploads, and the reasons why uploads were excluded."""
         for name, metric, value in self.aggregation.transforms.figures(self._measures):
             recorder.log(name, metric, value)
         for name, reason in sorted(self.refused.items()):
             recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
-        """Aggregate the uploads that count, and add newly excluded uploads to `refused`.
+        """Aggregate all valid uploads, and add uploads that prove to be invalid to `refused`.
 
         Returns:
-            The aggregate. It is empty in a phase that a transform declares, as the transform
-            collects the uploads.
+            The aggregate. In a phase that a transform added to the run, the aggregate is empty,
+            because the transform collects the uploads.
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:

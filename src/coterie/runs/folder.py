@@ -1,12 +1,12 @@
 """The run folder: a run's description, metrics, checkpoints and result.
 
-run.json             the run's description, the number of threads, versions and hashes of the texts
-metrics.jsonl        a line per metric: round, client, name, value; and `during`, the round in
-                     which the metric was recorded, if that is a later one
-checkpoints/00012/   the states of the server and of every client (client-NAME) after 12 rounds, the
-                     state of each client's best model so far (kept-NAME), and checksums of these
-                     files; older checkpoints are deleted
-scores/POINT/NAME.json  the last scores of each window of a test text; POINT: trained or aggregated
+run.json             the run's description, the number of threads, versions, and hashes of texts
+metrics.jsonl        a line for each metric: round, client, name, value; and `during`, the round in
+                     which the metric was recorded, if this is a later round than `round`
+checkpoints/00012/   after 12 rounds, the states of the server, of every client (client-NAME) and of
+                     its best model so far (kept-NAME), and checksums; older ones are deleted
+scores/POINT/NAME.json  the last score of each window of the test text NAME; POINT: the scored model
+                     (trained, aggregated, or commonest: always the commonest answer)
 result.json          the scores of a finished run
 without.json         the clients that were expelled from a deployed run
 baselines/NAME/      the run folder of a baseline
@@ -50,7 +50,7 @@ from coterie.runs import read
 
 log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"
-"""The file in a checkpoint with the hashes of the checkpoint's other files, by name."""
+"""The file in a checkpoint with the name and the hash of each other file in the checkpoint."""
 WITHOUT = "without.json"
 """The file with the names of the clients that were expelled from a deployed run."""
 LEFTOVERS = (".lock", ".run.json.*tmp")
@@ -63,7 +63,7 @@ def describe(
     plugins: Mapping[str, Json],
     **extra: Json,
 ) -> dict[str, Json]:
-    """Return the content of run.json: a run and the environment that repeating it requires."""
+    """Return the content of run.json: the run, and the environment that is needed to repeat it."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -79,7 +79,7 @@ def _checksum(data: bytes) -> str:
 
 
 class RunFolder:
-    """The files of a run. All writes are atomic: a kill loses at most the round in progress."""
+    """The files of a run. Writes are atomic: a process that is killed loses at most one round."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,7 +95,7 @@ class RunFolder:
     def create(
         cls, path: Path, description: Mapping[str, Json], force: bool = False
     ) -> "RunFolder":
-        """Create a new run's folder; raise CoterieError if a folder must not be overwritten."""
+        """Create the folder of a new run; raise CoterieError if the path is not free."""
         folder = cls(path)
         folder.refuse(force)
         with writing(path):
@@ -108,7 +108,7 @@ class RunFolder:
         return folder
 
     def refuse(self, force: bool) -> None:
-        """Raise CoterieError if the folder has content that a new run must not overwrite."""
+        """Raise CoterieError if the folder contains files that a new run must not overwrite."""
         if self.is_run:
             if not force:
                 raise CoterieError(
@@ -130,7 +130,7 @@ class RunFolder:
             return False
 
     def _is_empty(self) -> bool:
-        """Return whether the path is a folder in which all files match patterns in `LEFTOVERS`."""
+        """Return whether the path is a folder with no files except those that match `LEFTOVERS`."""
         with writing(self.path):
             left = (any(fnmatchcase(p.name, g) for g in LEFTOVERS) for p in self.path.iterdir())
             return self.path.is_dir() and all(left)
@@ -164,7 +164,7 @@ class RunFolder:
     def outcome(self) -> dict[str, Any] | None:
         """The result, the `seed` and the `items` of a run; None if the run is not finished.
 
-        `items` has the scores of all test windows, by point and then by text; see `keep_items`.
+        `items` has the scores that `keep_items` wrote, first by `point` and then by test text.
         """
         if (result := self.result) is None:
             return None
@@ -175,7 +175,7 @@ class RunFolder:
         return {**result, "seed": self.description["config"]["seed"], "items": items}
 
     def keep_items(self, point: str, text: str, items: Mapping[str, Json]) -> None:
-        """Write the scores of each window of a test text at a point (trained or aggregated)."""
+        """Write the score of each window of a test text; `point` says which model was scored."""
         path = self.path / "scores" / point / f"{text}.json"
         refuse_links(self.path, path.parent.relative_to(self.path))
         with writing(path):
@@ -260,7 +260,7 @@ class RunFolder:
         self.drop([*older, aside])
 
     def checkpoint(self, rounds: int) -> Path:
-        """Return the path of the checkpoint after a number of rounds."""
+        """Return the path of the checkpoint after the first `rounds` rounds."""
         return self.path / "checkpoints" / f"{rounds:05d}"
 
     def checkpoints(self) -> list[Path]:
@@ -270,7 +270,7 @@ class RunFolder:
         return sorted(p for p in paths if re.fullmatch(r"[0-9]{5,10}", p.name) and p.is_dir())
 
     def go_back(self, rounds: int) -> None:
-        """Return to the checkpoint of `rounds` rounds; delete the result and later checkpoints."""
+        """Return to the state after `rounds` rounds; delete later checkpoints and the result."""
         checkpoints = self.checkpoints()
         if (newest := self.checkpoint(rounds)) not in checkpoints:
             kept = ", ".join(str(int(folder.name)) for folder in checkpoints) or "none"
@@ -285,7 +285,7 @@ class RunFolder:
         return set(read.read_json(self.path, WITHOUT, read.Without)["clients"])
 
     def expel(self, client: str) -> None:
-        """Record that a client is expelled; a running server checks this continuously."""
+        """Record that a client is expelled; a running server reads this record continuously."""
         write_json(self.path / WITHOUT, {"clients": sorted({*self.expelled(), client})})
 
     def drop(self, checkpoints: Iterable[Path]) -> None:
@@ -358,7 +358,7 @@ class RunFolder:
 
 
 class Recorder:
-    """The metrics of the round in progress, held in memory until the round is complete."""
+    """The metrics of the round in progress, which stay in memory until the round is complete."""
 
     def __init__(self, seen: Callable[[int, str | None, str, Json], None]) -> None:
         self._seen = seen
@@ -388,8 +388,8 @@ class Recorder:
 
         Args:
             start: The value of `count` before the first metric to delete was recorded.
-            end: The value of `count` after the last of them; None: delete all later metrics.
-            keep: A prefix of the names of metrics that are not deleted.
+            end: The value of `count` after the last metric to delete; None: delete to the end.
+            keep: Metrics are not deleted if their names begin with this text (default: delete all).
         """
         span = self._lines[start:end]
         self._lines[start:end] = [line for line in span if line["name"].startswith(keep)]

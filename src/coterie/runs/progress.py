@@ -1,4 +1,4 @@
-"""Log files and callbacks, which follow a run while it is in progress."""
+"""Log files of a run in progress, and callbacks that follow the run."""
 
 import logging
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def logged(path: Path, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunStart:
-    """The facts about a run that callbacks receive when the run begins or continues."""
+    """Information about a run, which callbacks receive when the run begins or continues."""
 
     method: str
     """The method's name in tables."""
@@ -49,7 +49,7 @@ class RunStart:
     tokens: int
     """The mean number of tokens that a client reads in a training step."""
     adapters: tuple[str, ...]
-    """Descriptions of the adapters and the modules they are attached to, one sentence per kind."""
+    """One sentence for each kind of adapter, which names the modules that adapters modify."""
 
 
 class Callback:
@@ -63,12 +63,12 @@ class Callback:
     A hook must not change its arguments. An exception in a hook stops the run and is passed on to
     the caller of `coterie.run`. The run folder then contains all complete rounds, and
     `coterie.resume` continues after them. To stop a run on purpose, raise KeyboardInterrupt in
-    `on_round_end`. Rounds are numbered from 0, as in metrics.jsonl. If a method has several
-    exchanges per round, such as FedMKT-FedAvg, the numbers are those of exchanges.
+    `on_round_end`. Rounds are numbered from 0, as in metrics.jsonl. For a method with
+    several exchanges per round, such as FedMKT-FedAvg, exchanges are numbered instead of rounds.
     """
 
     def on_warning(self, text: str) -> None:
-        """Take a warning, for example that several clients have the same text.
+        """Handle a warning, for example that several clients have the same text.
 
         The hook may be called before `on_run_begin`.
 
@@ -77,7 +77,7 @@ class Callback:
         """
 
     def on_run_begin(self, run: RunStart) -> None:
-        """Take note of a run that begins or continues.
+        """Handle the beginning or the continuation of a run.
 
         No hook is called for a run that is already finished.
 
@@ -86,7 +86,7 @@ class Callback:
         """
 
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
-        """Take a metric as soon as it is logged.
+        """Handle a metric, as soon as the metric is recorded.
 
         If the server later excludes the client's upload from the round, the client's metrics are
         left out of metrics.jsonl, but this hook is not called again.
@@ -99,7 +99,7 @@ class Callback:
         """
 
     def on_client_end(self, round: int, client: str) -> None:
-        """Take note that a client has trained, and that its upload has arrived.
+        """Handle the arrival of a client's upload, after the client has trained.
 
         Args:
             round: the round in progress.
@@ -107,7 +107,7 @@ class Callback:
         """
 
     def on_round_end(self, round: int, scores: str) -> None:
-        """Take note that a round is complete and saved.
+        """Handle the end of a round, which is complete and saved.
 
         Args:
             round: the round that is complete.
@@ -115,7 +115,7 @@ class Callback:
         """
 
     def on_run_end(self, error: BaseException | None) -> None:
-        """Take note that a run has ended.
+        """Handle the end of a run.
 
         The hook is called once for each call of `on_run_begin`.
 

@@ -42,7 +42,7 @@ class _Deployment(_Part):
 
 
 class _Config(_Part):
-    """The keys of a configuration that are read without validating all of it."""
+    """The few keys of a run's configuration that are validated when the run folder is read."""
 
     name: str
     seed: int
@@ -68,7 +68,7 @@ class _Client(_Part):
 
 
 class Plugins(_Part):
-    """The plugins in run.json, which resuming a run requires."""
+    """The section `plugins` of run.json, which lists the plugins that resuming a run requires."""
 
     plugins: dict[str, _Plugin] = {}
 
@@ -96,7 +96,7 @@ class Result(_Part):
 
 
 class Outcome(Result):
-    """The content of result.json, as reports and tables require it."""
+    """The content of result.json with the additional keys that reports and tables need."""
 
     method: str
     reports: Literal["trained", "aggregated"]
@@ -109,7 +109,7 @@ class Without(_Part):
 
 
 class Trained(_Part):
-    """The content of trained.json, in the run folder of a deployed client."""
+    """The content of trained.json of a deployed client: how many times each round was trained."""
 
     __pydantic_extra__: dict[str, Rounds]  # pyright: ignore
 
@@ -123,7 +123,10 @@ class About(_Part):
 
 
 class Items(_Part):
-    """The content of scores/POINT/NAME.json: the scores of each window of a test text."""
+    """The content of scores/POINT/NAME.json: the scores of each window of the test text NAME.
+
+    POINT names the model that was scored, such as `trained` or `aggregated`.
+    """
 
     __pydantic_extra__: dict[str, list[float | None]]  # pyright: ignore
     of: str = ""
@@ -147,7 +150,7 @@ def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> d
     Args:
         folder: The run folder.
         name: The file's path inside the folder.
-        kind: The model that validates the mapping. Default: no validation.
+        kind: The pydantic model that validates the mapping; None: no validation.
 
     Raises:
         CoterieError: The file is missing, damaged, or reached through a link.
@@ -166,12 +169,12 @@ def read_json(folder: Path, name: str, kind: type[BaseModel] | None = None) -> d
 
 
 def check(path: Path, values: Mapping[str, Any], kind: type[BaseModel]) -> None:
-    """Raise CoterieError unless a model validates the content of a JSON file.
+    """Raise CoterieError if the content of a JSON file does not fit a pydantic model.
 
     Args:
         path: The file, for the message.
         values: The content of the file.
-        kind: The model.
+        kind: The pydantic model.
     """
     try:
         kind.model_validate(values)
