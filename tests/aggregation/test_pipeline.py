@@ -10,7 +10,7 @@ import torch
 
 from coterie.aggregation.ends import ClientTransforms, ServerTransforms
 from coterie.aggregation.pipeline import Pipeline
-from coterie.aggregation.transform import TRAIN, Context, Contribution, Reduction, Transform, mapped
+from coterie.aggregation.transform import TRAIN, Contribution, Reduction, Transform, mapped
 from coterie.errors import CoterieError
 from coterie.messages import Field, Message, MessageError, Schema
 from coterie.privacy.ledger import Ledger
@@ -156,40 +156,6 @@ def test_masks_cancel_in_the_sum_and_hide_each_upload() -> None:
     torch.testing.assert_close(mean["adapter"]["A"], expected, rtol=0, atol=1e-7)
     with pytest.raises(CoterieError, match="needs the upload of every client"):
         ends.server.reduce(contributions[:2])
-
-
-class Released(Transform):
-    """Releases every update with a noise multiplier of its own."""
-
-    private: ClassVar[bool] = True
-    multiplier: ClassVar[float]
-
-    def encode(self, update: Any, context: Context) -> Any:
-        permitted = context.spend(update, self.multiplier, context.exchanges)
-        return mapped(update, torch.clone if permitted else torch.zeros_like)
-
-
-class Loud(Released):
-    name: ClassVar[str] = "loud"
-    summary: ClassVar[str] = "much noise"
-    multiplier: ClassVar[float] = 2.0
-
-
-class Quiet(Released):
-    name: ClassVar[str] = "quiet"
-    summary: ClassVar[str] = "little noise"
-    multiplier: ClassVar[float] = 1.0
-
-
-@pytest.mark.parametrize("order", [(Loud(), Quiet()), (Quiet(), Loud())])
-def test_each_of_two_transforms_spends_its_own_budget(order) -> None:
-    ends = Ends(*order, clients=1)
-    for exchange in range(4):
-        ends.down(exchange, adapter(exchange))
-        sent = ends.up(exchange, {"c0": adapter(7 + exchange)}, adapter(exchange))
-        assert a(sent["c0"]).count_nonzero() == 6
-    costs = [noise**-2 for noise in ends.clients["c0"].ledger.runs[""].values()]
-    assert sum(costs) == pytest.approx(4 * (2.0**-2 + 1.0**-2))
 
 
 def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:

@@ -2,17 +2,21 @@
 
 import math
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import yaml
 
+from coterie.aggregation.ends import ClientTransforms
+from coterie.aggregation.pipeline import Pipeline
+from coterie.aggregation.transform import Context, Transform, mapped
 from coterie.cli import deploy as deploy_cli
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError
-from coterie.messages import Message
+from coterie.messages import Field, Message, Schema
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.methods.fedamole import client as fedamole
@@ -30,6 +34,37 @@ def test_a_run_makes_as_many_releases_as_it_said_and_repeats_them_for_nothing() 
     assert ledger.spend("3", NOISE, 10)
     assert ledger.spent(1e-5) == pytest.approx(8.0)
     assert Ledger().spent(1e-5) == 0
+
+
+class Loud(Transform):
+    """Releases every update with noise."""
+
+    name: ClassVar[str] = "loud"
+    summary: ClassVar[str] = "much noise"
+    private: ClassVar[bool] = True
+    multiplier: ClassVar[float] = 2.0
+
+    def encode(self, update: Any, context: Context) -> Any:
+        permitted = context.spend(update, self.multiplier, context.exchanges)
+        return mapped(update, torch.clone if permitted else torch.zeros_like)
+
+
+class Quiet(Loud):
+    name: ClassVar[str] = "quiet"
+    multiplier: ClassVar[float] = 1.0
+
+
+@pytest.mark.parametrize("transforms", [(Loud(), Quiet()), (Quiet(), Loud())])
+def test_each_of_two_transforms_spends_its_own_budget(transforms) -> None:
+    field = Field("adapter", "pairs", reduce="mean")
+    pipeline = Pipeline(transforms, Schema(up=(field,), down=(field,)), exchanges=4)
+    client = ClientTransforms(pipeline, "ada", ledger := Ledger())
+    for exchange in range(4):
+        client.receive(Message(exchange, {"adapter": {"A": torch.zeros(2)}}), exchange)
+        upload = Message(exchange, {"adapter": {"A": torch.full((2,), exchange + 1.0)}})
+        assert client.send(upload, exchange)["adapter"]["A"].all()
+    costs = [noise**-2 for noise in ledger.runs[""].values()]
+    assert sum(costs) == pytest.approx(4 * (2.0**-2 + 1.0**-2))
 
 
 def test_runs_add_up_to_the_limit(tmp_path: Path) -> None:

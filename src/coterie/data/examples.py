@@ -249,7 +249,7 @@ class Encoding:
 
     @property
     def larger_fraction(self) -> str:
-        """How to give the split more of a client's text."""
+        """A remedy that gives the split more of a client's text."""
         return "lower data.fractions" if self.split == "train" else "raise data.fractions"
 
 

@@ -31,7 +31,7 @@ from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder
 
-AT_THE_END = "diverged while applying the last download; the previous model is kept"
+AT_THE_END = "diverged on the last download; the previous model is kept"
 """The reason that is recorded for a client that diverged while applying the last download.
 
 The client's last upload was accepted nevertheless."""
