@@ -123,7 +123,7 @@ def _declared(run: LocalRun) -> Table:
 
 
 def _named(group: str, peers: bool) -> str:
-    """Return the name of a group of tensors, with a prefix if they come from other clients."""
+    """Return the name of a group of tensors, with a prefix for tensors of other clients."""
     return f"others' {group}" if peers else group
 
 
@@ -136,7 +136,7 @@ def _dtypes(field: Field) -> str:
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
-    """Yield one client's rows of all tables; the first cell of a row is the title of its table."""
+    """Yield one client's rows of all tables; each row begins with the title of the row's table."""
     side = run.clients[name]
     for way, title in WAYS.items():
         message, total = messages[way], len(run.schema.send(way, messages[way]))
@@ -173,7 +173,8 @@ def _kinds(
     """Yield a row for each kind of tensor in a group.
 
     The kind of a parameter consists of the parameter's role, expert and location in the base. The
-    kind of any other tensor is the tensor's name if the name is in `described`, otherwise empty.
+    kind of any other tensor is the tensor's name if the name is in `described`. Otherwise, the kind
+    is an empty string.
     """
     kinds: dict[tuple[str, str], list[Tensor]] = {}
     for name, tensor in tensors:
@@ -199,9 +200,9 @@ def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Ro
     """Yield the rows of the state that stays on a client.
 
     The trained tensors that the client uploaded are excluded. In the client's state, these tensors
-    are in the group `adapter`, even if the message has them in another group. Every other group,
-    and every state that is nested in the client's state, stays on the client. This is also true for
-    tensors whose names occur in the message.
+    are in the group `adapter`, even if they are in another group of the message. All tensors in
+    the state's other groups and in nested states stay on the client, even if the message contains a
+    tensor of the same name.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():

@@ -25,7 +25,9 @@ TRIALS = "trials"
 
 
 class Cells:
-    """An executor of several runs, which reports progress and counts the runs that it executes.
+    """An executor of the runs of a comparison, each of which is called a cell.
+
+    The executor reports progress, and counts the runs that it executes or resumes.
 
     Args:
         total: the number of runs.
@@ -81,8 +83,8 @@ class Cells:
 class Tuner:
     """A grid search for the best settings of methods on the data of a session.
 
-    A trial is a run with one combination of the settings. Every trial has the session's first seed
-    and is scored on validation text.
+    A trial is a run with one combination of settings. Every trial has the session's first seed and
+    is scored on validation text.
 
     Args:
         session: the session that holds the data and the base.
@@ -126,14 +128,14 @@ class Tuner:
         """Run the trials of a row, and choose the trial with the best score on validation text.
 
         A trial's score is the mean over clients. If several trials have the best score, the first
-        of them is chosen.
+        of these trials is chosen.
 
         Args:
             cells: the executor of the trials.
             trials: the trials of the row, returned by `trials`.
             path: the folder that contains the run folders.
             point: the point of a round at which models are scored, "trained" or "aggregated". None
-                selects the point that the method reports.
+                selects the point at which the method reports scores.
 
         Returns:
             The chosen run, and a record of the choice. The record contains the chosen `settings`,

@@ -73,9 +73,11 @@ class Comparison:
           score;
         - `spread`: the standard deviation, over clients, of the clients' means;
         - `std`: the standard deviation, over seeds, of the mean over clients;
-        - `server`: the score of the server's own model, as a mean under the metric's name, the
-          standard deviation over seeds (`std`) and the number of seeds (`seeds`). This score is
-          not part of any mean over clients. The entry is None if the server has no model;
+        - `rank`: the rank of the method by mean score; the best method has rank 1;
+        - `server`: the score of the server's own model, as a mapping. The mapping contains the mean
+          over seeds (under the metric's name), the standard deviation over seeds (`std`) and the
+          number of seeds (`seeds`). The score is not part of any mean over clients. The entry is
+          None if the server has no model;
         - `kept`: for each client, the rounds of the kept models, one per seed; empty if clients
           always keep the model of the last round;
         - `difference`: the fields of a `Difference`, and under `from` the name of the reference
@@ -86,7 +88,7 @@ class Comparison:
 
         Metrics that are fractions, such as accuracy, have values from 0 to 1. If answers are chosen
         from a list, the last row is COMMONEST, which contains the scores of always giving the
-        commonest answer. This row has no rank.
+        commonest answer. The `rank` of this row is None.
         """
         return self._rows
 
@@ -241,7 +243,7 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
     Args:
         title: the table's title.
         metric: the metric to show.
-        rows: those rows returned by `Comparison.summary` that have a difference.
+        rows: the rows returned by `Comparison.summary` that have a difference.
     """
     entries = [row["difference"] for row in rows]
     cells = [
@@ -310,7 +312,7 @@ def _beside_mean(row: Summary, metric: Metric) -> str:
     """Return a row's cell in the column `bits/byte` or `over clients`.
 
     If the metric is perplexity, the cell contains bits per byte. For any other metric, the cell
-    contains the standard deviation over clients. It is empty if this deviation is unknown.
+    contains the standard deviation over clients, or is empty if this deviation is unknown.
     """
     if metric is PERPLEXITY:
         return f"{row['bits_per_byte']:.3f}"
@@ -324,7 +326,7 @@ def _rounds(row: Summary) -> str:
 
 
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
-    """Return a mean, followed by the standard deviation in brackets if there are several seeds."""
+    """Return a mean; with several seeds, the standard deviation over seeds follows in brackets."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.name]) + spread
 

@@ -70,7 +70,7 @@ class ReportedRun:
 
     @property
     def progress(self) -> str:
-        """The progress of an unfinished run as a text: the seed and the number of rounds so far."""
+        """An unfinished run's progress as a string: the seed and the number of rounds so far."""
         return f"seed {self.config['seed']}: {self.rounds} of {self.config['rounds']} rounds"
 
     @property
@@ -140,7 +140,7 @@ class ReportedRun:
         return list(self.metrics["value"][self.metrics["name"] == self.score_name])
 
     def headline(self, metric: Metric) -> dict[str, float]:
-        """Return the final scores in the unit of tables and figures.
+        """Return the final scores in the unit that tables and figures use.
 
         Returns:
             A mapping from the columns of `series` to scores; empty if the run is unfinished.
@@ -154,7 +154,7 @@ class ReportedRun:
         return {MEAN: sum(shown.values()) / len(shown), **shown, **served}
 
     def series(self, metric: Metric) -> Frame:
-        """Return the scores over rounds in the unit of tables and figures.
+        """Return the scores over rounds in the unit that tables and figures use.
 
         Returns:
             A frame with a row per round and a column per client. Column MEAN contains the mean over
@@ -172,7 +172,10 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A set of runs on the same texts and base."""
+    """A set of runs on the same texts and base, grouped by label.
+
+    A label is the name of a method, followed by the settings in which the method's runs differ.
+    """
 
     name: str
     runs: Mapping[str, Sequence[ReportedRun]]
@@ -185,8 +188,9 @@ class Experiment:
 
     @cached_property
     def drawn(self) -> dict[str, list[ReportedRun]]:
-        """The runs that figures show, by label: finished runs, or all runs if none is finished.
+        """The runs that figures show, by label.
 
+        For each label, these are the finished runs, or all runs if no run of the label is finished.
         Finished and unfinished runs are not averaged together, because the mean over seeds would
         jump in the round in which an unfinished run ends.
         """
@@ -213,7 +217,7 @@ class Experiment:
 
     @cached_property
     def series(self) -> Frame:
-        """The scores over rounds of all drawn runs in one frame; see `ReportedRun.series`.
+        """The scores over rounds of all runs in `drawn`, in one frame; see `ReportedRun.series`.
 
         The frame has a row per label, run (counted from 0 for each label) and round.
         """
@@ -236,7 +240,10 @@ class Experiment:
 
     @cached_property
     def bases(self) -> tuple[list[str], str | None]:
-        """Descriptions of the clients' bases, and a description of the server's base or None."""
+        """Descriptions of the clients' bases, and a description of the server's base.
+
+        The description of the server's base is None if the server has no model of its own.
+        """
         config = self.all[0].config
         default, server = config["base"], config.get("server")
         by_client = config.get("bases") or {}
@@ -247,7 +254,7 @@ class Experiment:
 
     @property
     def first(self) -> list[tuple[str, ReportedRun]]:
-        """For each label, a pair of the label and its drawn run with the smallest seed."""
+        """For each label, a pair of the label and the run in `drawn` that has the smallest seed."""
         return [(label, runs[0]) for label, runs in self.drawn.items()]
 
     @cached_property
@@ -306,7 +313,11 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
 
 
 def _texts_and_base(run: ReportedRun) -> str:
-    """Return a string that is equal for two runs if they belong to the same experiment."""
+    """Return a string that identifies the experiment to which a run belongs.
+
+    The string contains the split and the parts of the configuration that determine the texts and
+    the bases. All runs of an experiment have the same string; other runs have different strings.
+    """
     keys = ("base", "bases", "server", "data", "clients", "divide")
     common = {key: run.config.get(key) for key in keys}
     return json.dumps([run.split, _set_only(common)], sort_keys=True)

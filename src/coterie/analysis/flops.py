@@ -30,7 +30,8 @@ from coterie.training.schedule import Level
 Cost = Mapping[str, float]
 """The floating-point operations of all clients in a round, for each level of the schedule."""
 NO_LEVELS = (
-    "operations cannot be counted, because the method does not train by a schedule of levels"
+    "operations cannot be counted, because the method does not train groups of parameters "
+    "(levels) on a schedule"
 )
 
 
@@ -71,11 +72,12 @@ def counting_base(config: RunConfig) -> Base:
 
 
 def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> Cost | None:
-    """Return the cost of a round of a run; None if the method does not train by levels.
+    """Return the cost of a round of a run, or None if the method has no schedule of levels.
 
-    A level is trained once in every `Level.every` steps of the run; this is called a turn. The cost
-    is computed with the mean number of turns per round: the number of turns in the whole run,
-    divided by the number of rounds. This mean is 0 if the run has fewer than `Level.every` steps.
+    A level (a group of parameters that are trained together) has a turn in every `Level.every`-th
+    step of the run. The cost is computed with the mean number of turns per round: the number of
+    turns in the whole run, divided by the number of rounds. This mean is 0 if the run has fewer
+    than `Level.every` steps.
 
     Args:
         config: the run.

@@ -47,7 +47,7 @@ def scores(result: Result, point: str | None = None) -> Frame:
     Args:
         result: one run's result.
         point: the point of a round at which models are scored, "trained" or "aggregated". None
-            selects the point that the method reports.
+            selects the point at which the method reports scores.
     """
     return DataFrame.from_dict(result[point or result["reports"]], orient="index")
 
@@ -55,8 +55,9 @@ def scores(result: Result, point: str | None = None) -> Frame:
 def of_clients(result: Result, clients: Collection[str]) -> Result:
     """Return a copy of a result in which the reported scores are limited to some clients.
 
-    Only the scores at the point of a round that the method reports are limited to these clients.
-    Mean scores at the other point are copied unchanged; scores by window at that point are removed.
+    Scores are limited to these clients only at the point of a round at which the method reports
+    scores ("trained" or "aggregated"). For the other point, each client's mean score is copied
+    unchanged, and the scores by window are removed.
     """
     point = result["reports"]
     items = result["items"].get(point, {})

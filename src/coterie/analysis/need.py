@@ -52,7 +52,7 @@ QUANTISED = {"int8": 1.0, "nf4": 0.516}
 The value for nf4 includes the quantisation scales, which are also quantised (QLoRA).
 """
 CAST = (torch.float32, "bf16")
-"""A checkpoint dtype and a training precision; if both apply, linear layers are cast on loading."""
+"""The checkpoint dtype and training precision for which linear layers are cast on loading."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Need:
 
     @property
     def memory(self) -> int:
-        """The peak memory. It includes the larger of `step` and `scoring`, which never overlap."""
+        """The peak memory, including the larger of `step` and `scoring`, which never overlap."""
         return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
 
 
 def need_of(config: RunConfig, client: ClientId) -> Need | None:
-    """Estimate the memory and the traffic of one client of a run, if the client trains on a CPU.
+    """Estimate one client's memory and traffic, assuming that the client trains on a CPU.
 
     Returns:
         The estimate, or None if the method's clients do more than train an adapter, or if the
@@ -296,8 +296,8 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
     Args:
         spec: the base.
         config: the run.
-        client: the client whose adapter is shown. If this is None or if the method trains no
-            adapters, the adapters of two common methods are shown.
+        client: the client whose adapter is shown. If no client is given, or if the method trains
+            no adapters, the adapters of two common methods are shown.
     """
     skeleton: Any = load_skeleton(spec, config.root)
     method = config.method
@@ -332,7 +332,7 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
             "Python and libraries (measured in this process)": libraries,
             "base": need.weights,
             "checkpoint, memory-mapped (the OS can reclaim it)": need.pages,
-            "adapter, gradients, optimiser": need.adapter,
+            "adapter, gradients, optimiser state": need.adapter,
             f"training step ({training.at_once} samples at once)": need.step,
             f"scoring ({config.evaluation.batch} windows at once)": need.scoring,
             "peak memory of one client's process": libraries + need.memory,
@@ -340,8 +340,8 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
         note = (
             f"Estimated for a CPU and windows of {config.data.window} tokens. The peak includes "
             "either the training step or scoring, whichever needs more memory. In the local "
-            "engine, each additional client adds the memory of one adapter with gradients and "
-            f"optimiser. An upload contains {need.traffic / 1e6:.2f} MB of tensors."
+            "engine, each additional client adds the memory of one adapter, its gradients and its "
+            f"optimiser state. An upload contains {need.traffic / 1e6:.2f} MB of tensors."
         )
         rows = [(item, _mib(size)) for item, size in sizes.items() if size]
         yield Table(title, ("memory of a client", "MiB"), rows, note)

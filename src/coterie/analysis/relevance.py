@@ -29,7 +29,7 @@ from coterie.training.embeddings import token_embeddings
 
 SAMPLES = 200
 """The maximum number of points per client."""
-COMPONENTS = "the first two principal components"
+COMPONENTS = "principal component analysis"
 NOT_INSTALLED = f"{COMPONENTS} (scikit-learn is not installed)"
 
 
@@ -144,7 +144,7 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
 def reduce_to_plane(
     vectors: Mapping[str, np.ndarray], seed: int
 ) -> tuple[dict[str, np.ndarray], str]:
-    """Reduce the vectors of all clients together to points in two dimensions.
+    """Reduce the vectors of all clients jointly to points in two dimensions.
 
     Args:
         vectors: for each client, the vectors of its samples, shaped (samples, experts).
@@ -162,8 +162,8 @@ def reduce_to_plane(
 def _reduced(rows: np.ndarray, seed: int) -> tuple[np.ndarray, str]:
     """Reduce rows to two dimensions by t-SNE, and return the points and the reduction's name.
 
-    Principal components are used instead if scikit-learn is missing, if there are fewer than four
-    rows, or if there is a single column.
+    Principal components are used instead of t-SNE if scikit-learn is missing, if there are fewer
+    than four rows, or if there is a single column.
     """
     tsne = _tsne()
     if tsne is not None and len(rows) > 3 and rows.shape[1] > 1:

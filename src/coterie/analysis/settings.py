@@ -28,7 +28,13 @@ Tables show such a model as one key, without the keys of the mapping.
 def methods_table() -> Table:
     """Return a table of all methods that a run file can name."""
     rows = [(m.name, m.paper, m.summary) for m in available().values()]
-    rows.append((POOLED, "", "one client with all clients' text: an upper bound, not private"))
+    rows.append(
+        (
+            POOLED,
+            "",
+            "one client with all clients' text: not private; shows the effect of sharing all text",
+        )
+    )
     return Table("Methods", ("name", "paper", "summary"), rows)
 
 
@@ -36,7 +42,7 @@ def method_table(name: str) -> Table:
     """Return a table of a method's settings.
 
     Raises:
-        CoterieError: if the method does not exist or has no settings of its own.
+        CoterieError: if the method does not exist, or is POOLED, which has the settings of `local`.
     """
     if name == POOLED:
         raise CoterieError(

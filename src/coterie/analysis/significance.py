@@ -1,12 +1,12 @@
 """Significance of differences between the rows of a table, by a paired bootstrap.
 
-Both rows of a pair are scored on the same windows (or samples) of the same texts. Each draw
-resamples the n windows of every client's text n times with replacement, identically for both rows.
-It then resamples the n seeds n - 1 times: n draws would underestimate the variance of the mean over
-seeds by the factor (n - 1) / n (McCarthy and Snowden, "The Bootstrap and Finite Population
-Sampling", 1985). As in the tables, the statistic is the mean over clients, then over seeds.
-`scipy.stats.bootstrap` cannot be used, because it resamples a single set of pairs, without clients
-or seeds.
+Both rows of a pair are scored on the same windows (or samples) of the same texts. Each draw (one
+bootstrap resample) selects n of the n windows of every client's text with replacement, and selects
+the same windows for both rows. The draw also selects m - 1 of the m seeds with replacement: m seeds
+would underestimate the variance of the mean over seeds by the factor (m - 1) / m (McCarthy and
+Snowden, "The Bootstrap and Finite Population Sampling", 1985). As in the tables, the statistic is
+the mean over clients, then over seeds. `scipy.stats.bootstrap` cannot be used, because it resamples
+a single set of pairs, without clients or seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,9 @@ from coterie.seeding import generator
 
 Floats = NDArray[np.float64]
 Items = Mapping[str, Mapping[str, Any]]
-"""For each client, the scores of every window of its test text; see `ClientPart.keep_items`."""
+"""For each client, the scores of every window of the test text; see `ClientPart.keep_items`."""
 DRAWS = 2000
+"""The number of draws, that is, of bootstrap resamples."""
 BLOCK = 100
 """The number of draws that are computed at once, which limits the memory for long texts."""
 LEVEL = 0.95
@@ -98,8 +99,8 @@ def _difference(by_seed: Floats) -> Difference:
     """Compute the confidence interval and the p-value of a difference.
 
     Args:
-        by_seed: differences shaped (seeds, 1 + DRAWS). Column 0 contains the observed differences,
-            and the other columns the differences in each draw of windows.
+        by_seed: differences shaped (seeds, 1 + DRAWS). Column 0 contains the observed differences.
+            Each other column contains the differences in one bootstrap resample of the windows.
     """
     count, draws = len(by_seed), by_seed[:, 1:]
     seeds = _generator("seeds").integers(count, size=(max(1, count - 1), DRAWS))
@@ -119,8 +120,8 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
         metric: the metric to compare.
 
     Returns:
-        Differences shaped (rows, 1 + DRAWS). Column 0 contains the observed differences, and the
-        other columns the differences in each draw of windows.
+        Differences shaped (rows, 1 + DRAWS). Column 0 contains the observed differences. Each other
+        column contains the differences in one bootstrap resample of the windows.
     """
     by_client = []
     for name, items in reference.items():
@@ -132,7 +133,7 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
 
 
 def _paired(result: Result, reference: Result, metric: Metric) -> Items:
-    """Return a result's scores by window; raise Unpaired if the reference has other windows."""
+    """Return a result's scores by window; raise Unpaired if the reference has different windows."""
     items = _items(result, metric)
     if _texts(items) != _texts(_items(reference, metric)):
         raise Unpaired("they were scored on different clients, texts, tokens or windows")
@@ -165,7 +166,7 @@ def _texts(items: Items) -> dict[str, str]:
 def _sums(items: Mapping[str, Any], metric: Metric) -> Floats:
     """Return the metric's numerator and denominator for each window, shaped (2, windows).
 
-    Windows without a score are omitted, such as samples that have no answer choices.
+    Windows (or samples) without a score, such as samples without answer choices, are omitted.
     """
     return np.array(metric.sums(items), dtype=float)
 
@@ -174,17 +175,18 @@ def _value(sums: Floats, metric: Metric) -> Floats:
     """Compute the metric from sums over windows.
 
     Args:
-        sums: k sums of numerators and k sums of denominators, shaped (..., 2, k).
+        sums: for each of k sets of windows, the sum of the numerators and the sum of the
+            denominators, shaped (..., 2, k).
         metric: the metric.
 
     Returns:
-        The k values of the metric, shaped (..., k).
+        The value of the metric for each set of windows, shaped (..., k).
     """
     return metric.value(sums[..., 0, :] / sums[..., 1, :])
 
 
 def _resampled(sums: Floats, *text: str) -> Floats:
-    """Sum values over all windows, and over the windows of each draw.
+    """Sum values over all windows, and over the windows of each bootstrap resample (draw).
 
     Args:
         sums: one value (a numerator or a denominator) for each of n windows, shaped (..., n).

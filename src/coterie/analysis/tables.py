@@ -26,7 +26,7 @@ KEPT = "the round with the best validation score, whose model was kept (0: the u
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose cells are text, with a title and an optional note.
+    """A table whose cells are strings, with a title and an optional note.
 
     The first cell of a row is the name of the row. If a table is printed with the library Rich
     and is too wide for the console, it is split into several blocks of columns.
@@ -40,7 +40,7 @@ class Table:
     """The number of consecutive columns, after the first column, that always stay in one block."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table for a terminal. Cells of text are wrapped; cells of numbers are not."""
+        """Yield the table for a terminal. Columns of words can wrap; columns of numbers cannot."""
         yield ""
         yield Text(self.title, style="bold")
         for block in self._blocks(options.max_width):
@@ -62,7 +62,7 @@ class Table:
         return number == 0 or any(re.search("[a-z]{2}", cell) for cell in cells)
 
     def _width(self, number: int) -> int:
-        """Return a column's width in characters: at most 16 for text, which can be wrapped."""
+        """Return a column's width in characters: at most 16 for words, which can be wrapped."""
         cells = [self.columns[number], *(row[number] for row in self.rows)]
         longest = max(map(len, cells))
         return min(longest, 16) if self._is_text(number) else longest

@@ -42,7 +42,7 @@ class Coloured:
 
     @property
     def generalists(self) -> float:
-        """The share of the text's pieces that are routed to generalists.
+        """The share of the text's pieces (see `pieces`) that are routed to generalists.
 
         If there is no generalist, this is the share of pieces that are routed to the first expert.
         """
@@ -63,7 +63,8 @@ def coloured_texts(
             selects the test texts.
 
     Returns:
-        For each such label, the routed texts, or an error that explains why no text was routed.
+        For each label whose runs have routers, the routed texts, or an error that explains why no
+        text was routed.
     """
     results: dict[str, Sequence[Coloured] | CoterieError] = {}
     for label, run in experiment.first:

@@ -22,8 +22,9 @@ def start(session: Session, config: RunConfig) -> LocalRun:
 
     The short run has one training step per round. It scores models only if clients send their
     scores to the server. The batch size is not reduced, because the shapes of tensors in messages
-    may depend on the batch size. The public text is not shortened either. FedMKT's server therefore
-    trains on the whole public text in a round, which usually takes more than one step.
+    may depend on the batch size. The public text is not shortened either. FedMKT is therefore an
+    exception: when a client or the server learns from the public samples, the training includes all
+    public samples, which usually takes more than one step.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})
@@ -61,7 +62,7 @@ def first_exchange(run: LocalRun) -> Messages:
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements of a trial. The size of a message is the maximum over all clients."""
+    """Measurements of a short run (see `start`). Sizes of messages are maxima over all clients."""
 
     up: int
     """The size of an upload in bytes."""

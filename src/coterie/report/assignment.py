@@ -117,9 +117,9 @@ def _held_experts(label: str, held: Frame) -> Picture:
     return Picture(
         f"experts-{path_part(label)}",
         f"Experts of each client, {label}",
-        "Rows are clients, columns are domain experts; a cell is coloured if the client held "
-        "the expert in that round. Each linear layer has its own experts, so the same number "
-        "on two layers means two different experts."
+        "Rows are clients, columns are domain experts (the experts that are assigned to clients); "
+        "a cell is coloured if the client held the expert in that round. Each linear layer has its "
+        "own experts, so the same number on two layers means two different experts."
         f"{_selection('layers', shown_layers, layers)}"
         f"{_selection('rounds', shown_rounds, rounds)} {SMALLEST_SEED}",
         f"Heat maps of {len(clients)} clients by {experts} experts in rounds "
@@ -162,8 +162,9 @@ def _counts(label: str, held: Frame) -> Picture:
     return Picture(
         f"experts-held-{path_part(label)}",
         f"Number of experts per client, {label}",
-        f"Number of experts that each client holds, out of {len(held.columns)} domain experts on "
-        f"each linear layer; mean over {len(held.index.unique('layer'))} layers. {SMALLEST_SEED}",
+        "Number of experts that each client holds; mean over "
+        f"{len(held.index.unique('layer'))} linear layers. Each of these layers has "
+        f"{len(held.columns)} experts that can be assigned to clients. {SMALLEST_SEED}",
         f"Line plot of the number of experts held per round for {listed(counts)}.",
         draw,
         frame_table("Experts held per round, mean over layers", "client", shown, ".2f"),

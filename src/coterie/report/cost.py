@@ -80,7 +80,7 @@ def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture
         "traffic",
         "Traffic per client and round",
         "Size of encoded messages, mean over clients and rounds (1 MB = 10^6 bytes). Dark lines "
-        f"span the minimum to the maximum if they differ. {SMALLEST_SEED}",
+        f"extend from the minimum to the maximum, where these differ. {SMALLEST_SEED}",
         f"Bar chart of upload and download sizes per client and round for {listed(runs)}; the "
         "table lists the values.",
         draw,

@@ -56,7 +56,7 @@ def _title(experiment: Experiment) -> str:
 
 
 def _last(experiment: Experiment) -> Frame:
-    """Return the final scores: a row per label and run, and the columns of `Experiment.series`.
+    """Return the final scores, with a row per label and run, and columns as in `Experiment.series`.
 
     A finished run's final scores are the scores in its result, which belong to the kept models if
     clients keep their best models. An unfinished run's final scores are its latest scores.
@@ -211,7 +211,8 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
         "Training loss of each batch, computed before the update; mean over clients and seeds. "
         "There is one panel for each level of the schedule, which is a group of parameters that "
         "are trained together. A level that trains routers may use validation text. Thick lines: "
-        "running mean over as many updates as a round has training steps."
+        "running mean over a window of updates; the length of the window is the number of training "
+        "steps per round."
         f"{_selection(experiment, shown) if len(shown) < len(trained) else ''}",
         f"Line plot of training loss by update for {listed(shown)}, with one panel for each "
         f"level of the schedule ({listed(names)}). The table lists the first and last values.",

@@ -17,7 +17,7 @@ SPREAD = "Bands and bars: ±1 standard deviation over seeds."
 
 
 def scale_of(metric: Metric) -> str:
-    """Return a caption's clause about a logarithmic scale; empty if the scale is linear."""
+    """Return a caption's words for a logarithmic scale; an empty string if the scale is linear."""
     return "; logarithmic scale" if metric.logarithmic else ""
 
 
@@ -52,7 +52,8 @@ def evenly(count: int, most: int) -> list[int]:
 def entry(label: str) -> str:
     """Format a label for a legend.
 
-    A label that begins with `_`, which matplotlib would omit, gets an invisible first character.
+    Matplotlib omits labels that begin with `_` from legends. Such a label therefore gets an
+    invisible first character.
     """
     return f"\N{WORD JOINER}{label}" if label.startswith("_") else label
 

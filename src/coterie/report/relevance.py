@@ -63,9 +63,9 @@ def _picture(label: str, layers: Sequence[LayerRelevance]) -> Picture:
     return Picture(
         f"relevance-{path_part(label)}",
         f"{TITLE}, {label}",
-        "Each point shows the relevance of one training sample to all domain experts of the layer "
-        "after the last round (FedAMoLE, equation 20), reduced to two dimensions by "
-        f"{layers[0].reduced_by}. There are at most {SAMPLES} points per client. "
+        "Each point represents one training sample: its relevance, after the last round, to all "
+        "domain experts of the layer (FedAMoLE, equation 20). The relevances are reduced to two "
+        f"dimensions by {layers[0].reduced_by}. There are at most {SAMPLES} points per client. "
         f"Bars: number of experts that would choose the client for the next round. {SMALLEST_SEED}",
         f"Scatter plots of training samples of {listed(clients)}, and bar charts of each client's "
         "number of experts; the table lists these numbers.",

@@ -264,5 +264,5 @@ class LeftOut:
 
 
 def number(value: float) -> str:
-    """Format a number for a table or a label with about four digits, without an exponent."""
+    """Format a number with about four digits and without an exponent, for a table or a label."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

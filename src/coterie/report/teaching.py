@@ -27,7 +27,7 @@ Lesson = Mapping[str, Any]
 
 `samples` is the number of samples on which the learner learnt from a teacher. `positions` is the
 share of these samples' token positions that are aligned with a position in the teacher's tokens.
-`mass` is the part of the teacher's probability that could be translated into the learner's
+`mass` is the share of the teacher's probability mass that could be translated into the learner's
 vocabulary, averaged over the aligned positions.
 """
 
@@ -38,7 +38,7 @@ class Lessons:
 
     clients: Sequence[str]
     public: int | None
-    """The number of public samples; None if the run did not record it."""
+    """The number of public samples; None if the run did not record this number."""
     server: Mapping[int, Lesson]
     """The server's record of each round; empty if the server only teaches.
 
@@ -57,9 +57,9 @@ class Lessons:
 def lessons(run: ReportedRun) -> Lessons:
     """Read the records of distillation of a run.
 
-    A record's `after` is the number of rounds that were complete when the participant learnt. A
-    client may learn twice after the same round: first before it is scored, and again before it
-    trains in the next round. Only the second record is returned.
+    A record's `after` is the number of rounds that were complete when the learner (a client or the
+    server) learnt. A client may learn twice after the same round: once before it is scored, and
+    once more before it trains in the next round. Only the second record is returned.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
@@ -111,7 +111,10 @@ def _picture(label: str, records: Lessons) -> Picture:
 
 
 def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
-    """Draw a bar per round: the number of samples on which the server learnt from each client."""
+    """Draw a stacked bar per round, with a segment per client.
+
+    A segment shows the number of samples on which the server learnt from the client.
+    """
     rounds = sorted(records.server)
     below = np.zeros(len(rounds))
     for n, client in enumerate(records.clients):
@@ -142,18 +145,24 @@ def _table(records: Lessons) -> Table:
                 rows.append([str(round), client, SERVER, *_quality(lesson)])
     total = "" if records.public is None else f" (of {records.public})"
     return Table(
-        "Public samples on which participants learnt from others",
+        "Public samples on which participants learnt from other participants",
         ["round", "learner", "teacher", f"samples{total}", "positions", "probability"],
         rows,
-        "Positions: share of the token positions in these samples' answers that are aligned with a "
-        "position in the teacher's tokens; at all other positions, the learner learns from the "
-        "correct answer. Probability: the part of the teacher's probability that could be "
+        "Samples: number of public samples on which the learner learnt from a teacher. Positions: "
+        "share of the token positions in the answers of these samples that are aligned with one of "
+        "the teacher's token positions; at all other positions, the learner learns from the "
+        "correct answer. Probability: share of the teacher's probability mass that could be "
         "translated into the learner's vocabulary, averaged over the aligned positions.",
     )
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Return a record's table cells: samples, share of aligned positions, and probability."""
+    """Return a record's table cells.
+
+    Returns:
+        The number of samples, the share of aligned positions, and the share of the teacher's
+        probability mass that could be translated. The shares are empty if there are no samples.
+    """
     if not lesson["samples"]:
         return ["0", "", ""]
     return [str(lesson["samples"]), *(f"{lesson[k]:.1%}" for k in ("positions", "mass"))]

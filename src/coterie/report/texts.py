@@ -1,7 +1,7 @@
 """Figure of texts with every token coloured by the expert that the router scores highest.
 
 Rows are texts, and columns are clients' models (CoMiGS, figures 2 and 14-19). Clients' texts are
-private, so a report includes them only on request.
+private, so a report includes this figure only on request.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class TextPicture(Picture):
     """Texts routed by several models at one layer. The page shows them as text, not as an image."""
 
     texts: Mapping[str, Mapping[str, Coloured]] = field(default_factory=dict)
-    """For each name of a text, the text as routed by each client's model, by client."""
+    """For each text's name, a mapping from clients to the text as routed by the client's model."""
 
     @property
     def columns(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Figure of the size of uploads: the norm of each client's change, relative to the round's median.
+"""Figure of the norm of each client's change, divided by the median of these norms in the round.
 
 A client's change is the difference between the client's upload and the preceding download.
 """
@@ -15,17 +15,20 @@ from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.report.plots import entry, plain_log
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, looks, number
 
-TITLE = "Size of uploads"
+TITLE = "Size of clients' changes"
 
 
 def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure with a panel per label and a line per client; crosses are excluded uploads."""
+    """Yield a figure with a panel per label and a line per client.
+
+    Crosses mark uploads that were excluded from a round.
+    """
     runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
     if runs:
         yield _ratios(runs)
     else:
         yield LeftOut(
-            TITLE, "no run recorded by how much uploads differ from the preceding downloads"
+            TITLE, "no run recorded the differences between uploads and the preceding downloads"
         )
 
 
@@ -89,13 +92,13 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
         "median of these norms in the same round; logarithmic scale. Crosses: uploads excluded "
         "from the round. "
         f"{SMALLEST_SEED}",
-        f"Line plot of the relative size of each client's upload by round for {listed(changes)}; "
-        "the table lists each client's largest ratio, and the rounds from which the upload was "
-        "excluded.",
+        "Line plot of the norm of each client's change, relative to the round's median, by round "
+        f"for {listed(changes)}; the table lists each client's largest relative change, and the "
+        "rounds from which the client's upload was excluded.",
         draw,
         Table(
             "Largest change of each client, as a multiple of the round's median",
-            ["method", "client", "largest ratio", "lowest cosine", "excluded in rounds"],
+            ["method", "client", "largest change", "lowest cosine", "excluded in rounds"],
             rows,
             "Change: difference between an upload and the preceding download. Cosine: cosine "
             "similarity between the client's change and the sum of the other clients' normalised "
