@@ -81,7 +81,7 @@ class AdapterMethod(Method):
         return Layout(
             generalists=generalists,
             specialists=specialists,
-            rank=1 if mlp is None else for_client(mlp.rank, client, "rank"),
+            rank=1 if mlp is None else for_client(mlp.rank, client, "mlp.rank"),
             placement="auto" if mlp is None else mlp.placement,
             attention_rank=0 if attention is None else attention.rank,
             targets=None if attention is None else attention.targets,
