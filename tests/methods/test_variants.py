@@ -172,7 +172,7 @@ def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
 def test_unequal_and_missing_ranks_are_refused_with_a_sentence(config) -> None:
     for name, rank, sentence in (
         ("fedavg", {"poet": 4, "others": 8}, "needs the same rank"),
-        ("local", {"poet": 4, "whaler": 8}, "no rank for the client 'diarist'"),
+        ("local", {"poet": 4, "whaler": 8}, "mlp.rank has no value for the client 'diarist'"),
         ("local", {"pole": 4, "others": 8}, "mlp.rank names 'pole', which is not"),
         ("local", {"poet": 0, "others": 8}, "rank"),
     ):

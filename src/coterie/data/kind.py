@@ -169,5 +169,5 @@ DATA_KINDS: Registry[type[DataKind]] = Registry(
     builtin={name: partial(_builtin, *location) for name, location in OWN.items()},
     group="coterie.data_kinds",
     accept=register,
-    advice="--plugin FILE.py adds your own.",
+    advice="To add a kind of data of your own, use --plugin FILE.py or coterie.register.",
 )

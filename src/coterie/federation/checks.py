@@ -13,7 +13,7 @@ from coterie.training.context import ClientId
 
 
 def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
-    """Check that the run's method and transforms work with its clients and their bases.
+    """Check that a run's method and transforms work with the run's clients and their bases.
 
     Args:
         config: The run.
@@ -65,7 +65,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
 
 
 def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
-    """Check that the run's transforms work with its method and with each other.
+    """Check that a run's transforms work with the run's method and with each other.
 
     Args:
         config: The run.
@@ -97,5 +97,5 @@ def _check_names(key: str, names: Iterable[str], clients: Sequence[str]) -> None
         if name not in clients:
             raise CoterieError(
                 f"{key} names the unknown client {name!r} (clients: {', '.join(clients)}); correct "
-                "or remove it."
+                "or remove the name."
             )

@@ -35,7 +35,7 @@ NOTHING = Tokens(torch.zeros(0, dtype=torch.int32), 0)
 
 @dataclass(frozen=True)
 class Participant:
-    """A participant of a run and its data: a client, or a server that has its own model."""
+    """A participant of a run (a client, or a server that has its own model), with its data."""
 
     name: ClientId
     """The client's name; `everyone` for the client of a pooled run, `server` for the server."""
@@ -54,10 +54,9 @@ class Participant:
     """The participant's own loaded base; None if the participant uses the run's base."""
 
     def digest(self) -> str:
-        """Hash all tokens, to detect whether the data files have changed since the run began.
+        """Return a hexadecimal hash of all tokens.
 
-        Returns:
-            A hexadecimal hash.
+        A different hash shows that the data files have changed since the run began.
         """
         splits = (self.data.train, self.data.validation, *self.tests.values(), self.public)
         return digest_of(filter(None, splits))
@@ -66,7 +65,8 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            The digest of the data, and the numbers of tokens, samples and so on in each split.
+            A mapping with the digest of the data (`data`); the numbers of tokens, samples and other
+            units in each split; and, unless `labels` is None, the number of records per label.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -117,7 +117,7 @@ class Federation:
     """The participants of a run."""
 
     clients: list[Participant]
-    """The clients, sorted by name; in a pooled run, a single client that has all data."""
+    """The clients, sorted by name; in a pooled run, one client with the data of all clients."""
     server: Participant | None = None
     """The server if the server has its own model, else None."""
 
@@ -129,7 +129,7 @@ Inspect = Callable[[Reading], None]
 def participants_of(
     config: RunConfig, tokenizer: Tokenizer, inspect: Inspect = lambda _: None
 ) -> list[Participant]:
-    """Read the data of a run, and return the clients without the server.
+    """Read the data of a run, and return the run's clients but not its server.
 
     Args:
         config: The run.
@@ -137,7 +137,7 @@ def participants_of(
         inspect: Called once with all clients' texts.
 
     Returns:
-        The clients, sorted by name; in a pooled run, a single client that has all data.
+        The clients, sorted by name; in a pooled run, one client with the data of all clients.
 
     Raises:
         CoterieError: A text cannot be read or is too short.
@@ -159,7 +159,7 @@ def gathered(
         config: The run.
         tokenizer: The tokenizer of the run's base.
         inspect: Called once with all clients' texts.
-        begin: Called at the start of each step with the step's description, such as "Reading".
+        begin: Called at the start of each stage with the stage's description, such as "Reading".
 
     Returns:
         The clients, and the server if the server has its own model.
@@ -259,7 +259,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 def _public(
     config: RunConfig, tokenizers: Mapping[str, Tokenizer], items: list[Any] | None
 ) -> Mapping[str, Split | None]:
-    """Tokenise the public text for each participant, and only once for each base."""
+    """Tokenise the public text for all participants; those with the same base share the result."""
     if items is None:
         return dict.fromkeys(tokenizers)
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
@@ -308,7 +308,7 @@ def described_templates(
 
 
 def _plain(item: Any) -> Any:
-    """Return a text or sample as plain data that are equal on all machines with equal texts.
+    """Return the content of a text or sample as JSON values that do not depend on the machine.
 
     The result omits the record's location and the field values that a template has rendered.
     """

@@ -32,7 +32,7 @@ class Reference:
 
 
 class Rewards(NamedTuple):
-    """The rewards of the answers of n pairs."""
+    """The rewards of the two answers in each of n pairs."""
 
     values: Tensor
     """The rewards of each pair's chosen and rejected answer: (n, 2)."""
@@ -46,10 +46,11 @@ class Rewards(NamedTuple):
 
     @property
     def preferred(self) -> Tensor:
-        """The accuracy on each pair: (n,); 1 if the chosen answer has the higher reward, else 0.
+        """The accuracy on each pair: (n,).
 
-        The accuracy is 0.5 if the two rewards are equal up to rounding errors, as they are while
-        the trained model is still equal to the reference model.
+        The accuracy is 1 if the chosen answer has the higher reward, and 0 if the rejected answer
+        has the higher reward. It is 0.5 if the two rewards are equal up to rounding errors, as they
+        are while the trained model is still equal to the reference model.
         """
         margins = self.margins
         return (1 + margins.sign() * (margins.abs() > self.rounding.to(margins.device))) / 2

@@ -90,7 +90,7 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy, and None because there are no further measurements.
+        """Return a pair: the mean cross-entropy, and None in place of further measurements.
 
         The mean is a scalar with a gradient, in nats per token.
         """
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
     @property
     def read(self) -> "Batch":
-        """The samples that the model learns to generate; in this class, the batch itself."""
+        """The samples whose tokens the model learns to predict; for a `Batch`, all samples."""
         return self
 
 
@@ -353,7 +353,7 @@ def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
-    """Apply a function to a batch in pieces of samples of similar length, to save padding.
+    """Apply a function to a batch in pieces of samples of similar length, to reduce padding.
 
     Args:
         compute: A function from ids (samples, time) to values (samples, time, dim).

@@ -37,7 +37,7 @@ from coterie.training.schedule import Level, Penalty, learning_rate
 S = TypeVar("S", bound=Settings)
 M = TypeVar("M", bound="AdapterMethod", default="AdapterMethod", covariant=True)
 DESCRIPTIONS: dict[Role, str] = {
-    "dense": "LoRA pairs on single linear layers, usually of attention",
+    "dense": "LoRA pairs on single linear layers, usually in the attention blocks",
     "generalist": "LoRA pairs of the generalists on the MLPs",
     "specialist": "LoRA pairs of the specialists on the MLPs",
     "router": "router weights",
@@ -81,7 +81,7 @@ class AdapterMethod(Method):
         return Layout(
             generalists=generalists,
             specialists=specialists,
-            rank=1 if mlp is None else for_client(mlp.rank, client, "rank"),
+            rank=1 if mlp is None else for_client(mlp.rank, client, "mlp.rank"),
             placement="auto" if mlp is None else mlp.placement,
             attention_rank=0 if attention is None else attention.rank,
             targets=None if attention is None else attention.targets,
@@ -277,8 +277,9 @@ class AdapterClient(ClientSide, Generic[M]):
             self.adapter.set_residual(state["residual"])
 
     def _on_device(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device of the adapter's tensor `name`, else to the base's device."""
+        """Copy a tensor to the device of the adapter's tensor `name`."""
         original = self.adapter.tensors().get(name)
+        # If the adapter has no tensor of this name, use the base's device.
         device = self.context.base.device if original is None else original.device
         return tensor.to(device, copy=True)
 
@@ -328,8 +329,7 @@ class AdapterServer(ServerSide, Generic[M]):
             The shape of each tensor, by the tensor's name.
 
         Raises:
-            MessageError: The hello has no shapes, or shapes that differ from the shapes that the
-                server expects.
+            MessageError: The hello has no shapes, or shapes that the server does not expect.
         """
         declared = hello.values.get("shapes", {})
         if not isinstance(declared, dict) or not all(

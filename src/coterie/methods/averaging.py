@@ -113,7 +113,9 @@ class FedIT(AdapterMethod):
 
     name: ClassVar[str] = "fedit"
     paper: ClassVar[str] = "arXiv 2305.05644"
-    summary: ClassVar[str] = "one LoRA pair on queries and values averaged; one model for all"
+    summary: ClassVar[str] = (
+        "LoRA pairs on all query and value projections are averaged; one model for all"
+    )
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
 

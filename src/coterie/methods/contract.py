@@ -190,8 +190,8 @@ class Method(BaseModel):
     def exchanges(self, rounds: int) -> int:
         """Return the number of exchanges in a run.
 
-        In one exchange, every participating client receives a download and sends an upload. The
-        numbers that clients, the server and logs use are numbers of exchanges, not of rounds.
+        In one exchange, every participating client receives a download and sends an upload.
+        Clients, the server and logs count exchanges, not rounds.
 
         Args:
             rounds: The number of rounds in the run file.

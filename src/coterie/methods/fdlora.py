@@ -156,7 +156,10 @@ class FDLoraClient(AdapterClient[FDLora]):
         self.weights, self.began = list(state.values["fusion"]), state.values["began"]
 
     def _private_training(self, context: ClientContext, name: str) -> LocalTraining:
-        """Create the training of the private adapter; the seed of the batches depends on `name`."""
+        """Create the object that trains the private adapter.
+
+        The seed of the training batches depends on `name`.
+        """
         levels = [replace(level, name=name) for level in self.method.levels(self)]
         return LocalTraining(context, self.private, levels)
 
@@ -179,7 +182,9 @@ class FDLoraClient(AdapterClient[FDLora]):
     def _fuse(self, round: int) -> None:
         """Choose the weights of the shared adapter (w1) and of the private adapter (w2).
 
-        The search minimises `loss + 0.05 mean(|w1|, |w2|)` on the fusion set.
+        The weights are found by a gradient-free search that minimises
+        `loss + 0.05 mean(|w1|, |w2|)` on the fusion set, that is, on the training samples that are
+        held out for this search.
         """
         context, samples = self.context, self.samples
         chance = generator(context.seed, "fusion", context.name, round)

@@ -52,7 +52,7 @@ Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
-    """The base class of PCL's strategies. The defaults are those of PCL in the CoMiGS paper."""
+    """The base class of PCL's strategies. The defaults are the CoMiGS paper's settings for PCL."""
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
@@ -287,7 +287,7 @@ class PCLClient(AdapterClient[PCL]):
 
     def __init__(self, method: PCL, context: ClientContext) -> None:
         super().__init__(method, context)
-        self.buffers["start"] = copied(self.shared)  # values after the last exchange
+        self.buffers["start"] = copied(self.shared)  # values after the previous exchange
 
     def receive(self, download: Message) -> None:
         if not download.peers:
@@ -320,8 +320,8 @@ class PCLClient(AdapterClient[PCL]):
     def _mix(self, row: Row, uploads: Uploads) -> None:
         """Update the shared parameters with all clients' uploads, weighted by trust.
 
-        The weighted sum of updates is added to the values after the last exchange. With `form:
-        released`, the weighted sum of adapters replaces the values.
+        The weighted sum of updates is added to the values that the parameters had after the
+        previous exchange. With `form: released`, the weighted sum of adapters replaces the values.
         """
         paper, start = self.method.form == "paper", self.buffers["start"]
         for name, parameter in self.shared.items():
@@ -333,7 +333,7 @@ class PCLClient(AdapterClient[PCL]):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Return each adapter's mean loss: nats per token or, for answer pairs, the DPO loss."""
+        """Return each adapter's mean loss, in nats per token; for answer pairs, the DPO loss."""
         base, model = self.context.base, self.model()
         own, losses = copied(self.shared), {}
         for peer, upload in uploads.items():

@@ -162,7 +162,8 @@ class RankMethod(AdapterMethod):
         if run.server_optimiser and self.attention is None:
             raise CoterieError(
                 f"aggregation.optimiser has no effect with the method {self.name!r} and "
-                "`attention: null`, because no parameter is replaced by a mean; remove it."
+                "`attention: null`, because no parameter is replaced by a mean; remove "
+                "aggregation.optimiser."
             )
 
     def gain(self, client: ClientId) -> float:
@@ -278,7 +279,7 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
-    """Return a function that computes HetLoRA's penalty: `weight` times the sum of all tails."""
+    """Return a function for HetLoRA's penalty: `weight` times the sum of `tail` over all pairs."""
     pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 
     def tails() -> Tensor:

@@ -70,8 +70,8 @@ def register(kind: K) -> K:
         The class itself.
 
     Raises:
-        CoterieError: The class is not a method, has no valid name or no summary, or its name is
-            already registered.
+        CoterieError: The class is not a method, its name is missing or invalid, its summary is
+            missing, or its name is already registered.
     """
     from coterie.methods.contract import Method
 
@@ -81,8 +81,8 @@ def register(kind: K) -> K:
         raise CoterieError(f"{kind!r} is not a method; it must be a subclass of coterie.Method.")
     if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
         raise CoterieError(
-            f"The method {kind.__name__} needs a `name` of lower-case letters, digits, dots "
-            "and dashes."
+            f"The method {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
+            "dashes and underscores."
         )
     if not hasattr(kind, "summary"):
         raise CoterieError(f"The method {name!r} needs a `summary`: one line on what it shares.")
@@ -103,7 +103,7 @@ def _builtin(name: str) -> "type[Method]":
 
 
 def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type[Method]":
-    """Derive a method that differs from a class only in class variables and settings' defaults.
+    """Derive a class that differs from `kind` only in class variables and settings' defaults.
 
     Args:
         kind: The class that implements the method.
@@ -122,7 +122,11 @@ def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type
 
 
 def fine_tuned(name: str) -> dict[str, dict[str, str]]:
-    """Return the preset NAME-ft of a method NAME, which reports models after local training."""
+    """Return the entry of the preset NAME-ft in the table `PRESETS`.
+
+    The preset differs from the method NAME only in the models that it reports: the models after
+    local training.
+    """
     summary = f"like {name}, but reports each client's model after local training"
     return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
 
@@ -133,8 +137,8 @@ METHODS: "Registry[type[Method]]" = Registry(
     group="coterie.methods",
     accept=register,
     reserved=(POOLED,),
-    advice="`coterie methods` lists all methods; --plugin FILE.py, or coterie.register, adds your "
-    "own.",
+    advice="`coterie methods` lists all methods. To add a method of your own, use --plugin FILE.py "
+    "or coterie.register.",
 )
 kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 

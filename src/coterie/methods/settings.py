@@ -19,9 +19,6 @@ PerClient = int | dict[ClientId, int]
 In a mapping, the key `others` gives the number of all clients that are not named.
 """
 
-NOUNS = {"sets": "LoRA sets"}
-"""Nouns that error messages use instead of the names of settings, by the setting's name."""
-
 
 class Settings(BaseModel):
     """A part of a method's settings."""
@@ -50,14 +47,13 @@ class Mlp(Settings):
 
         Returns:
             The number of averaged sets and the number of private sets. A number is 0 if the part
-            has no setting for it.
+            has no setting for that number.
 
         Raises:
             CoterieError: A setting with one number per client has no number for this client.
         """
         averaged, private = (
-            for_client(getattr(self, key, 0), client, f"number of {NOUNS.get(key, key)}")
-            for key in self.counted
+            for_client(getattr(self, key, 0), client, f"mlp.{key}") for key in self.counted
         )
         return averaged, private
 
@@ -196,13 +192,13 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
             raise ValueError(f"{key} has no effect with `{beside}`; remove it")
 
 
-def for_client(counts: PerClient, client: ClientId, noun: str) -> int:
+def for_client(counts: PerClient, client: ClientId, key: str) -> int:
     """Return the number that applies to one client, from a setting that may differ by client.
 
     Args:
         counts: The value of the setting.
         client: The client's name.
-        noun: A description of the number, for error messages.
+        key: The name of the setting, such as `mlp.rank`, for error messages.
 
     Returns:
         The number.
@@ -213,12 +209,13 @@ def for_client(counts: PerClient, client: ClientId, noun: str) -> int:
     count = counts if isinstance(counts, int) else counts.get(client, counts.get("others"))
     if count is None:
         raise CoterieError(
-            f"The method's settings specify no {noun} for the client {client!r}; add the client's "
-            f"name or `others` where the {noun} is set."
+            f"The method's setting {key} has no value for the client {client!r}; add the client's "
+            "name or `others` to the setting."
         )
     if count < 0:
         raise CoterieError(
-            f"The {noun} of the client {client!r} is {count}; it must be at least 0."
+            f"The method's setting {key} is {count} for the client {client!r}; set a number of at "
+            "least 0."
         )
     return count
 
@@ -236,5 +233,5 @@ def check_names(part: Settings | None, where: str, clients: tuple[ClientId, ...]
         for name in set(counts) - {*clients, "others"} if isinstance(counts, dict) else ():
             raise CoterieError(
                 f"The method's setting {where}.{key} names {name!r}, which is not a client "
-                f"(clients: {', '.join(clients)})."
+                f"(clients: {', '.join(clients)}); correct or remove the name."
             )

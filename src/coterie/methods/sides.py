@@ -196,7 +196,7 @@ class ServerSide:
         return self.download(client).groups
 
     def replaces(self) -> Groups:
-        """Return the parameters of the server that the aggregate of an exchange will replace.
+        """Return the server's parameters that the aggregate of an exchange will replace.
 
         If the run has a server optimiser, the optimiser takes a step from these parameters towards
         the aggregate. Aggregates of other groups, such as statistics, are used unchanged.
@@ -213,8 +213,9 @@ class ServerSide:
 
         Args:
             client: The client's name.
-            upload: The client's upload, with all values, but only with the groups of tensors whose
-                reduction in the schema is `each`; the engine aggregates the other groups.
+            upload: The client's upload. Its `values` are complete. Its `groups` contain only the
+                groups of tensors whose reduction in the schema is `each`; the engine aggregates the
+                other groups.
 
         Raises:
             MessageError: The upload is refused.
@@ -242,8 +243,8 @@ class ServerSide:
         """Return everything that must survive a restart.
 
         Returns:
-            A state that stores each client's data under the client's name, as a key of
-            `State.parts` or of a mapping in `State.values`, so that `leave` can delete the data.
+            A state in which the key of each client's data is the client's name, either in
+            `State.parts` or in a mapping in `State.values`, so that `leave` can delete the data.
         """
         return State(values={"round": self.exchange})
 

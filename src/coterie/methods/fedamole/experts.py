@@ -14,5 +14,5 @@ def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
 
 
 def expert_name(path: str, number: int) -> str:
-    """Return the name under which messages contain a domain expert's mean embedding."""
+    """Return the name that the mean embedding of a domain expert has in messages."""
     return f"{path}.{number}"

@@ -14,8 +14,8 @@ from coterie.privacy.mechanisms import MOST_EPSILON
 class Privacy(Settings):
     """Differential privacy of the samples from which a client's mean embeddings are computed.
 
-    The guarantee does not cover the samples on which adapters are trained. No sample is in both
-    sets.
+    The guarantee does not cover the samples on which adapters are trained. No sample is used both
+    for training and for embeddings.
     """
 
     epsilon: float = Field(gt=0, le=MOST_EPSILON)
@@ -66,7 +66,11 @@ class AmoleRouter(Settings):
 
 
 class FedAMoLESettings(Settings):
-    """Settings of FedAMoLE. The defaults are the paper's (30 domain experts for 10 clients)."""
+    """Settings of FedAMoLE.
+
+    The defaults are from the paper (such as 30 domain experts for 10 clients), or from the code
+    that the paper's authors released. docs/research/fedamole.md lists the exceptions.
+    """
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: LoraAlpha = LoraAlpha()

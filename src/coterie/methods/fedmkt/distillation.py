@@ -83,8 +83,9 @@ class Distiller:
         finite = nats.isfinite() & ~self._per_sample(predicted.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
-                "%s has no finite predictions for %d public samples and excludes these "
-                "samples; first numbers, counted from 1 without samples that exceed the window: %s",
+                "%s has no finite predictions for %d public samples and excludes these samples; "
+                "the numbers of the first excluded samples (counted from 1; samples that exceed "
+                "the window are not counted): %s",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
@@ -161,7 +162,8 @@ class Distiller:
     ) -> SoftTargets:
         """Return the targets that a teacher's predictions give at the selected positions.
 
-        If no position of the teacher is aligned with a position, the target there is the label.
+        The target is the label at each student position to which no position of the teacher is
+        aligned, and at each position at which no translated token has a probability above 0.
         """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
@@ -220,10 +222,9 @@ class Distiller:
     def _sample_weights(self, batch: Tensor) -> Tensor:
         """Return the weight of each sample's distillation loss in the update on a batch: (n,).
 
-        With `own: none`, a sample without a teacher has the weight 0, and all samples with a
-        teacher have the same weight. With this weight, the distillation loss is the mean over the
-        positions of those samples in the batch that have a teacher. With any other value of `own`,
-        all weights are 1.
+        With `own: none`, a sample without a teacher has the weight 0. All other samples have the
+        same weight, chosen so that the distillation loss is the mean over the positions of the
+        batch's samples with a teacher. With any other value of `own`, all weights are 1.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -292,7 +293,7 @@ class Distiller:
         }
 
     def _per_sample(self, values: Tensor) -> Tensor:
-        """Sum values over the positions of each sample, from the shape (p,) to the shape (n,)."""
+        """Sum values of the shape (p,) over the positions of each sample; the result is (n,)."""
         starts = self.positions.starts
         samples = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
         return torch.zeros(len(self.samples)).index_add(0, samples, values)

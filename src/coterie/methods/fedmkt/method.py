@@ -32,8 +32,9 @@ from coterie.methods.fedmkt.vocabulary import VOCABULARY
 
 KNOWLEDGE = MessageField(
     "knowledge",
-    "predictions on public samples: hash, loss and first position of each sample; number of "
-    "the answer's characters before each position; most likely tokens and their log-probabilities",
+    "predictions on public samples: for each sample, a hash, the loss and the index of the first "
+    "token position; for each token position, the number of characters of the answer before the "
+    "position, the most likely tokens and their log-probabilities",
     {
         "samples": "int64",
         "losses": "float32",

@@ -9,7 +9,11 @@ from coterie.methods.settings import Attention, Lora
 
 
 class FedMKTSettings(AdapterMethod):
-    """Settings of FedMKT. The defaults are the paper's, except for `own`."""
+    """Settings of FedMKT.
+
+    The defaults are from the paper, or from the code that the paper's authors released, except for
+    `own` and `align`. docs/research/fedmkt.md lists the differences.
+    """
 
     teaches: ClassVar[bool] = True
     """Whether clients teach the server."""
@@ -40,8 +44,8 @@ class FedMKTSettings(AdapterMethod):
         """Return whether clients upload adapters to be averaged, instead of uploading predictions.
 
         Args:
-            exchange: The number of the exchange; the first is 0. Use -1 for the state before the
-                first exchange, which the first download contains.
+            exchange: The number of the exchange; the first is 0. Use -1 for the initial state,
+                which the first download contains.
 
         Returns:
             True if the exchange ends with the mean of the clients' adapters.
