@@ -195,8 +195,8 @@ METRICS: Registry[type[Metric]] = Registry(
     group="coterie.metrics",
     accept=register,
     reserved=OF_SCORES,
-    advice=f"The metrics are {', '.join(_CLASSES)}; --plugin FILE.py, or coterie.register, adds "
-    "your own.",
+    advice=f"The metrics are {', '.join(_CLASSES)}. To add a metric of your own, use "
+    "--plugin FILE.py or coterie.register.",
 )
 
 
