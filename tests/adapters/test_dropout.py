@@ -74,7 +74,7 @@ class Masked(nn.Module):
 def naive(
     mlp: nn.Module, layout: Layout, path: str, p: Mapping[str, Tensor], x: Tensor, m: list[Tensor]
 ) -> Tensor:
-    """Full MLPs; masks m: of each upward layer, one per expert; last, (slots, tokens, wide)."""
+    """Full MLPs; masks m: of each up-projection, one per expert; last, (slots, tokens, wide)."""
     shape = mlp_shape(mlp)
     assert shape is not None
     experts = [f"generalist.{i}" for i in range(layout.generalists)]

@@ -26,7 +26,7 @@ from coterie.errors import CoterieError
 
 
 class Trainable:
-    """The parameters that a client trains, and the stand-ins that apply the parameters to a base.
+    """A client's adapter: parameters, and the stand-ins that apply the parameters to a base.
 
     Many instances can share one base in memory, as each instance contains only its own
     parameters. The base's parameters are never trained.
@@ -113,7 +113,7 @@ class Trainable:
     def balances(self) -> bool:
         """Whether the load-balance loss has a gradient.
 
-        The loss has no gradient if every router counts each token for the loads of all experts.
+        The loss has no gradient if every router counts each token towards the load of every expert.
         """
         return any(router.balances for router in self._routers.values())
 
@@ -174,7 +174,7 @@ class Adapter(Trainable):
         """Return the load-balance loss of the last forward pass, averaged over layers: a scalar.
 
         Args:
-            form: The load that is regarded as balanced; see `Router.load_balance`.
+            form: The distribution of load that counts as balanced; see `Router.load_balance`.
 
         Raises:
             CoterieError: The adapter has no router.
@@ -357,7 +357,7 @@ def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
     if not stand_ins:
         missing = "MLP" if layout.placement == "inside" else "MLP or other block in its layers"
         raise CoterieError(
-            f"{type(base).__name__} has no {missing} to which experts can be attached; set `mlp` "
-            "of the method to null to train only LoRA on attention."
+            f"{type(base).__name__} has no {missing} to which experts can be attached; to train "
+            "only LoRA on attention, set the method's `mlp` to null."
         )
     return stand_ins

@@ -77,11 +77,13 @@ class AmoleLayout:
 
 
 class AmoleLinear(Router):
-    """A linear layer with a shared expert and n stacked domain experts.
+    """A linear layer with n stacked domain experts and, optionally, a shared expert.
 
     `A` (n, r, in) and `B` (n, out, r) stack the factors of the domain experts in the order of
-    `held`. `router` is the weight of the token projection, (r, in), or of the gate, (experts, in).
-    `rows` (n,) contains the indices of the gate's rows that belong to the held experts.
+    `held`. The router is either FedAMoLE's token projection or a gate (see `AmoleLayout.router`).
+    `router` is the router's weight: (r, in) for a token projection, and (experts, in) for a gate,
+    where `experts` is the number of domain experts in the whole run. `rows` (n,) contains the
+    indices of the gate's rows that belong to the held experts.
 
     Args:
         base: The linear layer.

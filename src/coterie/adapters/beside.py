@@ -20,7 +20,9 @@ BLOCK = "block"
 
 
 class Beside(Routed):
-    """A block of the base and low-rank experts; the experts' output is added to the block's output.
+    """A block of the base with low-rank experts in parallel to the block.
+
+    The experts' output is added to the block's output.
 
     Args:
         base: The block.

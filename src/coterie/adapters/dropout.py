@@ -29,10 +29,11 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 
 
 def repeating_masks() -> AbstractContextManager[None]:
-    """Return a context in which a forward pass draws the same masks as the pass after this call.
+    """Return a context for repeating the forward pass that directly follows this call.
 
-    The masks are drawn from a copy of the current generator. The copy is made by this call, so a
-    forward pass in the context does not advance the generator itself.
+    Inside the context, the repeated pass draws the same masks as the first pass. The masks come
+    from a copy of the current generator, which this call makes. A forward pass in the context
+    therefore does not advance the generator itself.
     """
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())

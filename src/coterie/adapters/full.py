@@ -27,7 +27,9 @@ class Difference(nn.Module):
 
 
 class FullAdapter(Trainable):
-    """A client's differences from all weights of a base; tied weights share one difference.
+    """A client's trained differences, one for each weight of a base.
+
+    Tied weights share one difference.
 
     Args:
         base: The base; it may be on the meta device.

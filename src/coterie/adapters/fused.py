@@ -1,8 +1,8 @@
 """A mixture's computation between its frozen linear layers, with a hand-written backward pass.
 
-Automatic differentiation would store every intermediate tensor of every expert. Here, the
-only wide tensors stored are the outputs of the frozen layers and any dropout masks. The backward
-pass recomputes all other wide tensors with cheap products of rank r.
+Automatic differentiation would store every intermediate tensor of every expert. Here, the only
+stored tensors of the MLP's inner width are the outputs of the frozen layers and the dropout masks,
+if any. The backward pass recomputes all other tensors of this width with cheap products of rank r.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from coterie.adapters.activations import Activation
 class WideExperts(torch.autograd.Function):
     """The weighted sum of the activations of k slots, and a low-rank product for each slot.
 
-    A token has one slot for each expert that processes the token. The MLP's upward layers map the
-    MLP's input to `wide` activations, and the downward layer maps the activations to the MLP's
-    output. A gated MLP has two upward layers, and any other MLP has one. For the slot s, the upward
-    layer i has the output `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output of the
-    frozen layer, B_is is the expert's factor B, and h_is is the product of the MLP's input and the
-    expert's factor A. Then:
+    A token has one slot for each expert that processes the token. The MLP's up-projections
+    map the MLP's input to `wide` activations, and the down-projection maps the activations to the
+    MLP's output. A gated MLP has two up-projections, and any other MLP has one. For the slot s, the
+    up-projection i has the output `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output
+    of the frozen layer, B_is is the expert's factor B, and h_is is the product of the MLP's input
+    and the expert's factor A. Then:
 
         z_s   = act(p_0s)                 (tokens, wide); if gated, act(p_0s) * p_1s
         total = sum_s w_s z_s             (tokens, wide)
@@ -33,9 +33,9 @@ class WideExperts(torch.autograd.Function):
         act: The activation function.
         gain: The factor g by which low-rank products are scaled.
         w: (k, tokens, 1), the slots' weights.
-        A: (k, r, wide), the factor A that each slot's expert has at the downward layer.
+        A: (k, r, wide), the factor A that each slot's expert has at the down-projection.
         m: (k, tokens, wide), each slot's dropout mask; None without dropout.
-        *up: For each upward layer, three tensors: u (tokens, wide), h (k, tokens, r) and
+        *up: For each up-projection, three tensors: u (tokens, wide), h (k, tokens, r) and
             B (k, wide, r).
 
     Returns:
@@ -103,7 +103,7 @@ class WideExperts(torch.autograd.Function):
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """Compute the output of each upward layer for slot s: one tensor (tokens, wide) per layer."""
+    """Compute the output of each up-projection for slot s: one tensor (tokens, wide) per layer."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 

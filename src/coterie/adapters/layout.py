@@ -59,7 +59,8 @@ class Layout:
         """Raise CoterieError if a number is out of range."""
         if min(self.generalists, self.specialists, self.attention_rank) < 0 or self.rank < 1:
             raise CoterieError(
-                "Numbers of experts and ranks must not be negative, and rank must not be zero."
+                "The numbers of experts and the rank of LoRA on attention must be at least 0, and "
+                "the experts' rank must be at least 1."
             )
         if self.top_k is not None and not 1 <= self.top_k <= self.experts:
             raise CoterieError(
@@ -74,7 +75,7 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Number k of experts that process each token; without a router, all experts process it."""
+        """Number k of experts that process each token (all experts if there is no router)."""
         if not self.routed:
             return self.experts
         return min(2, self.experts) if self.top_k is None else self.top_k

@@ -23,7 +23,7 @@ class LoraPair(nn.Module):
         role: Role of the parameters.
         path: Path, in the base, of the module that the pair adapts.
         shape: Input and output widths of the module, (in, out).
-        rank: Rank of the pair.
+        rank: Rank of the product B A, that is, of the pair without a residual.
         near: A weight of the module; the pair is created on this weight's device.
         expert: Number of the expert to which the pair belongs; None if it belongs to no expert.
         freeze_A: Whether only B is trained.
@@ -53,14 +53,15 @@ class LoraPair(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Rank of the pair plus the rank of its residual."""
+        """Total rank: the rank of B A, plus the rank of the second product if there is one."""
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
         """Append the residual's factors to A and B, and pad the results with zeros to a given rank.
 
         Args:
-            rank: Rank to which the factors are padded; at least the property `rank`.
+            rank: Rank to which the factors are padded. It must not be less than the pair's total
+                rank, which is the property `rank`.
 
         Returns:
             A (rank, in) and B (out, rank).

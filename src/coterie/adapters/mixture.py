@@ -31,11 +31,11 @@ class Mixture(Routed):
     Args:
         base: The module that contains the MLP's layers.
         path: Path of the module `base` in the pretrained model.
-        shape: Names of the MLP's layers.
+        shape: Structure of the MLP, which includes the names of the MLP's layers.
         layout: The numbers of experts, the ranks and the routing.
-        ahead: Empty if the MLP is a module of its own. In some models (such as OPT), however, the
-            MLP's layers belong directly to a decoder layer. The mixture then replaces only the
-            MLP's last layer, and `ahead` contains the stand-ins of the MLP's other modules by name.
+        ahead: Stand-ins, by name, for all modules of the MLP except the last layer, if the MLP's
+            layers belong directly to a decoder layer (as in OPT). The mixture then replaces only
+            the MLP's last layer. If the MLP is a module of its own, `ahead` is empty.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Mixture(Routed):
         return y if residual is None else residual + y
 
     def _upward(self, name: str, tokens: Tensor, choice: Tensor | None) -> Iterator[Tensor]:
-        """Yield the tensors u, h and B of an upward layer, which `WideExperts` documents.
+        """Yield, for an up-projection, the tensors u, h and B that `WideExperts` takes.
 
-        For a fused layer, three tensors are yielded for the gate, followed by three tensors for the
-        values that the gate multiplies.
+        For a fused up-projection, three tensors are yielded for the gate, followed by three tensors
+        for the values that the gate multiplies.
         """
         As, Bs = self._factors(name)
         u, h = self._base_module(name)(tokens), self._to_slots(self._low(tokens, As), choice)
@@ -121,7 +121,7 @@ class Mixture(Routed):
         return y
 
     def _down(self, total: Tensor, weights: Tensor) -> Tensor:
-        """Apply the frozen downward layer to `total` (tokens, wide).
+        """Apply the frozen down-projection to `total` (tokens, wide).
 
         If a token uses only one of several experts, the bias is multiplied by the expert's weight.
         """
@@ -140,7 +140,7 @@ class Mixture(Routed):
 
         Args:
             matrices: The A or the B of each expert.
-            dim: The matrices' dimension that has the size of the rank: 0 for A, 1 for B.
+            dim: Index of the dimension whose size is the rank: 0 for A, 1 for B.
         """
         if not self.balances:
             return torch.stack(matrices)

@@ -25,7 +25,7 @@ class Parameter:
     start: Literal["kaiming", "zero", "normal"]
     """Distribution of the initial values; see `initialise`."""
     path: str = ""
-    """Path of the adapted module in the base; empty if there is none, as for a soft prompt."""
+    """Path of the adapted module in the base; empty if no module is adapted (soft prompts)."""
     factor: Literal["A", "B"] | None = None
     """Whether the tensor is the factor A or B of a low-rank product B A; None if it is neither."""
     expert: int | None = None

@@ -27,7 +27,7 @@ class PromptAdapter(Trainable):
         base: A causal language model. Only the base's width, dtype and device are used, so the base
             may be on the meta device.
         encoder: A module that maps `prompt_tokens` (batch, tokens) to vectors (batch, tokens, dim)
-            and has an `embedding`, as PEFT requires.
+            and has an attribute `embedding`, as PEFT requires.
         config: PEFT's configuration of the encoder.
     """
 
@@ -39,7 +39,7 @@ class PromptAdapter(Trainable):
         super().__init__(Parameter(f"prompt/{name}", "prompt", p, "zero") for name, p in named)
 
     def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        # PEFT's model has the base's interface, but is no PreTrainedModel.
+        # PEFT's model has the base's interface, but is not a PreTrainedModel.
         super().attach(base)
         if self._wrapped is None or self._wrapped.base_model is not base:
             from coterie.adapters.prompt_model import PromptModel

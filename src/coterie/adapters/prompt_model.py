@@ -1,4 +1,4 @@
-"""PEFT's model of a base with a soft prompt, with corrections where PEFT is silently wrong."""
+"""PEFT's model of a base with a soft prompt, corrected where PEFT would silently be wrong."""
 
 import warnings
 from typing import Any
@@ -21,11 +21,14 @@ describe the options in the error message."""
 
 
 class PromptModel(PeftModelForCausalLM):
-    """PEFT's model, corrected: positions skip padding, and unsupported options raise errors.
+    """PEFT's model of a base with a soft prompt, with two corrections.
 
-    PEFT ignores position ids, so padding between the prompt and the text would shift the text's
-    positions. When generation continues from a cache, PEFT inserts the prompt a second time. When
-    an assistant model drafts several tokens, PEFT reads only the last one of these tokens.
+    First, generation does not count padding in position ids. PEFT ignores position ids, so padding
+    between the prompt and the text would shift the text's positions.
+
+    Second, unsupported options raise errors. When generation continues from a cache, PEFT would
+    insert the prompt a second time. When an assistant model drafts several tokens, PEFT would read
+    only the last of these tokens.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -52,7 +55,7 @@ class PromptModel(PeftModelForCausalLM):
         return super().forward(input_ids, attention_mask, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate tokens, as `generate` of a transformers model does.
+        """Generate tokens, like the method `generate` of a transformers model.
 
         If the texts of a batch have different lengths, they must be padded at the start. (For
         `forward`, they must be padded at the end.)
@@ -73,7 +76,10 @@ class PromptModel(PeftModelForCausalLM):
             return super().generate(*args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare inputs of a generation step as PEFT does, but let position ids skip padding."""
+        """Prepare the inputs of a generation step.
+
+        In contrast to PEFT's method, position ids do not count padding.
+        """
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         mask = inputs.get("attention_mask")
         if mask is not None and "position_ids" in inputs:

@@ -35,7 +35,8 @@ class Router(StandIn):
     Args:
         base: The module of the base that the stand-in replaces.
         experts: Number n of experts.
-        loaded: Number of experts for which each token is counted when loads are computed.
+        loaded: Number of experts towards whose loads each token counts. These are the experts with
+            the highest scores for the token.
     """
 
     def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
@@ -64,9 +65,9 @@ class Router(StandIn):
         eq. 5, scaled as in CoMiGS' released code).
 
         Args:
-            form: The load that is regarded as balanced. `uniform`: all experts have equal loads.
-                `generalist`: the first expert has half of the load, and the other experts share the
-                other half equally.
+            form: The distribution of load that counts as balanced. `uniform`: all experts have
+                equal loads. `generalist`: the first expert has half of the load, and the other
+                experts share the other half equally.
         """
         f, P = self._loads()
         n, fP = len(f), f * P

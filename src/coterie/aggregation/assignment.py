@@ -38,7 +38,7 @@ class Bounds:
     """The maximum number of experts per client (b)."""
 
     def refuse(self, experts: int, clients: int) -> None:
-        """Check that E experts can be assigned to C clients within the bounds.
+        """Raise CoterieError if E experts cannot be assigned to C clients within the bounds.
 
         Every expert is assigned to k_c clients, and every client gets k_e to b experts (see the
         attributes). This is possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
@@ -89,9 +89,9 @@ class Bounds:
     def homogeneous(self, experts: int, clients: int) -> "Bounds":
         """Return bounds that distribute the experts as evenly as possible among the clients.
 
-        The number of clients per expert is not changed. The numbers of experts of two clients
-        differ by at most 1. This is the homogeneous ablation of FedAMoLE's paper. The bounds are
-        feasible unless `clients_per_expert` exceeds the number of clients.
+        The number of clients per expert is not changed. The numbers of experts of any two
+        clients differ by at most 1. This is the homogeneous ablation of FedAMoLE's paper. The
+        bounds are feasible unless `clients_per_expert` exceeds the number of clients.
         """
         share = experts * self.clients_per_expert
         return replace(self, least=share // clients, most=-(-share // clients))
@@ -127,7 +127,7 @@ def relevance_of_known(
         experts: The mean embedding of each expert, (r,), or None if it is unknown.
         clients: The mean embedding of each client's tokens, (r,), or None if it is unknown. At
             least one client's embedding must be known.
-        dim: The argument `dim` of `relevance`.
+        dim: The dimension whose square root divides the scores; see `relevance`.
 
     Returns:
         The relevance, (experts, clients), float64.

@@ -35,7 +35,7 @@ SUBJECTS: Mapping[Kind, str] = {
     "norm": "the norm of its {}",
     "weight": "its number of tokens",
 }
-"""Descriptions for messages of the three kinds of sizes: the change of a group of parameters, the
+"""Descriptions of the three kinds of sizes in messages: the change of a group of parameters, the
 norm of a group of other tensors, and the weight of an upload. The setting `largest_KIND` is the
 bound for the sizes of the kind KIND."""
 Size = tuple[float, int]
@@ -145,7 +145,7 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
 
 
 def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
-    """Compute each client's size as a multiple of the median.
+    """Compute the size of each client's upload as a multiple of the median size.
 
     The ratio is computed for the norms and for the root mean squares (the norms divided by the
     square roots of the numbers of elements), and the smaller ratio is returned. This is fair to
@@ -163,7 +163,11 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
 
 
 def _compared(measures: Mapping[str, Measure]) -> dict[tuple[Kind, str], dict[str, Size]]:
-    """Return the sizes by kind and group, and then by client."""
+    """Return the sizes to compare with each other.
+
+    Returns:
+        For each kind of size (see `SUBJECTS`) and each group, the size of every client's upload.
+    """
     keys = sorted({key for measure in measures.values() for key in measure.sizes})
     return {
         key: {name: m.sizes[key] for name, m in measures.items() if key in m.sizes} for key in keys

@@ -1,4 +1,4 @@
-"""Transforms that have keys of their own in section `aggregation` of a run file."""
+"""Transforms that have keys of their own in the section `aggregation` of a run file."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ KEYS = {
     TokenWeights.name: "weights",
     ServerOptimiser.name: "optimiser",
 }
-"""The keys of section `aggregation` that configure a transform, by the transform's name."""
+"""The keys of the section `aggregation` that configure a transform, by the transform's name."""
 
 
 def with_defaults(
@@ -23,7 +23,8 @@ def with_defaults(
 ) -> tuple[Transform, ...]:
     """Return all transforms of a run.
 
-    The listed transforms come first, followed by the transforms that other keys configure.
+    The listed transforms come first, followed by the transforms that other keys of the section
+    `aggregation` configure.
 
     Args:
         spec: The section `aggregation` of the run file.
@@ -61,7 +62,7 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
     if repeated := [phase for number, phase in enumerate(phases) if phase in phases[:number]]:
         raise CoterieError(
             f"The phase {repeated[0]!r} is declared by two transforms, or is the name of the "
-            "training phase; rename it in `before` of one transform."
+            "training phase; rename it in the attribute `before` of one of the transforms."
         )
     names = [transform.name for transform in every]
     for number, transform in enumerate(every):

@@ -46,7 +46,7 @@ class ClientTransforms:
         """Whether the transforms have a state to save."""
 
     def declared(self, message: Message, tokens: int) -> Message:
-        """Add the values that transforms declare to a client's first message or to an upload.
+        """Extend a client's first message, or an upload, with the values that transforms declare.
 
         Args:
             message: The message that the method returned.
@@ -77,7 +77,7 @@ class ClientTransforms:
         return replace(upload, groups=self.pipeline.encode(upload.groups, self.received, contexts))
 
     def answer(self, phase: str, exchange: int) -> Message:
-        """Return the client's upload for an additional phase, which a transform declares."""
+        """Return the client's upload for an additional phase that a transform declares."""
         stage = self.pipeline.stage_of(phase)
         answer = stage.call("answer", phase, self._contexts(exchange, "up").of(stage))
         return Message(exchange, values={stage.transform.name: answer})
@@ -205,7 +205,7 @@ class ServerTransforms:
         return replace(upload, groups=groups)
 
     def collect(self, client: str, message: Message) -> None:
-        """Process a client's upload in an additional phase, which a transform declares.
+        """Process a client's upload in an additional phase that a transform declares.
 
         Raises:
             MessageError: If the upload is invalid.
@@ -303,7 +303,7 @@ class ServerTransforms:
         return weight
 
     def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
-        """Yield the client, the name and the value of each metric of an exchange's uploads."""
+        """Yield each metric of an exchange's uploads as a tuple (client, metric name, value)."""
         for stage in self.pipeline.stages_with("figures"):
             figures = stage.call_for(Mapping, "figures", _measures_of(stage.key, measures))
             for client, metrics in figures.items():

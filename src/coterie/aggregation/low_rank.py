@@ -8,9 +8,9 @@ from torch.nn import functional as F
 class LowRankSum:
     """The exact sum `sum_i B_i A_i` in float64, accumulated one product at a time.
 
-    All factors B_i and A_i are stored, concatenated, as long as they have no more elements than the
-    sum, which is an (out, in) matrix. After that, only the sum is stored. The required memory is
-    therefore bounded, whatever the number of products.
+    At first, the concatenated factors B_i and A_i are stored. As soon as the factors have more
+    elements in total than the sum, which is an (out, in) matrix, only the sum is stored. The
+    required memory is therefore bounded, whatever the number of products.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class ServerOptimiser(Transform):
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     optimiser: ServerOptimiserSpec
-    """server optimiser: a name, or a mapping of `name` and settings"""
+    """server optimiser: a name, or a mapping with the key `name` and the optimiser's settings"""
 
     def check(self, run: TransformFacts) -> None:
         if not run.schema.reduced("mean"):

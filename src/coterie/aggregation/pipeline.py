@@ -41,9 +41,9 @@ Memories = dict[str, Memory]
 """States of transforms for one client, on the client or on the server, by transform and direction.
 """
 ON_CLIENT = ("encode", "decode", "answer")
-"""The hooks that run on a client and can use its memory."""
+"""The hooks that run on a client and can use the transform's memory on the client."""
 ON_SERVER = ("encode", "decode", "tell", "collect", "reduce", "on_mean")
-"""The hooks that run on the server and can use its memory."""
+"""The hooks that run on the server and can use the transform's memory on the server."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Pipeline:
         return [stage for stage in self.stages if stage.has(*hooks)]
 
     def stages_encoding(self, way: Way) -> list[Stage]:
-        """Return the stages that encode payloads in a direction."""
+        """Return the stages that encode payloads in the direction `up` or `down`."""
         return [s for s in self.stages if s.plain and (way == "up" or s.transform.downloads)]
 
     def stage_of(self, phase: str) -> Stage:
@@ -277,7 +277,7 @@ def check_same_shapes(prefix: str, groups: Groups, expected: Mapping[str, Shapes
         expected: The shapes, by group and name.
 
     Raises:
-        CoterieError: If the groups, names or shapes differ from the expected ones.
+        CoterieError: If the groups, names or shapes differ from `expected`.
     """
     for group in sorted(groups.keys() | expected.keys()):
         try:

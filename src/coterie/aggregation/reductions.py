@@ -1,8 +1,8 @@
 """Reductions that are robust to a minority of wrong uploads: median and trimmed mean.
 
-They are defined by Yin et al. (arXiv 1803.01498, definitions 1 and 2). Each element is reduced over
-the clients that uploaded the element. Unlike the mean, these reductions ignore weights and need all
-uploads in memory.
+Yin et al. (arXiv 1803.01498, definitions 1 and 2) define both reductions. Each element is reduced
+over the clients that uploaded the element. Unlike the mean, these reductions ignore weights and
+need all uploads in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,14 +31,15 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """The coordinate-wise mean, computed without a share of the smallest and largest values."""
+    """The coordinate-wise mean after a fraction of the smallest and largest values is dropped."""
 
     name: ClassVar[str] = "trimmed_mean"
     summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"
     least: ClassVar[int] = 3
 
     trim: float = Field(default=0.2, gt=0, lt=0.5)
-    """share of values to drop at each end; the resulting number is rounded down, but at least 1"""
+    """fraction of the values to drop at each end; the number of dropped values is rounded down, but
+    is at least 1"""
 
     def check(self, run: TransformFacts) -> None:
         super().check(run)

@@ -20,7 +20,10 @@ UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
 
 
 class ServerOptimiserSpec(BaseModel):
-    """Key `aggregation.optimiser` of a run file: a name, or a mapping of `name` and settings."""
+    """Key `aggregation.optimiser` of a run file.
+
+    The value is a name, or a mapping with the key `name` and the optimiser's settings.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,9 +57,10 @@ class ServerOptimiserSpec(BaseModel):
 
 
 class TransformSpec(NamedSpec):
-    """An entry of `aggregation.transforms`: a name, or a mapping of `name` and settings.
+    """An entry of `aggregation.transforms` in a run file.
 
-    Only the name is validated here. The transform's class validates the settings.
+    The entry is a name, or a mapping with the key `name` and the transform's settings. Only the
+    name is validated here. The transform's class validates the settings.
     """
 
     name: str
@@ -98,11 +102,11 @@ class AggregationSpec(BoundsSpec):
     weights: Literal["uniform", "tokens"] = "uniform"
     """weights of clients in the mean: equal weights, or the clients' numbers of training tokens"""
     transforms: tuple[TransformSpec, ...] = ()
-    """transforms of uploads, downloads and means, in encoding order: names, or mappings of `name`
-    and settings"""
+    """transforms of uploads, downloads and means, in encoding order; each entry is a name, or a
+    mapping with the key `name` and the transform's settings"""
     optimiser: ServerOptimiserSpec | None = None
-    """server optimiser: a name, or a mapping of `name` and settings; default: no optimiser (the
-    mean replaces the server's parameters)"""
+    """server optimiser: a name, or a mapping with the key `name` and the optimiser's settings;
+    default: no optimiser (the mean replaces the server's parameters)"""
 
     @field_serializer("transforms")
     def _serialise(self, transforms: tuple[TransformSpec, ...]) -> list[dict[str, Any]]:

@@ -195,7 +195,7 @@ class Transform(BaseModel):
         """Return a value to send to a client with its download. Runs on the server.
 
         Args:
-            phase: The phase of the round: `train`, or one of the phases in `before`.
+            phase: The phase of the round: `train`, or a phase from the attribute `before`.
             client: The client that receives the download.
             clients: All clients of the exchange.
             memory: The transform's state on the server.
@@ -207,7 +207,7 @@ class Transform(BaseModel):
         return None
 
     def answer(self, phase: str, context: Context) -> Json:
-        """Return a client's upload in one of the phases in `before`. Runs on the client.
+        """Return a client's upload in a phase from the attribute `before`. Runs on the client.
 
         Args:
             phase: The phase of the round.
@@ -219,7 +219,7 @@ class Transform(BaseModel):
         return None
 
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
-        """Process a client's upload in one of the phases in `before`. Runs on the server.
+        """Process a client's upload in a phase from the attribute `before`. Runs on the server.
 
         The hook is called once per client, in the order of client names.
 
@@ -363,7 +363,7 @@ class Reduction(Transform):
 
 
 def mapped(groups: Groups, change: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Apply a function to every tensor of groups.
+    """Apply a function to every tensor in a mapping of groups.
 
     Args:
         groups: Tensors by group and name.

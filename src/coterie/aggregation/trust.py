@@ -18,9 +18,9 @@ def trust_row(
     """Compute a client's trust weights: the softmax of the client's scores (PCL, equation 2).
 
     Args:
-        own: The name of the client.
-        scores: The score of each client, by name, including the client itself. Clients whose score
-            is not finite get weight 0.
+        own: The name of the client whose trust weights are computed.
+        scores: The scores that this client gives to all clients, including itself, by client name.
+            Clients whose score is not finite get weight 0.
         top: The number of best scores to keep. None keeps all scores.
         threshold: The value that a score must exceed to be kept. The two best scores are always
             kept. With None, there is no threshold.
@@ -52,8 +52,8 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
         a: The tensors of one adapter by name: A, (r, in), and B, (out, r).
         b: The tensors of the other adapter.
         by_columns: Whether to average the cosine similarities of corresponding columns. PCL's
-            released code does this, but with transposed matrices. If false, all tensors of an
-            adapter are concatenated into one vector.
+            released code computes the same average over rows, because it stores the transposes of
+            A and B. If false, all tensors of an adapter are concatenated into one vector.
     """
     if by_columns:
         columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]

@@ -13,7 +13,7 @@ TOKENS = Field(
 
 
 class TokenWeights(Transform):
-    """Client weights in the mean that equal the clients' numbers of training tokens.
+    """Weighting of clients in the mean by their numbers of training tokens.
 
     A client declares its number of tokens when it joins and with each upload. The number in an
     upload may be smaller than the number declared when the client joined, but not larger.

@@ -25,8 +25,8 @@ STANDS_FOR = {
     "unk": ("unk",),
     "pad": ("pad", "eos"),
 }
-"""For each role of a special token of the source: the roles in the target to which it may be
-mapped. The first role that the target has is used."""
+"""For each role that a special token of the source may have: the roles of special tokens of the
+target to which the token may be mapped. The first of these roles that the target has is used."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
     Returns:
         m + 1 counts. A position inside a character has the count `WITHIN` (byte-level tokenizers
-        split an emoji into several tokens with the same offsets). If several positions follow the
-        same characters, all of these positions except the last have the count `WITHIN`, too. The
-        other counts start at 0 and are strictly increasing.
+        split an emoji into several tokens with the same offsets). If the same number of
+        characters precedes several positions, all of these positions except the last have the count
+        `WITHIN`, too. The other counts start at 0 and are strictly increasing.
     """
     counts = []
     read = 0
@@ -40,9 +40,9 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
 def matched(student: Tensor, teacher: Tensor) -> Tensor:
     """Return, for each number in `student`, the index of the same number in `teacher`.
 
-    If the numbers are the `ends` of positions, the result is the teacher's position after the same
-    characters. To match the positions of several texts at once, pass the numbers that `keyed`
-    computes from the `ends`.
+    If the numbers are counts that the function `ends` returned, each result is the teacher's
+    position that is preceded by the same number of characters. To match the positions of several
+    texts at once, pass the numbers that `keyed` computes from these counts.
 
     Args:
         student: (p,) int64; -1 matches nothing.
@@ -64,7 +64,8 @@ def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
     """Compute a unique number for each position from the text's key and the position's offset.
 
     Args:
-        ends: (p,) number of characters before each position (see `ends`), text by text.
+        ends: (p,) number of characters before each position (see the function `ends`), text by
+            text.
         starts: (n + 1,) int64, the index of each text's first position; the last entry is p.
         keys: (n,) int64, a number below 2**31 that identifies each text for teacher and student
             alike, or -1 for a text without a key.
@@ -91,7 +92,8 @@ def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
         teacher: The teacher's tokens as text.
 
     Returns:
-        The teacher's position for each of the student's m + 1 positions, or -1 if none matches.
+        The teacher's position for each of the student's m + 1 positions, or -1 if no position
+        matches.
     """
     if not student or not teacher:
         return [0, *(-1 for _ in student)]

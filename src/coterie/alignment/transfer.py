@@ -28,7 +28,8 @@ class SoftTargets:
     def of(cls, targets: Tensor, k: int) -> "SoftTargets":
         """Create one-hot distributions.
 
-        The attribute `mass` is 0, because these distributions do not come from a teacher.
+        The attribute `mass` is 0, because it is the probability that a teacher assigns to the
+        tokens, and no teacher is involved.
 
         Args:
             targets: (p,) token ids.

@@ -35,7 +35,7 @@ STAND_INS: dict[str, int] = {sign: byte for byte, sign in bytes_to_unicode().ite
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer's tokens as canonical bytes."""
+    """A tokenizer's tokens, represented by the bytes that the tokens add to a text."""
 
     tokens: tuple[bytes | None, ...]
     """The bytes that each token adds to a text, by id; None for special tokens and for tokens that
@@ -112,7 +112,11 @@ def roles_of(named: Mapping[str, int]) -> dict[str, int]:
 
 
 def byte_level(token: str) -> bytes:
-    """Convert a token in GPT-2's printable characters to bytes; encode other tokens as UTF-8."""
+    """Convert a token to bytes.
+
+    If the token consists of GPT-2's printable stand-ins for bytes (see `STAND_INS`), the result
+    consists of these bytes. Any other token is encoded as UTF-8.
+    """
     try:
         return bytes(STAND_INS[character] for character in token)
     except KeyError:

@@ -81,7 +81,8 @@ def check_weights(folder: Path) -> None:
     Only the files' headers are read.
 
     Raises:
-        CoterieError: A file is missing, a Git LFS pointer, damaged, or in another format.
+        CoterieError: A file is missing or damaged, is only a Git LFS pointer, or is not in the
+            safetensors format.
     """
     if (folder / "model.safetensors").exists():
         files = ["model.safetensors"]
@@ -245,7 +246,7 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each weight, with the weight's values or, if it is quantised, its scales.
+    """Yield the name of each weight with its values or, if quantised, with its scales.
 
     Weights without floating-point values or scales are left out.
     """

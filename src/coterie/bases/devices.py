@@ -8,7 +8,7 @@ from torch import nn
 from coterie.errors import CoterieError
 
 Device = str | tuple[str, ...]
-"""The run file's `device`: auto, cpu, cuda, cuda:N, mps, or a tuple of several cuda:N."""
+"""The key `device` of a run file: auto, cpu, cuda, cuda:N, mps, or a tuple of several cuda:N."""
 Placement = dict[str, torch.device]
 """The device of each module of a base, by the module's path; the path "" is the whole base."""
 
@@ -25,7 +25,10 @@ def devices_of(device: Device) -> list[torch.device]:
 
 
 def names_of(device: Device) -> str:
-    """Format the names of the devices for a run folder; `auto` becomes the name of a device."""
+    """Format the names of a run's devices, as they are recorded in the run folder.
+
+    If the key `device` is auto, the result is the name of the device that auto selects.
+    """
     return ", ".join(map(str, devices_of(device)))
 
 
@@ -54,9 +57,10 @@ def _device(name: str) -> torch.device:
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:
-    """Assign a base's modules to devices, in order, with about equally many bytes on each device.
+    """Assign a base's modules to devices, in order.
 
-    An output head that is tied to the embedding is placed on the embedding's device.
+    Each device gets roughly the same number of bytes. An output head that is tied to the embedding
+    is placed on the embedding's device.
 
     Args:
         skeleton: The base; its tensors may be on the meta device.

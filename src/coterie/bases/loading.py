@@ -179,7 +179,11 @@ def check_base(base: BaseSpec, root: Path = Path()) -> None:
 
 
 def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
-    """Load a base's configuration; raise CoterieError if the base is no causal language model."""
+    """Load a base's configuration.
+
+    Raises:
+        CoterieError: The base cannot be loaded, or is not a causal language model.
+    """
     if folder := _folder(base, root):
         check_files(folder)
     raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)

@@ -40,8 +40,9 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
 
     Args:
         mask: (batch, time) bool, False for padding; None if there is no padding.
-        goes_on: Whether the forward pass continues a batch: it reads the part of the batch that
-            follows the part of the previous pass. Statistics over tokens then include all parts.
+        goes_on: Whether the forward pass continues the batch of the previous pass, that is, reads
+            further samples of this batch. Statistics over tokens then cover all samples that have
+            been read.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 

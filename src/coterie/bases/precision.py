@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast(precision: Precision, device_type: str) -> torch.autocast:
-    """Return the autocast context for forward passes in a precision. It is disabled for fp32."""
+    """Return the autocast context for forward passes; for fp32, the context is disabled."""
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
 
 

@@ -30,7 +30,7 @@ class StandIn(nn.Module):
 
 @dataclass(frozen=True)
 class MlpShape:
-    """Names of an MLP's modules.
+    """The structure of an MLP (its *shape*): the names of its modules, and whether it is gated.
 
     A gated MLP computes `down(act(up[0](x)) * up[1](x))`. Any other MLP computes
     `down(act(up[0](x)))`.
@@ -40,7 +40,7 @@ class MlpShape:
     down: str
     act: str
     fused: bool = False
-    """Whether one upward layer computes both the gate (the first half of its outputs) and the
+    """Whether one up-projection computes both the gate (the first half of its outputs) and the
     values that the gate multiplies (the second half)."""
     dropouts: tuple[str, ...] = ("dropout", "residual_dropout")
     """Names of the attributes in which an MLP may have a final dropout, as a module or a rate."""
@@ -172,8 +172,8 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
     if pattern is None:
         if not (attention := attention_linears(base)):
             raise CoterieError(
-                f"{type(base).__name__} has no supported attention; set attention.targets of "
-                "the method to the linear layers to adapt."
+                f"{type(base).__name__} has no supported attention; set the method's "
+                "attention.targets to the linear layers to adapt."
             )
         return attention
     linears = {p: m for p, m in decoder_walk(base) if isinstance(m, Linear) and "." in p}
@@ -192,7 +192,8 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
         places = ", ".join(sorted({place_of(path) for path in linears if "." in place_of(path)}))
         raise CoterieError(
             f"The pattern {pattern!r} matches no linear layer of the base; the names of its linear "
-            f"layers are {names} (known places: {places})."
+            f"layers are {names}, and a pattern can also match their architecture-independent "
+            f"names {places}."
         )
     return matches
 

@@ -12,7 +12,7 @@ Weights = Literal["fp32", "bf16", "int8", "nf4"]
 
 
 class BaseSpec(BaseModel, frozen=True, extra="forbid"):
-    """A base in a run file: a name, or a mapping of `name`, `weights` and `revision`."""
+    """A base in a run file: a name, or a mapping with the keys `name`, `weights` and `revision`."""
 
     name: str
     """base model: a built-in base, a local folder, or a name on the Hugging Face hub; `base: NAME`
@@ -30,17 +30,19 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
         if isinstance(values, str):
             return {"name": values}
         if not isinstance(values, Mapping | BaseSpec):
-            raise ValueError("give a name, or a mapping of `name`, `weights` and `revision`")
+            raise ValueError(
+                "give a name, or a mapping with the keys `name`, `weights` and `revision`"
+            )
         return values
 
     @model_serializer
     def _short(self) -> str | dict[str, str]:
-        """Serialise a base without `weights` and `revision` as a plain name."""
+        """Serialise a base as a plain name if neither `weights` nor `revision` is set."""
         values = {key: value for key, value in dict(self).items() if value is not None}
         return self.name if values.keys() == {"name"} else values
 
     def __str__(self) -> str:
-        """Format the base for use in a sentence, such as "gpt2 in bf16 at revision main"."""
+        """Format the base as a phrase for messages, such as "gpt2 in bf16 at revision main"."""
         format = f" in {self.weights}" if self.weights else ""
         return f"{self.name}{format}{f' at revision {self.revision}' if self.revision else ''}"
 

@@ -55,7 +55,11 @@ def _check_bitsandbytes(base: BaseSpec) -> None:
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Prepare a freshly loaded model for training in the number format of its weights."""
+    """Prepare a freshly loaded model for training.
+
+    Weights in float16 are converted to bfloat16. In 4-bit layers, settings of bitsandbytes that
+    would make results depend on earlier calls are overridden.
+    """
     for parameter in model.parameters():
         # Gradients overflow in float16; bfloat16 takes the same memory.
         if parameter.dtype == torch.float16:
