@@ -108,9 +108,9 @@ FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}
     ("changes", "message"),
     [
         ({"chosen": "c "}, "same answer"),
-        ({"prompt": " "}, "not a text"),
-        ({"rejected": ""}, "not a text"),
-        ({"rejected": None}, "not a text"),
+        ({"prompt": " "}, "not text or a list"),
+        ({"rejected": ""}, "not text or a list"),
+        ({"rejected": None}, "not text or a list"),
         ({"prompt": []}, "is an empty list"),
         ({"chosen": [{"role": "assistant"}]}, "is an empty answer"),
         ({"chosen": ["b"]}, "not a mapping"),

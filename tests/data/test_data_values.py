@@ -85,7 +85,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_preference_without_a_field_is_not_told_to_rename_it_in_the_run_file() -> None:
-    with pytest.raises(CoterieError, match="the run file cannot rename them"):
+    with pytest.raises(CoterieError, match="the run file cannot change these names"):
         preferences([Record("Ada: line 1", {"prompt": "a", "chosen": "b"})], PreferenceSpec())
 
 

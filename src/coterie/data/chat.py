@@ -47,7 +47,7 @@ TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
 
 
 class Rendered(NamedTuple):
-    """The parts of a conversation that a chat template has rendered."""
+    """A conversation that a chat template has rendered, split into its parts."""
 
     parts: list[tuple[str, bool]]
     """The consecutive parts of the text, each with True for an answer, or False for other text.
@@ -67,8 +67,8 @@ class ChatTemplate:
         name: The template's name in error messages.
 
     Raises:
-        CoterieError: The template is invalid, omits or repeats an answer, or writes no marker after
-            an answer that another turn follows.
+        CoterieError: The template is invalid, omits or repeats an answer, or writes no marker
+            between an answer and the next turn.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, name: str) -> None:
@@ -138,7 +138,8 @@ class ChatTemplate:
         """Render turns as a prompt for generation, followed by a placeholder for the answer.
 
         The prompt is the same text that precedes an answer in training. The template's option
-        `add_generation_prompt` is not used, because it makes some templates write another prompt.
+        `add_generation_prompt` is not used, because it makes some templates write a different
+        prompt.
 
         Args:
             turns: The conversation up to the user's last turn.
@@ -165,8 +166,8 @@ class ChatTemplate:
 
         Returns:
             Three texts: a space if the template writes a space before an answer, else ""; the
-            marker after an answer that another turn follows; and the marker after the last answer,
-            or "" if the template writes none, so that the end-of-text token must end the answer.
+            marker between an answer and the next turn; and the marker after the last answer, or ""
+            if there is none. Without this marker, the end-of-text token must end the last answer.
         """
         where = "A trial conversation"
         marked = self._render(_marked(TRIAL), where)
@@ -218,9 +219,9 @@ class ChatTemplate:
             where: The conversation's location, for error messages.
 
         Returns:
-            For each mark, the kind ("t" or "a") and the turn's index; and the text between this
-            mark and the next mark. The first entry, which has the kind "" and the index -1, is the
-            text before all marks.
+            For each mark, a pair of the mark's kind ("t" for thinking, "a" for an answer) and the
+            turn's index; and the text between this mark and the next mark. The first entry, which
+            has the kind "" and the index -1, is the text before all marks.
 
         Raises:
             CoterieError: The template omits, repeats or changes a mark of an answer.
@@ -317,7 +318,9 @@ def _after_space(text: str, start: int) -> int:
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
-    """Return the texts of a sample as they are encoded: alternately a prompt and an answer.
+    """Return the texts of a sample in the form in which they are encoded.
+
+    Prompts and answers alternate. The first text is a prompt.
 
     Args:
         item: The sample.
@@ -338,6 +341,6 @@ def _leading(marker: re.Pattern[str], text: str) -> list[str]:
 
 
 def _tag_start(text: str, start: int) -> int:
-    """Return the position of a <think> tag directly before `start`; without such a tag, `start`."""
+    """Return the position of a <think> tag directly before `start`, or `start` if there is none."""
     before = text[:start].rstrip()
     return len(before) - len("<think>") if before.endswith("<think>") else start

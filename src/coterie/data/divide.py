@@ -63,9 +63,10 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     A division by label or by mixture has one client per label, named after the label. In a division
     by Dirichlet shares, and in an even division, the clients are named client-1, client-2, .... If
     the run file specifies the mixtures, it also names the clients. No record is used twice, except
-    that all clients of an even division have the same validation and test splits. Shares are
-    fractions of the characters of texts, or of the number of samples. A validation or test split
-    that the data set already has is divided in the proportions of the training text.
+    that all clients of an even division have the same validation and test splits. For plain text,
+    the shares in `divide.mixtures` are fractions of the characters; for samples, they are fractions
+    of the number of samples. A validation or test split that the data set already has is divided in
+    the proportions of the training text, unless `divide.held_out` is `uniform`.
 
     Args:
         spec: The run file's section `divide:`.
@@ -186,11 +187,10 @@ def _divide_evenly(
 ) -> Division:
     """Divide shuffled items into equal parts: one per client, and one for the public set, if any.
 
-    All clients have the same validation and test splits, as FedMKT scores all models on one test
-    set. The two splits are splits of the data set (`predefined`). A split that the data set lacks
-    is a fraction of all items, set aside first. If `divide.parts` is larger than the number of
-    parts needed, the other parts are unused. Items that remain after the division into equal parts
-    are unused too.
+    As in FedMKT, all clients have the same validation and test splits. Each of the two is the data
+    set's own split (`predefined`) or, if the data set has none, a fraction of all items that is set
+    aside first. If `divide.parts` is larger than the number of parts needed, the other parts are
+    unused. Items that remain after the division into equal parts are unused too.
     """
     items = [item for _, item in records]
     held = {split: [item for _, item in given] for split, given in predefined.items()}
@@ -201,9 +201,9 @@ def _divide_evenly(
     size = len(items) // parts
     if not size or not all(held.values()):
         raise CoterieError(
-            f"divide: {len(records)} records are too few for {parts} parts with the validation "
-            "and test splits of data.fractions; add records, or lower divide.clients or "
-            "divide.parts."
+            f"divide: {len(records)} records are too few for {parts} equal parts and the "
+            "validation and test splits that data.fractions sets aside; add records, or lower "
+            "divide.clients or divide.parts."
         )
     dealt = [Texts(items[n * size : (n + 1) * size], **held) for n in range(spec.taken)]
     public = dealt.pop() if spec.public else None
@@ -227,7 +227,7 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """Return the clients' names: from the run file, numbered, or from labels (A/B -> a-b)."""
+    """Return the clients' names: set in the run file, numbered, or from labels (A/B gives a-b)."""
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
     if spec.clients is not None:
@@ -251,8 +251,8 @@ def _hold_out_uniform(
 ) -> dict[str, list[list[int]]]:
     """Take each client's validation and test records from the pools; return the record indices.
 
-    In each split, a client has equally many records of every label. The fractions are fractions of
-    all records in the pools.
+    In each split, every client has the same number of records of every label. The fractions are
+    fractions of all records in the pools.
     """
     records = sum(len(pool) for pool in pools.values())
     held: dict[str, list[list[int]]] = {}
@@ -330,8 +330,8 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     """Divide the records so that each client's text is mostly of one label.
 
     A fraction `own_share` of a client's records has the client's label. The client's other records
-    are spread evenly over the other labels. Every client has about as many records as the rarest
-    label, because all clients together use equally many records of every label.
+    are spread evenly over the other labels. Every client has about as many records as there are
+    with the rarest label, because all clients together use equally many records of every label.
     """
     if len(pools) == 1:
         raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
@@ -377,7 +377,7 @@ def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float
 
 
 def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
-    """Take records of `size` characters for each client from the pools; return their indices.
+    """Take records with `size` characters in total per client; return the records' indices.
 
     Because records are not divided, each label's share is exact only to within one record. Labels
     alternate. If a limit truncates a client's text, the remaining text therefore has the label

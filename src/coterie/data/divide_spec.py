@@ -45,10 +45,11 @@ class DivideSpec(Spec):
     """split of a hub data set to divide"""
     validation: str | None = None
     """the data set's own validation text, divided in the proportions of the training text: split of
-    a hub data set, or file or folder; default: data.fractions.validation of the divided text"""
+    a hub data set, or file or folder; default: the fraction data.fractions.validation of the
+    divided text"""
     test: str | None = None
     """the data set's own test text, divided in the proportions of the training text: split of a hub
-    data set, or file or folder; default: data.fractions.test of the divided text"""
+    data set, or file or folder; default: the fraction data.fractions.test of the divided text"""
     where: str | None = Field(default=None, min_length=1)
     """Jinja expression over a record's fields, such as `output | wordcount > 10`; other records are
     left out"""
@@ -60,8 +61,8 @@ class DivideSpec(Spec):
     clients: int | None = Field(default=None, ge=1)
     """number of clients (dirichlet and even only)"""
     parts: int | None = Field(default=None, ge=1)
-    """number of equal parts that records are divided into, of which each client and the public set
-    take one; default: as many as clients and the public set take (even only)"""
+    """number of equal parts into which the records are divided; each client takes one part, and so
+    does the public set; default: as many as are needed (even only)"""
     alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Dirichlet concentration; larger values give more even shares (dirichlet only)"""
     balanced: bool = False
@@ -76,11 +77,12 @@ class DivideSpec(Spec):
     """minimum length, in characters, of the pieces that .txt files are cut into; the maximum length
     is twice the minimum"""
     held_out: Literal["own", "uniform"] = "own"
-    """labels of validation and test: as in the client's training text (own), or all labels equally
-    (uniform) (not with even)"""
+    """label shares in the validation and test splits: as in the client's training text (own), or
+    equal for all labels (uniform); not used by even"""
     public: bool | Annotated[float, Field(gt=0, lt=1)] = False
-    """the public set: with even, `true` sets aside one extra part of a client's size; otherwise, a
-    fraction of the text that clients could hold, in the label shares of all clients"""
+    """size of the public set: with even, `true` sets aside one more part, as large as a client's
+    part; otherwise, a fraction of the text that could be divided among the clients, with the mean
+    of the clients' label shares; false: no public set"""
 
     @property
     def taken(self) -> int:

@@ -26,14 +26,15 @@ S = TypeVar("S")
 class Examples:
     """A split of n samples, which have N tokens in total.
 
-    A prompt with an answer is encoded as a first token, the prompt, the answer and the end token. A
-    conversation is encoded as the chat template renders it, up to the end of the last answer.
+    A prompt with an answer is encoded as the base's context token (beginning-of-text, or else
+    end-of-text), the prompt, the answer and the end-of-text token, in this order. A conversation is
+    encoded as the chat template renders it, up to the end of the last answer.
     """
 
     ids: Tensor
     """The tokens of all samples, concatenated: (N,) int32."""
     counted: Tensor
-    """Whether a token counts towards the loss (answers, and tokens that end them): (N,) bool."""
+    """Whether a token counts towards the loss (answers and their end tokens do): (N,) bool."""
     tokens: Tensor
     """The number of tokens of each sample: (n,) int64."""
     last: Tensor
@@ -55,7 +56,10 @@ class Examples:
 
     @cached_property
     def starts(self) -> Tensor:
-        """The index of each sample's first token, followed by N: (n + 1,) int64."""
+        """The index of each sample's first token, followed by N: (n + 1,) int64.
+
+        N is the total number of tokens.
+        """
         return torch.nn.functional.pad(self.tokens.cumsum(0), (1, 0))
 
     @cached_property
@@ -92,7 +96,7 @@ class Examples:
 
     @property
     def beginnings(self) -> "Examples":
-        """The split itself, because the model reads each sample as a separate text."""
+        """The samples that the model reads without preceding text: the whole split."""
         return self
 
     @property
@@ -105,7 +109,7 @@ class Examples:
         return self
 
     def samples(self, window: int, step: int) -> "Examples":
-        """Return the split itself: batches consist of whole samples, whatever the window."""
+        """Return the split itself: batches consist of whole samples, regardless of the window."""
         return self
 
     def without(self, taken: Tensor, window: int) -> "Examples":
@@ -121,7 +125,7 @@ class Examples:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of samples, of samples left out, and of conversations that were cut."""
+        """Return the numbers of samples, samples left out, and conversations that were cut."""
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
@@ -233,14 +237,14 @@ class Encoding:
     """The name of the split: train, validation, test or public."""
 
     def nothing(self, items: Sequence[Any], fitting: str, kind: str) -> CoterieError:
-        """Return the error for a split without any sample.
+        """Return the error for a split without any sample. Its message is "OWNER has no ...".
 
         Args:
             items: The items of the split.
-            fitting: The words after "has no" if all items are too long. They describe an item that
-                would fit, and give a remedy: "pair of at most 8 tokens; raise data.window".
-            kind: The words after "has no" if there are no items. They consist of the plural noun
-                for an item, and a remedy: "pairs; add some".
+            fitting: The end of the message if all items are too long: a description of an item that
+                would fit, and a remedy, as in "pair of at most 8 tokens; raise data.window".
+            kind: The end of the message if there are no items: the plural noun for an item, and a
+                remedy, as in "pairs; add some".
         """
         missing = fitting if items else kind
         if not items and self.split != "public":  # which has a path of its own
@@ -249,7 +253,7 @@ class Encoding:
 
     @property
     def larger_fraction(self) -> str:
-        """A remedy that gives the split more of a client's text."""
+        """Advice, for an error message, on how to give the split more of a client's text."""
         return "lower data.fractions" if self.split == "train" else "raise data.fractions"
 
 
@@ -366,7 +370,7 @@ class Scorer(Protocol):
         ...
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the generated answer to each row's prompt, or nothing if generation is off."""
+        """Return the generated answer to each row's prompt, or () if generation is off."""
         ...
 
 

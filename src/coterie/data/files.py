@@ -80,8 +80,8 @@ class Record:
         """Return the texts of some fields, joined by newlines.
 
         Raises:
-            CoterieError: A field is missing, its value is not a text, or the text contains a lone
-                surrogate and is therefore not valid Unicode.
+            CoterieError: A field is missing, its value is not a string, or the string contains a
+                lone surrogate and is therefore not valid Unicode.
         """
         values = [self[field] for field in fields]
         for field, value in zip(fields, values, strict=True):
@@ -176,12 +176,12 @@ def _listed(folder: Path, owner: str) -> tuple[list[Path], Counter[str]]:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Format counts for a sentence, such as "3 .md, 1 hidden"."""
+    """Format counts as part of a sentence, for example as "3 .md, 1 hidden"."""
     return ", ".join(f"{count:,} {noun}" for noun, count in sorted(counts.items()))
 
 
 def listed_first(parts: Sequence[str], most: int = 5) -> str:
-    """Format the first parts, and the number of other parts, such as "anna, ben, 2 more"."""
+    """Join the first parts, and add the number of the other parts: "anna, ben, 2 more"."""
     rest = [f"{len(parts) - most:,} more"] * (len(parts) > most)
     return ", ".join([*parts[:most], *rest])
 

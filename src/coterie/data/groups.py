@@ -127,7 +127,7 @@ class Groups:
 
     @property
     def beginnings(self) -> Examples:
-        """The samples with the best answers. The model reads each sample as a separate text."""
+        """The samples with the best answers; the model reads each without preceding text."""
         return self.best
 
     @property
@@ -143,7 +143,7 @@ class Groups:
         return self
 
     def samples(self, window: int, step: int) -> Self:
-        """Return the split itself: batches consist of whole items, whatever the window."""
+        """Return the split itself: batches consist of whole items, regardless of the window."""
         return self
 
     def without(self, taken: Tensor, window: int) -> Self:
@@ -155,11 +155,11 @@ class Groups:
         return self.only(even(len(self), most).tolist())
 
     def sample_tokens(self, window: int) -> float:
-        """Return the mean number of tokens of an item, which is a sum over the item's samples."""
+        """Return the mean number of tokens per item, counting all of the item's samples."""
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return what the run folder records: the numbers of items and of items left out."""
+        """Return the number of items, and the number of items that were left out."""
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:

@@ -117,7 +117,8 @@ class Conversation:
     def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
         """Divide the conversation into exchanges.
 
-        An exchange consists of turns of the user and the answers of the assistant to them.
+        An exchange consists of one or more user turns and the assistant's answers to these turns.
+        If the conversation begins with an answer, the first exchange has no user turn.
 
         Returns:
             The system prompt, if there is one; and the exchanges.
@@ -157,12 +158,12 @@ class Ranking:
     def content(self) -> tuple[str, ...]:
         """The texts that the record contains, without the words that a template adds.
 
-        These are the texts of the item with the best answer, and all other answers.
+        These are the texts of the prompt with the best answer, followed by all other answers.
         """
         return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 
 
 def parted(content: str) -> tuple[str | None, str]:
-    """Split an answer into the thinking with which it begins, or None, and the remaining text."""
+    """Split an answer into its initial thinking (None if there is none) and the remaining text."""
     match = _THINKING.fullmatch(content)
     return (match[1].strip(), match[2]) if match else (None, content)

@@ -28,8 +28,9 @@ class DataKind(BaseModel):
     A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
     `coterie.register` or loaded with `--plugin FILE.py`. The class's pydantic fields are the kind's
     settings in the run file (`data.kind`). The class variable `offers` names the inputs that the
-    kind's splits provide for metrics. The following kind, for example, reads instructions from the
-    record fields `question` and `answer`::
+    kind's splits provide for metrics: possible values of `Metric.needs`. The value "nothing"
+    stands for metrics that need no input besides the losses. The following kind, for example, reads
+    instructions from the record fields `question` and `answer`::
 
         class Questions(DataKind):
             name = "questions"
@@ -56,7 +57,10 @@ class DataKind(BaseModel):
     summary: ClassVar[str]
     """A one-line description of a record."""
     offers: ClassVar[frozenset[Needs]] = frozenset({"nothing"})
-    """The inputs that the kind's splits provide for metrics: possible values of `Metric.needs`."""
+    """The inputs that the kind's splits provide for metrics: possible values of `Metric.needs`.
+
+    "nothing" stands for metrics that need no input besides the losses.
+    """
     compares: ClassVar[bool] = False
     """Whether the loss compares several answers to a prompt.
 
@@ -115,7 +119,8 @@ class DataKind(BaseModel):
             how: The tokenizer and the settings of the encoding, such as the window and the limit.
 
         Returns:
-            The split. Items that do not fit the window are left out and counted.
+            The split. Items that do not fit the window are left out; `Split.counts` gives their
+            number.
 
         Raises:
             CoterieError: No item is left; `how.nothing` creates the error.

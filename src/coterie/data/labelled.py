@@ -106,12 +106,18 @@ def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
 
 
 def _label(record: Record, spec: DivideSpec, label: str | None) -> str:
-    """Return `label`, the label of a record's source, or else the value of the label field."""
+    """Return a record's label.
+
+    Args:
+        record: The record.
+        spec: The run file's section `divide:`.
+        label: The label of the record's source, or None if each record contains its own label.
+    """
     if label is not None:
         return label
     value = record[spec.label]
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        expected = "a label (a text or a whole number); fix the record or set divide.label"
+        expected = "a label (text or a whole number); fix the record or set divide.label"
         raise record.unfit(spec.label, value, expected)
     return Record(record.where, {spec.label: str(value)}).text([spec.label])
 
@@ -122,8 +128,8 @@ def _read(
     """Read the records and text files of one source.
 
     Returns:
-        Two lists of records. The first list contains records of .jsonl and .parquet files, or of a
-        hub data set: only those that satisfy `divide.where`. The second list contains the pieces of
+        Two lists of records. The first list contains the records that satisfy `divide.where`, from
+        .jsonl and .parquet files or from a hub data set. The second list contains the pieces of
         .txt files, converted to records.
     """
     path = resolve(root, source.source)
@@ -163,8 +169,9 @@ def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Rec
         "on the hub"
     )
     remedy = (
-        "set data_root to the folder of your data, or correct divide.source, subset or split; when "
-        "offline, download the records and set divide.source to the file"
+        "set data_root to the folder of your data, or correct divide.source, subset or split; if "
+        "this machine is offline, download the records on another machine, and set divide.source "
+        "to the file"
     )
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
         raise CoterieError(f"{missing}; {remedy}.")

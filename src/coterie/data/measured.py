@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORST = 700.0
-"""The loss per token, in nats, with which a loss that is not finite is replaced.
+"""The loss per token, in nats, that replaces a loss that is not finite.
 
-The exponential of this value, which is the perplexity, is finite.
+The exponential of this value (the perplexity) is finite.
 """
 Needs = Literal["nothing", "answers", "choices", "pairs"]
 """The input that a metric needs in addition to the losses of the items.

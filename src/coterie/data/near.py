@@ -28,8 +28,8 @@ FEW = 3
 AGREEING = 0.25
 """The share of agreeing records below which the common text of a pair is boilerplate.
 
-The share is computed over the other records that contain the common text. A record agrees if, where
-the two records of the pair differ, the record contains the shingles of one of the two.
+The share is computed over the other records that contain the common text. Where the two
+records of the pair differ, an agreeing record contains the shingles of one of the two.
 """
 BANDS, ROWS = 20, 5
 """The number of MinHash bands and the number of rows per band.
@@ -68,7 +68,7 @@ def near_pairs(
     values, counts = numpy.unique(numpy.concatenate(wholes), return_counts=True)
 
     def held(shingles: Hashes) -> NDArray[numpy.int64]:
-        """Return the number of records with each shingle."""
+        """Return, for each shingle, the number of records that contain it."""
         return counts[numpy.searchsorted(values, shingles)]
 
     def are_near(a: Sequence[Hashes], b: Sequence[Hashes]) -> bool:
@@ -105,7 +105,7 @@ def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]
     Args:
         a: The shingles of a part.
         b: The shingles of the other part.
-        held: A function that returns the number of records with each shingle.
+        held: A function that returns, for each shingle, the number of records that contain it.
     """
     both = numpy.intersect1d(a, b, assume_unique=True)
     different = numpy.setxor1d(a, b, assume_unique=True)

@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
 
 class PartEncoder:
-    """An encoder of texts whose parts are alternately prompts and answers.
+    """An encoder of texts in which prompts and answers alternate.
 
     A text is encoded as a whole, so that the tokens do not depend on the boundaries between parts.
     A token that spans the boundary between a prompt and an answer belongs to the answer. Some
@@ -112,7 +112,7 @@ def _divided(
 
 
 def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
-    """Return a tokenizer's encoder without post-processing, and the id of its end-of-text token.
+    """Return a tokenizer's encoder without post-processing, and the id of the end-of-text token.
 
     The encoder is a copy that adds no special tokens, neither truncates nor pads, and does not warn
     about long texts. The character offsets that the encoder returns include the spaces around a

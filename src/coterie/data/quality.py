@@ -35,7 +35,7 @@ The search through this number of characters takes about 1 s.
 Progress = Callable[[int, int], None]
 """A progress callback, which receives the number of compared texts and the total number."""
 Item = str | Sample
-"""A text to compare: a document or a piece of one, or an item of another kind of data."""
+"""A text to compare: a document, a piece of a document, or an item of another kind of data."""
 SEE = "; run `coterie data FILE` for details"
 """The text at the end of each line that `sentences` returns."""
 
@@ -50,7 +50,7 @@ KINDS: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a text: the client, the split, and the text's number there, counted from 1."""
+    """The place of a text: the client, the split, and the number in the split, counted from 1."""
 
     client: str
     split: str
@@ -73,7 +73,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class SplitQuality:
-    """The quality of one client's split. Texts that the run does not read are not counted."""
+    """The quality of one client's split. Texts that the run does not read are ignored."""
 
     client: str
     split: str
@@ -142,7 +142,7 @@ def quality(
     removed: Mapping[str, int] | None = None,
     progress: Progress = lambda done, of: None,
 ) -> Quality:
-    """Measure the quality of clients' texts. Texts beyond the limits of a split are ignored.
+    """Measure the quality of clients' texts. Texts beyond a split's limit are ignored.
 
     Args:
         texts: The texts of each client.
@@ -224,13 +224,17 @@ def sentences(report: Quality) -> list[str]:
 
 
 def _total(counts: Mapping[str, int]) -> str:
-    """Format the sum of counts, and the first counts, such as "3 (anna train 2, ben test 1)"."""
+    """Format the sum of counts and the first counts: "3 (anna train 2, ben test 1)"."""
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,}" + (f" ({listed_first(parts)})" if parts else "")
 
 
 def _duplicates(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
-    """Return the number of exact duplicates and the number of near duplicates of one kind."""
+    """Count the duplicates of one kind.
+
+    Returns:
+        The number of exact duplicates, and the number of near duplicates.
+    """
     return sum(s.exact[kind] for s in splits), sum(s.near[kind] for s in splits)
 
 
@@ -246,12 +250,12 @@ def find_copies(
 ) -> list[Copy]:
     """Find all texts that are exact or near duplicates of other texts.
 
-    For each text and each kind of duplicate, at most one duplicate is reported: an exact duplicate
-    if there is one, or else a near duplicate. Exact duplicates are equal except for surrounding
-    white space.
+    There are three kinds of duplicate, which depend on where the original is; see `Kind`. For each
+    text, at most one duplicate of each of these kinds is reported: an exact duplicate if there is
+    one, or else a near duplicate. Exact duplicates are equal except for surrounding white space.
 
     Args:
-        splits: The texts of each pair of a client and a split.
+        splits: A mapping of pairs (client, split) to the texts of the client's split.
         compared: The number of characters at the start of each split in which near duplicates are
             searched for. None: near duplicates are searched for in all characters.
         progress: A callback that receives the number of compared texts and the total number.
@@ -285,7 +289,7 @@ def find_copies(
 def _near(
     items: Mapping[str, Item], progress: Progress = lambda done, of: None
 ) -> defaultdict[str, list[str]]:
-    """Return the near duplicates of each text. The argument maps the texts to their items."""
+    """Return the near duplicates of each text. `items` maps each text to its item."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
     for a, b in near_pairs(list(map(own_texts, items.values())), progress):
@@ -295,10 +299,10 @@ def _near(
 
 
 def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kind, Place]:
-    """Return, for each kind of duplicate, the place of the first text that a text duplicates.
+    """Return the place of the first original of a possible duplicate, for each kind of duplicate.
 
     Args:
-        place: The place of the text that is a possible duplicate.
+        place: The place of the possible duplicate.
         numbers: For each client and split, the number of the first text that equals, or nearly
             equals, the text at `place`.
     """

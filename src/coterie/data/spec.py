@@ -55,7 +55,7 @@ class Limits(ClientLimits):
 
 
 class Fractions(Spec):
-    """The fractions of a text's characters, or of samples, set aside for validation and test."""
+    """The fractions of a text's characters (or of samples) set aside for validation and test."""
 
     validation: float = Field(default=0.1, gt=0, lt=1)
     """fraction set aside for validation"""
@@ -136,7 +136,8 @@ class MessagesSpec(DataKind):
 class PreferenceSpec(DataKind):
     """Settings of pairs of answers: the run file's section `data.preferences:`.
 
-    Records have the fields `prompt`, `chosen` and `rejected`, each a text or a list of messages.
+    Records have the fields `prompt`, `chosen` and `rejected`, each of which is a string
+    or a list of messages.
     """
 
     name: ClassVar[str] = "preferences"
@@ -184,11 +185,12 @@ class DataSpec(Spec):
     instructions: InstructionSpec | None = None
     """treat records as prompts with answers, and train on the answers only; default: plain text"""
     messages: MessagesSpec | None = None
-    """treat records as conversations, and train on the assistant's answers only; true: with default
-    settings; default: plain text"""
+    """treat records as conversations, and train on the assistant's answers only; `true` selects
+    the default settings; default: plain text"""
     preferences: PreferenceSpec | None = None
     """treat records as prompts with a chosen and a rejected answer, and learn to prefer the chosen
-    answers (see training.dpo); true: with default settings; default: plain text"""
+    answers (see training.dpo); `true` selects the default settings; default: plain
+    text"""
     kind: KindSpec | InstanceOf[DataKind] | None = Field(
         default=None, exclude_if=lambda kind: kind is None
     )
@@ -198,12 +200,13 @@ class DataSpec(Spec):
     """path or Jinja text of a chat template that is used for all bases; default: each base's own
     template, or else Coterie's"""
     fractions: Fractions = Fractions()
-    """fractions of text (or samples) set aside for splits that are not given"""
+    """fractions of text (or samples) set aside for each validation or test split without data of
+    its own"""
     limits: Limits = Limits()
     """maximum size of each split in tokens (with instructions: samples)"""
     limits_of: dict[ClientName, ClientLimits] = {}
-    """maximum sizes for individual clients, by client name; a key that is left out has its value in
-    limits"""
+    """maximum sizes for individual clients, by client name; a limit that is left out has the
+    value in data.limits"""
     deduplicate: bool = False
     """exclude training texts that are exact or near duplicates of the client's validation or test
     texts"""
@@ -273,7 +276,7 @@ class DataSpec(Spec):
     @field_validator("messages", "preferences", mode="before")
     @classmethod
     def _are_on(cls, given: Any) -> Any:
-        """Convert `true` to a mapping without settings (the defaults), and `false` to None."""
+        """Convert `true` to an empty mapping, so that defaults are used, and `false` to None."""
         if isinstance(given, bool):
             return {} if given else None
         return given

@@ -94,7 +94,11 @@ class Samples(Protocol):
         ...
 
     def batch(self, chosen: Tensor) -> AnyBatch:
-        """Return the samples with the indices `chosen`: (samples,) int64."""
+        """Return the samples with the given indices.
+
+        Args:
+            chosen: The indices of the samples: (samples,) int64.
+        """
         ...
 
 
@@ -137,7 +141,7 @@ class Split(Scored, Protocol):
 
     @property
     def beginnings(self) -> Examples | None:
-        """The samples, if the model reads each sample as a separate text.
+        """The samples that the model reads without preceding text, because each is a separate text.
 
         None for a stream, which the model reads as one text.
         """
@@ -217,5 +221,5 @@ class Split(Scored, Protocol):
         ...
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split, for a digest; the tokens are the first."""
+        """Yield the contents that identify the split, for a digest; the tokens come first."""
         ...

@@ -12,16 +12,19 @@ from coterie.data.spec import DataSpec
 from coterie.data.templates import names_in
 
 Counts = Mapping[str, Mapping[str, int]]
-"""Numbers of records for each field, or of files for each suffix, and for each owner.
+"""For each field and owner, a number of records; or, for each suffix and owner, a number of files.
 
 The outer mapping has fields or suffixes as its keys. The inner mappings have owners as their keys,
-such as "Client anna".
+for example "Client anna".
 """
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts of what the run does not read in clients' files. Hub data sets are not surveyed."""
+    """Counts of the fields, files and records in clients' files that the run does not read.
+
+    Hub data sets are not examined.
+    """
 
     empty: int
     """The number of records without text."""
@@ -70,9 +73,13 @@ def survey(
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
-    """Return the number of records with a value in each field of a file, and of blank records.
+    """Count the records of a file that have a value in a field, and the blank records.
 
     Blank records are counted only for plain text. For samples, a record without text is an error.
+
+    Returns:
+        For each field, the number of records with a value in the field; and the number of blank
+        records.
     """
     held: Counter[str] = Counter()
     blank = 0

@@ -26,7 +26,7 @@ def _printable(value: Any) -> Any:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str | Undefined) or (number and math.isfinite(value)):
         return value
-    raise TypeError(f"it prints {value!r:.60}, not a text or a number")
+    raise TypeError(f"it prints {value!r:.60}, which is neither text nor a number")
 
 
 # The end of a prompt affects how a model begins its answer, so a text's last newline is kept. Lines
@@ -80,7 +80,7 @@ def inlined_chat(template: str, root: Path) -> str:
     """
     if is_text(template):
         return template
-    alternatives = "or remove data.chat_template to use each base's own"
+    alternatives = "or remove data.chat_template to use each base's own template"
     file, text = _read(template, root, "data.chat_template", alternatives)
     if not is_text(text):
         raise CoterieError(
@@ -91,7 +91,7 @@ def inlined_chat(template: str, root: Path) -> str:
 
 
 def _read(path: str, root: Path, key: str, alternatives: str) -> tuple[Path, str]:
-    """Return the path of the file given under a key of the run file, and the text of that file.
+    """Return the path and the text of the file that a key of the run file names.
 
     Args:
         path: The value of the key.

@@ -108,8 +108,8 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
     """Convert the records of all splits to items, and return the items of each split.
 
-    The splits are converted together: if the run file does not list the choices of instructions,
-    the choices are the distinct answers in all splits.
+    The splits are converted together: if the run file does not set the choices of instructions, the
+    choices are the distinct answers in all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}

@@ -32,7 +32,7 @@ def epoch_batch(
     number: int,
     chance: Callable[[int], torch.Generator],
 ) -> AnyBatch:
-    """Return the batch with a given number; batches are numbered through all epochs of a split.
+    """Return the batch with a given number; the numbering continues from one epoch to the next.
 
     Every epoch contains each sample once, in random order. A batch can contain the end of one epoch
     and the beginning of the next epoch. The samples of a stream are consecutive windows. The first

@@ -114,7 +114,7 @@ class ModelScorer:
             return token_losses(self.model, *batch.to(self.base.device)).cpu()
 
     def texts(self, rows: Examples) -> Sequence[str]:
-        """Return the generated answer to each row's prompt, or nothing if generation is off."""
+        """Return the generated answer to each row's prompt, or () if generation is off."""
         if self.generate is None:
             return ()
         return generate_answers(self.base, self.model, rows, self.generate, self.batch)
@@ -164,7 +164,7 @@ def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float |
 
 @torch.no_grad()
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
-    """Return a model's mean loss over the terms of a batch, such as nats per token.
+    """Return a model's mean loss over the terms of a batch, for example in nats per token.
 
     Args:
         base: The base of the model.

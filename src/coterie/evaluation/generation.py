@@ -53,8 +53,8 @@ class Sampling:
     def config(self, ends: Sequence[int]) -> GenerationConfig:
         """Return a complete generation config.
 
-        The base's own generation config, such as a repetition penalty or a number of beams, is not
-        used.
+        The settings of the base's own generation config, such as a repetition penalty or a number
+        of beams, are not used.
 
         Args:
             ends: The token ids that end an answer.

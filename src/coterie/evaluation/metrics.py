@@ -33,7 +33,7 @@ class Metric:
             name = "answer_length"
             title = "answer length (characters)"
             needs = "answers"
-            share = False
+            share = False  # not a fraction to be shown in per cent
 
             def score(self, measured):
                 return [len(text) for text in measured.texts]
@@ -220,7 +220,7 @@ def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -
 
     Returns:
         The metric `asked`, if all scores contain it. Otherwise, the first metric of `HEADLINES`
-        that all scores contain, or perplexity if they have none in common. If there are no scores,
+        that all scores contain, or perplexity if there is no such metric. If there are no scores,
         the metric `asked`, or perplexity if `asked` is None.
     """
     all_scores = list(scores)

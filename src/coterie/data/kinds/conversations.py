@@ -48,9 +48,8 @@ def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Convers
     """Read the conversation of every record, without the turns after its last answer.
 
     Raises:
-        CoterieError: A record has no answer of the assistant, or contains anything other than turns
-            of a user, turns of an assistant, and a system prompt as the first turn; or a turn is
-            not text.
+        CoterieError: A record has no answer by the assistant, or contains anything other than user
+            turns, assistant turns, and a system prompt as the first turn; or a turn is not text.
     """
     return [_conversation(record, spec.field) for record in records]
 
@@ -153,7 +152,7 @@ def _text(where: str, key: str, content: Any) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value is None or empty; a key with this value is treated as missing."""
+    """Return whether a value is None or empty; a key with such a value is treated as missing."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
@@ -165,7 +164,7 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     """Encode conversations as the chat template renders them.
 
     A conversation of more than window + 1 tokens is cut into several samples. Each sample consists
-    of the system prompt, if there is one, and of consecutive exchanges: turns of the user with the
+    of the system prompt, if there is one, and of consecutive exchanges: user turns with the
     assistant's answers. If an exchange alone does not fit into a sample, the exchange is left out;
     `Examples.too_long` is the number of exchanges left out.
 

@@ -42,8 +42,8 @@ def instructions(
 ) -> list[Instruction] | list[Conversation]:
     """Read the prompt, the answer and the choices of every record of one source.
 
-    If the run file does not list the choices, a record's choices are the distinct answers of all
-    records with the same value in the field `instruction`. Records without this field are one
+    If the run file does not set the choices, a record's choices are the distinct answers of all
+    records with the same value in the field `instruction`. Records without this field form one
     group. If a group has only one distinct answer, or more than `MOST_CHOICES`, there are no
     choices.
 
@@ -52,7 +52,7 @@ def instructions(
         `chat`.
 
     Raises:
-        CoterieError: A record lacks a field, or its answer is not a text or a number.
+        CoterieError: A record lacks a field, or the answer is blank, or neither string nor number.
     """
     answers = [_answer(record, spec.answer) for record in records]
     tasks = [str(record.fields.get("instruction")) for record in records]
@@ -82,7 +82,7 @@ def instructions(
 
 
 def _conversation(record: Record, item: Instruction) -> Conversation:
-    """Return a conversation of a record's system prompt, earlier exchanges, prompt and answer.
+    """Build a conversation from a record's system prompt, earlier exchanges, prompt and answer.
 
     If there are earlier exchanges, the conversation has no choices.
     """
@@ -110,13 +110,13 @@ def _answer(record: Record, answer: str) -> str:
 
 
 def _text(record: Record, field: str, value: Any) -> str:
-    """Convert an answer or a choice (a text or a number) to text without surrounding space."""
+    """Convert an answer or a choice (a string or a number) to text without surrounding space."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and math.isfinite(value):
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         remedy = "fix the record or name another field in data.instructions"
-        raise record.unfit(field, value, f"an answer (a text or a number); {remedy}")
+        raise record.unfit(field, value, f"an answer (text or a number); {remedy}")
     return Record(record.where, {field: value.strip()}).text([field])
 
 

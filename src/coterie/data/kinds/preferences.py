@@ -26,15 +26,18 @@ from coterie.losses.preferences import Reference, Rewards, preference_losses, re
 from coterie.losses.tokens import sample_losses
 
 ANSWERS = ("chosen", "rejected")
-REMEDY = "Name the record's fields prompt, chosen and rejected: the run file cannot rename them."
+REMEDY = (
+    'The record\'s fields must be named "prompt", "chosen" and "rejected"; the run file cannot '
+    "change these names."
+)
 
 
 def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Ranking]:
     """Read the prompt, the chosen answer and the rejected answer of every record.
 
     Raises:
-        CoterieError: A record lacks a field; a text or a list of messages is empty or invalid; the
-            two answers of a record are equal; or the prompts of the two answers differ.
+        CoterieError: A record lacks a field; a string or a list of messages is empty or invalid;
+            the two answers of a record are equal; or the prompts of the two answers differ.
     """
     return [_preference(replace(record, remedy=REMEDY), spec) for record in records]
 
@@ -99,14 +102,14 @@ def _conversation(record: Record, turns: Sequence[Turn], answer: str) -> Convers
 
 
 def _answer(record: Record, field: str) -> str:
-    """Return the answer in a field that contains a text or a single turn of the assistant."""
+    """Return the answer in a field that contains text or a single assistant turn."""
     if isinstance(record[field], list):
         return _only(record, turns_of(record, field))
     return _text(record, field)
 
 
 def _only(record: Record, turns: Sequence[Turn]) -> str:
-    """Return the content of the only turn, which must be a turn of the assistant."""
+    """Return the content of the only turn, which must be an assistant turn."""
     if len(turns) != 1 or turns[0].role != "assistant":
         raise CoterieError(
             f"{record.where}: each answer must be exactly one assistant turn at the end of the "
@@ -116,10 +119,10 @@ def _only(record: Record, turns: Sequence[Turn]) -> str:
 
 
 def _text(record: Record, field: str) -> str:
-    """Return the text of a field; refuse a blank text."""
+    """Return the text of a field; refuse blank text."""
     value = record[field]
     if not isinstance(value, str) or not value.strip():
-        expected = "a text or a list of messages; fix or remove the record"
+        expected = "text or a list of messages; fix or remove the record"
         raise record.unfit(field, value, expected)
     return record.text([field])
 

@@ -45,7 +45,7 @@ class Tokens:
 
     @property
     def beginnings(self) -> None:
-        """None, because a stream is not divided into samples."""
+        """None, because the model reads a stream as one text."""
 
     @property
     def needs_reference(self) -> bool:
@@ -87,7 +87,7 @@ class Tokens:
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return the non-blank pieces of documents that lie completely within the stream."""
+        """Return the documents' non-blank pieces that lie completely within the stream."""
         texts: list[str] = []
         left = self.bytes
         for document in items:
@@ -107,7 +107,7 @@ class Tokens:
         """Return a model's losses on the disjoint windows of the stream.
 
         The first token of the text is predicted from the base's context token. The first token of
-        every later window is predicted from the last token of the window before.
+        every later window is predicted from the last token of the previous window.
         """
         nats, counts = [], []
         context = scorer.base.context_token
@@ -180,8 +180,8 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
     Args:
         documents: The documents.
         encoder: A tokenizer that adds no special tokens.
-        end: The token id between two documents.
-        limit: The maximum number of tokens; None: all.
+        end: The id of the token that separates two documents.
+        limit: The maximum number of tokens, or None for no limit.
     """
     parts = [_tokens([], 0)]
     left = sys.maxsize if limit is None else limit
