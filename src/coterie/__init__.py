@@ -1,4 +1,4 @@
-"""Federated and personalised fine-tuning of language models; texts never leave their machine.
+"""Personalised federated fine-tuning of language models; text stays on the client's machine.
 
 import coterie
 
@@ -63,7 +63,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use; importing torch here would delay `coterie --help`."""
+    """Import a public name on first use, so that `coterie --help` need not wait for torch."""
     if name == "__version__":
         return metadata.version("coterie")
     if name not in __all__:

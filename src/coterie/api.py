@@ -164,14 +164,14 @@ def resume(
     Raises:
         CoterieError: The folder contains no run, the run belongs to a deployment (`coterie server`
             or `coterie client`), a client's text or a plugin has changed since the run began, or
-            there is no checkpoint after round `from_round`.
+            no checkpoint older than the newest one has exactly `from_round` complete rounds.
     """
     folder = RunFolder(Path(path))
     config, description = recorded(folder, method), folder.description
     if "run" in description:
         raise CoterieError(
             f"{path} is a deployed run; continue it with `coterie server --resume`, or with "
-            "the same `coterie client` command."
+            "the `coterie client` command that started it."
         )
     if from_round is not None:
         _go_back(folder, from_round)
@@ -181,7 +181,7 @@ def resume(
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
-    """Delete the checkpoints of later rounds from a run and its baselines.
+    """Delete the checkpoints that a run and its baselines wrote after a given round.
 
     Finished runs are not changed.
 
@@ -190,7 +190,8 @@ def _go_back(folder: RunFolder, rounds: int) -> None:
         rounds: The number of rounds that were complete at the newest checkpoint to keep.
 
     Raises:
-        CoterieError: No unfinished run has a later checkpoint.
+        CoterieError: There is no checkpoint to delete; or an unfinished run has checkpoints of
+            later rounds, but no checkpoint with exactly `rounds` complete rounds.
     """
     runs = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
     later = [run for run in runs if run.result is None and run.rounds() > rounds]

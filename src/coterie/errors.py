@@ -29,7 +29,7 @@ def no_client_left(round: int, reason: object) -> Diverged:
 
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""Words in PyTorch's out-of-memory messages on Linux, on Windows, and on some devices."""
+"""Phrases in PyTorch's out-of-memory messages on Linux, on Windows, and on some devices."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -46,7 +46,7 @@ def plural(count: int, noun: str) -> str:
 
 @contextmanager
 def enough_memory(task: str, remedies: Callable[[], Sequence[str]]) -> Iterator[None]:
-    """Raise CoterieError if the block runs out of memory.
+    """Raise CoterieError if the body of the `with` statement runs out of memory.
 
     Args:
         task: The task that needs the memory, named in the error message.

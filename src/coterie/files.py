@@ -22,7 +22,7 @@ LOG_BYTES = 10 * 2**20
 
 
 def path_part(name: str) -> str:
-    """Convert a name to a path component, such as "AG News, low" to "AG-News-low".
+    """Convert a name to a path component: "AG News, low" becomes "AG-News-low".
 
     Returns:
         The component; "" if the name contains no permitted character.
@@ -64,7 +64,7 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError in the block (disk full, read-only, ...) to an `Unwritable` error."""
+    """Convert an OSError inside the `with` block (full disk, ...) to an `Unwritable` error."""
     try:
         yield
     except OSError as error:
@@ -147,7 +147,11 @@ class LogFile(RotatingFileHandler):
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open a lock file; only the owner can read a new file. Symbolic links are refused."""
+    """Open a lock file; create it, readable by its owner only, if it is missing.
+
+    Raises:
+        CoterieError: The file is a symbolic link, or cannot be opened.
+    """
     with writing(path):
         return append_to(path)
 
@@ -244,7 +248,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 def _hand_over(descriptor: int, folder: Path) -> None:
     """Make the owner of a folder the owner of a new file in it, if root wrote the file.
 
-    Otherwise, a service that runs as the owner of the folder could not read the file.
+    This allows a service that runs as the owner of the folder to read the file.
 
     Args:
         descriptor: The descriptor of the open file.
@@ -267,8 +271,8 @@ def sync_folder(path: Path) -> None:
 def _client_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
         raise ValueError(
-            f"the name {name!r} must be 1 to 64 letters (a to z, A to Z), digits, dots, "
-            "dashes and underscores, and must not start with a dot or dash"
+            f"the name {name!r} must consist of 1 to 64 characters: letters (a to z, A to Z), "
+            "digits, dots, dashes and underscores; it must not start with a dot or dash"
         )
     return name
 

@@ -12,7 +12,8 @@ import torch
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
     """Create the CPU generator for one purpose of a run; equal arguments give equal draws.
 
-    Draw on the CPU and move the result: generators of other devices produce other numbers.
+    Callers draw on the CPU and move the result to the device, because the generators of other
+    devices produce other numbers.
 
     Args:
         seed: The run's seed.

@@ -77,7 +77,7 @@ def test_a_question_a_line_and_nothing_but_answers(ask, finished) -> None:
         said.out.splitlines()
         == "\n".join(alone(finished, "poet", ["Name a sea.", "And?"])).splitlines()
     )
-    assert said.err == "Note: not trained on conversations: poet.\n"
+    assert said.err == "Note: these models were not trained on conversations: poet.\n"
 
 
 def test_models_side_by_side_have_histories_of_their_own(ask, finished) -> None:
@@ -218,7 +218,7 @@ def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:
         said = ask(lines, *arguments)
         assert said.code == 2, sentence
         assert sentence in said.err
-        notes = "Note: not trained" in said.err
+        notes = "Note: these models were not trained" in said.err
         assert said.err.count("\n") == 1 + notes
     for run, sentence in [(tmp_path, "is not a run folder"), (tmp_path / "x", "is no folder")]:
         said = ask(["Hm?"], "--client", "poet", run=run)
@@ -234,4 +234,4 @@ def test_who_is_not_asked_after_ctrl_c_is_named(capsys: pytest.CaptureFixture[st
     both: Any = {"poet": Stopped(), "base": Stopped()}
     with pytest.raises(KeyboardInterrupt):
         talk.Talk(both).take("Is it?")
-    assert "Without an answer: base." in capsys.readouterr().err
+    assert "These models have not answered: base." in capsys.readouterr().err

@@ -215,9 +215,12 @@ def test_fields_that_do_not_fit(instructed, finished, coterie_command) -> None:
         (write, "either --prompt, or --field"),
         ([*write, *both, "--prompt", "I"], "either --prompt, or --field"),
         ([*write, "--field", "who=anna"], "The prompt has no field what"),
-        ([*write, "--field", "who"], "--field takes NAME=TEXT, with each name once, not 'who'"),
-        ([*write, "--field", "=x"], "--field takes NAME=TEXT"),
-        ([*write, *both, "--field", "who=ben"], "each name once, not 'who=ben'"),
+        (
+            [*write, "--field", "who"],
+            "--field who is invalid; give NAME=TEXT, and each name only once",
+        ),
+        ([*write, "--field", "=x"], "--field =x is invalid; give NAME=TEXT"),
+        ([*write, *both, "--field", "who=ben"], "--field who=ben is invalid"),
         ([*write, *both, "--tokens", 60], "smaller --tokens"),
         (["generate", finished, "--client", "poet", *both], "did not train on instructions"),
     ]:

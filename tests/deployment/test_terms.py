@@ -217,7 +217,9 @@ def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_pa
     other = Site(place.name, place.texts, tmp_path / "other", place.base, str(texts / "poet.txt"))
     _, [reply] = asked(run, other, order(run, public=digest))
     assert reply.fault == "public"
-    assert FAULT_MESSAGES[reply.fault].startswith("the run's public text is missing")
+    assert FAULT_MESSAGES[reply.fault].startswith(
+        "the public text on the client's machine is missing"
+    )
     loop = deploy(run, tmp_path / "whole")
     told = [one for _, one in loop.orders if one.kind == "join"]
     assert {one.public for one in told} == {digest}

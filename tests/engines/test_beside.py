@@ -17,10 +17,10 @@ def test_the_runs_of_a_comparison_are_beside_one_another(written, tmp_path) -> N
     (tmp_path / "compare" / "broken" / "run.json").write_text("{")
     assert find_beside(mine, "local").path.samefile(local)
     assert find_beside(mine, "centralized").path.samefile(pooled)
-    with pytest.raises(CoterieError, match=r"no run of 'fedavg' .* \(available: centralized, loc"):
+    with pytest.raises(CoterieError, match=r"No run of 'fedavg' .* \(available: centralized, loc"):
         find_beside(mine, "fedavg")
     written("compare/local-rank4", {"name": "local", "mlp": {"rank": 4}})
-    with pytest.raises(CoterieError, match="There are several runs of 'local' in the same folder"):
+    with pytest.raises(CoterieError, match="There are several runs of 'local' next to the run"):
         find_beside(mine, "local")
 
 

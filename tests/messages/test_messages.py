@@ -142,7 +142,7 @@ def test_peers_have_no_parts_and_states_do() -> None:
     ids=range(len(OUTSIDE) + 4),
 )
 def test_values_of_no_part_are_refused(values) -> None:
-    with pytest.raises(MessageError, match="values of invalid nested states"):
+    with pytest.raises(MessageError, match="nested state with an invalid path"):
         State.decode(raw(values=values))
 
 

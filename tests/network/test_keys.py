@@ -167,7 +167,7 @@ def test_a_removed_client_is_forgotten_and_may_come_back_with_another_key(keys, 
 @pytest.mark.parametrize("name", ["", "../anna", "a/b", ".anna", "-a", "two words", "a" * 65])
 def test_a_name_that_a_run_file_could_not_have_is_refused(name, keys, tmp_path) -> None:
     for act in (lambda: keys.add(name, tmp_path / "kit"), lambda: keys.remove(name)):
-        with pytest.raises(CoterieError, match="must be 1 to 64 letters"):
+        with pytest.raises(CoterieError, match="must consist of 1 to 64 characters"):
             act()
     assert not (tmp_path / "kit").exists()
 

@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Personalised federated fine-tuning of language models. Training text never leaves "
-    "its machine.",
+    "the client's machine.",
 )
 
 
@@ -75,8 +75,8 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 def main(app: typer.Typer = app) -> None:
     """Run a command; after an error that the user can fix, print one sentence and exit with code 2.
 
-    Only this user may read the files that the command creates: models, losses and logs are
-    personal.
+    Only the user who runs the command may read the files that it creates: models, losses and logs
+    are personal.
     """
     os.umask(0o077)
     for stream in (sys.stdin, sys.stdout, sys.stderr):

@@ -70,7 +70,7 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
         step = trial.run_trial(Session(short), short)
         total = size(len(names) * (step.up + step.down))
         each = f"{size(step.up)} up and {size(step.down)} down per client and round"
-        report(f"{each}; Flower may store {total} at once")
+        report(f"{each}; Flower may store {total} at the same time")
     with _checking("disk") as report:
         report(f"{size(shutil.disk_usage(Path()).free)} free in the current folder")
     terminal.say("\nThe server can start.")
@@ -121,11 +121,13 @@ def check_client(server: str, credentials: Kit, site: Site) -> None:
 
 @contextmanager
 def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
-    """Run the block as a check: print a line about the check, and exit with code 1 if it fails.
+    """Run the body of the `with` statement as a check, and print a line with the result.
+
+    If the check fails, the command exits with code 1.
 
     Args:
-        subject: A word for what the block checks; the line begins with this word.
-        excuse: A text to print, with the error, if the block raises a CoterieError; the command
+        subject: A word for what is checked; the line begins with this word.
+        excuse: A text to print, with the error, if the body raises a CoterieError; the command
             then continues. Without this text, every error ends the command.
 
     Yields:

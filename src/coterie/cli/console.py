@@ -86,7 +86,8 @@ class ClientBoard(LiveDisplay[Status]):
     """The client's output: a line for each event and, on a terminal, a status line.
 
     Args:
-        estimate: Function that returns the bytes of memory that a run needs; None if unknown.
+        estimate: Function that returns the bytes of memory that a run needs, or None if the number
+            is unknown.
     """
 
     def __init__(
@@ -228,9 +229,9 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
         when = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
     return {
         "computing": f"{steps:,} training steps in all, on {threads}; evaluated {when}",
-        "memory": f"{estimate}batches of {training.at_once} samples of {config.data.window} "
-        f"tokens in training and of {evaluation.batch} in evaluation; `coterie client --check` "
-        "measures the memory",
+        "memory": f"{estimate}batches of {training.at_once} samples in training and "
+        f"{evaluation.batch} samples in evaluation, each of up to {config.data.window} tokens; "
+        "`coterie client --check` measures the memory",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
         f"most {MAX_DISK / 2**30:.0f} GiB for all runs in --out",
     }

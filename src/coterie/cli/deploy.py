@@ -48,8 +48,8 @@ KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `cot
 Data = Annotated[
     str | None,
     typer.Option(
-        help="This client's texts: a file or folder of .txt, .jsonl or .parquet, split on this "
-        "machine into training, validation and test text."
+        help="This client's texts: a .txt, .jsonl or .parquet file, or a folder of such files; "
+        "split on this machine into training, validation and test text."
     ),
 ]
 Agreed = Annotated[
@@ -60,7 +60,8 @@ Without = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Client of the run file to exclude; with --resume, client to expel. Repeatable.",
+        help="Client to exclude, although the run file lists it; with --resume, client to expel. "
+        "Repeatable.",
     ),
 ]
 Epsilon = Annotated[
@@ -79,7 +80,8 @@ ClientName = Annotated[str, typer.Option(help="Name of the client.")]
 
 def server(
     file: Annotated[
-        Path | None, typer.Argument(help="Run file (YAML). Its clients need no paths.")
+        Path | None,
+        typer.Argument(help="Run file (YAML). It may list clients without the paths of texts."),
     ] = None,
     keys: KeyFolder = Path("keys"),
     address: Annotated[str, typer.Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
@@ -96,8 +98,8 @@ def server(
     """Serve a run to clients on other machines.
 
     Clients authenticate with their keys; create these with `coterie keys init` and
-    `coterie keys add alice`. The server listens on this machine only unless --address is set. The
-    command ends after the last round. The run file can have a section such as
+    `coterie keys add alice`. Unless --address is set, the server accepts connections from this
+    machine only. The command ends after the last round. The run file can have a section such as
 
         deployment: {quorum: 3, deadline: 600}
 
@@ -152,10 +154,10 @@ def client(
         str | None, typer.Option(help="Training text (file or folder), instead of --data.")
     ] = None,
     validation: Annotated[
-        str | None, typer.Option(help="Validation text, with --train. Default: a part of --train.")
+        str | None, typer.Option(help="Validation text; needs --train. Default: a part of --train.")
     ] = None,
     test: Annotated[
-        str | None, typer.Option(help="Test text, with --train. Default: a part of --train.")
+        str | None, typer.Option(help="Test text; needs --train. Default: a part of --train.")
     ] = None,
     base: Annotated[
         str | None, typer.Option(help="Local copy of the base, if the run's base is a folder.")
@@ -170,7 +172,7 @@ def client(
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.
 
-    With --run, the client takes part only in the run that this file describes. Without --run, the
+    With --run FILE, the client takes part only in the run that FILE describes. Without --run, the
     client shows the run that the server asks for, and prompts for your agreement. An agreement
     holds until the end of the run.
 
@@ -361,7 +363,7 @@ def _validated(
             "Both --data and --train are given; give only one."
             if paths["path"]
             else "Neither --data nor --train is given; give --data (a file or folder, which is "
-            "split) or --train (with --validation and --test, if there are any)."
+            "split) or --train (and --validation and --test, if you have such texts)."
         )
     texts = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
     run = {"clients": [{"name": name, **texts}], "device": device_of(device)}
@@ -374,7 +376,10 @@ def _validated(
 
 @contextmanager
 def _stoppable(hint: str) -> Iterator[None]:
-    """Exit after Ctrl-C, or a service manager's SIGTERM, with a hint on how to resume."""
+    """Turn Ctrl-C or SIGTERM inside the `with` block into an exit with a hint on how to resume.
+
+    A service manager stops a service with SIGTERM.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Tokenizer = Annotated[
     str,
     typer.Argument(
-        help="Tokenizer: a tokenizer.json or vocab.json, a folder that contains one of these or a "
-        "tokenizer.model, or the name of a built-in base or of a model on the Hugging Face hub."
+        help="Tokenizer: a file (tokenizer.json or vocab.json); a folder with one of these files "
+        "or tokenizer.model; or a name (of a built-in base, or of a model on the Hugging Face hub)."
     ),
 ]
 
@@ -37,7 +37,7 @@ def methods(
         str | None, typer.Argument(help="Method whose settings are listed. Default: all methods.")
     ] = None,
 ) -> None:
-    """List all methods, with their papers and what they share, or the settings of one method."""
+    """List all methods with their papers and summaries, or list the settings of one method."""
     from coterie.methods.registry import POOLED, check_name
 
     if name not in (None, POOLED):
@@ -84,8 +84,8 @@ def audit(
 Samples = Annotated[
     bool,
     typer.Option(
-        help="Plot some training samples of each client as points, by their relevance to the "
-        "experts (FedAMoLE).",
+        help="For runs of FedAMoLE: plot some training samples of each client as points, whose "
+        "positions show the samples' relevance to the experts.",
     ),
 ]
 Layer = Annotated[
@@ -199,7 +199,7 @@ def base(
     ],
     settings: Settings = None,
 ) -> None:
-    """Show a base, the layers that adapters cover and, for a run file, the memory of its clients.
+    """Show a base, the layers that adapters cover, and the memory that a run file's clients need.
 
     No weights are downloaded or loaded: the command reads only the base's configuration, its
     tokenizer and, if the base is a folder, the headers of its weight files.

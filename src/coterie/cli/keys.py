@@ -1,4 +1,4 @@
-"""The commands `coterie keys ...`: the server's certificate and the clients it accepts.
+"""The commands `coterie keys ...`: the server's certificate and the clients that it accepts.
 
 The functions import `cryptography` when they run, so that --help works if it is not installed.
 """
@@ -77,7 +77,8 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
 def add(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
     """Add a client, and write its key file.
 
-    Transfer the key file (here anna.key) to the client's machine. The key is valid for two years.
+    Transfer the key file (anna.key in the example below) to the client's machine. The key is valid
+    for two years.
 
     For example:
 

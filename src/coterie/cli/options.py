@@ -36,8 +36,8 @@ class Command(TyperCommand):
             multiple=True,
             callback=_load,
             expose_value=False,
-            help="Python file whose methods, transforms, metrics and data kinds are registered. "
-            "Repeatable.",
+            help="Python file whose methods, transforms, metrics and kinds of data are "
+            "registered. Repeatable.",
         )
         traceback = TyperOption(
             param_decls=["--debug"],

@@ -1,4 +1,4 @@
-"""Progress of running commands: a live display on a terminal, plain lines elsewhere."""
+"""Progress of running commands: a live display on a terminal, or else plain lines."""
 
 import time
 from datetime import timedelta
@@ -17,7 +17,7 @@ from coterie.runs import Callback, RunStart
 
 
 def jump_warning(client: str | None, value: Json) -> str:
-    """Return the warning about a jump of the validation loss, which the metric `JUMPED` records."""
+    """Return the warning for the metric `JUMPED`, which records a jump in the validation loss."""
     return (
         f"Warning: {client}'s validation loss is {value['loss']:.2f} after round {value['round']}, "
         f"but {value['best']:.2f} for the best model so far; another client's upload may have "
@@ -30,7 +30,10 @@ Drawn = TypeVar("Drawn", Live, Status, Progress)
 
 
 class LiveDisplay(Generic[Drawn]):
-    """A context manager with a live display on a terminal; elsewhere, only lines are printed."""
+    """A context manager that shows a live display on a terminal.
+
+    If the console is not a terminal, only lines are printed.
+    """
 
     def __init__(self, console: Console, live: Drawn) -> None:
         self.console, self.live = console, live
@@ -52,8 +55,8 @@ class LiveDisplay(Generic[Drawn]):
 class ConsoleProgress(LiveDisplay[Progress], Callback):
     """The progress of a run: round, client, loss, tokens per second and remaining time.
 
-    A terminal shows one line that is updated in place; elsewhere (a file, a pipe), each round
-    prints a line.
+    A terminal shows one line that is updated in place. If the output is not a terminal (a file, a
+    pipe), each round prints a line instead.
     """
 
     def __init__(self, console: Console = console) -> None:

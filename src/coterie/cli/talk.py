@@ -19,7 +19,8 @@ from coterie.runs import RunFolder
 
 HELP = """\
 /reset       clear the conversation
-/save FILE   append the conversation with the first model to a .jsonl file, to use in data.messages
+/save FILE   append the conversation with the first model to a .jsonl file; a run file with the
+             section data.messages can use this file as a client's text
 /help        show this help
 /quit        end the chat, as Ctrl-D does
 Ctrl-C stops an answer; the conversation keeps the text generated so far."""
@@ -40,7 +41,7 @@ class Talk:
         self._warned = False
 
     def take(self, line: str) -> bool:
-        """Execute the command in a line, such as /save, or answer the line if it has no command.
+        """Execute the command in a line, such as /save; without a command, let the models answer.
 
         Returns:
             Whether the chat continues.
@@ -81,7 +82,7 @@ class Talk:
                 text = speaker.answer(question, partial(terminal.say, end=""))
             except KeyboardInterrupt:
                 if waiting:
-                    terminal.complain(f"\nWithout an answer: {', '.join(waiting)}.")
+                    terminal.complain(f"\nThese models have not answered: {', '.join(waiting)}.")
                 raise
             finally:
                 if text is not None:
@@ -140,7 +141,9 @@ def speakers(
         template = chat_template(model.base.tokenizer, config.data.chat_template)
         loaded[name] = Speaker(*model, template, sampling, system)
     if untrained:
-        terminal.complain(f"Note: not trained on conversations: {', '.join(untrained)}.")
+        terminal.complain(
+            f"Note: these models were not trained on conversations: {', '.join(untrained)}."
+        )
     return loaded
 
 

@@ -30,7 +30,7 @@ def tell(target: Console, *lines: str, end: str = "\n") -> None:
 
 @contextmanager
 def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[float, float], None]]]:
-    """Show a progress bar on stderr, if that is a terminal.
+    """Show a progress bar on stderr, if stderr is a terminal.
 
     Args:
         first: The description of the first task.
@@ -73,7 +73,7 @@ def exit_stopped(hint: str) -> NoReturn:
 
 @contextmanager
 def stoppable(folder: Path | None = None) -> Iterator[None]:
-    """Exit after Ctrl-C with a hint on how to resume.
+    """Turn Ctrl-C inside the `with` block into an exit with a hint on how to resume.
 
     Args:
         folder: The run folder to resume. Without a folder, or if the folder does not contain a

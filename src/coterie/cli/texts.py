@@ -46,7 +46,7 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
 
 
 def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dataclass's fields as a mapping for JSON, in which `original` is called `found`."""
+    """Return a dataclass's fields as a mapping for JSON; the field `original` becomes `found`."""
     return {"found" if name == "original" else name: value for name, value in fields}
 
 
@@ -60,16 +60,19 @@ def _splits(quality: Quality) -> Table:
         counts = [f"{split.tokens:,}", f"{split.texts:,}", f"{split.short:,}"]
         rows.append([f"{split.client} {split.split}", *counts, *copies.values()])
     limit = quality.compared
-    extent = "" if limit is None else f", in the first {limit:,} characters of each split"
+    extent = ""
+    if limit is not None:
+        extent = f" and are searched for only in the first {limit:,} characters of each split"
     return Table(
         "Texts by client and split",
         ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
         rows,
         "Texts: records, samples or pieces of text files, within data.limits and without the text "
-        f"of templates. Short: fewer than {SHORT} characters. Repeated, in train, in others: "
-        "numbers of exact + near duplicates, whose originals are earlier in the same split, in the "
-        "client's training text, or in another client's training text. Near: similarity of at "
-        f"least {NEAR}{extent}. Excluded empty records: {quality.survey.empty:,}.",
+        f"of templates. Short: fewer than {SHORT} characters. The last three columns are numbers "
+        "of exact + near duplicates. Repeated: the original is earlier in the same split. In "
+        "train: the original is in the client's training text. In others: the original is in "
+        "another client's training text. Near duplicates have a similarity of at least "
+        f"{NEAR}{extent}. Excluded empty records: {quality.survey.empty:,}.",
     )
 
 

@@ -30,7 +30,7 @@ Others = Annotated[
 
 def generate(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
-    client: Annotated[str, typer.Option(help="Client whose model to use.")],
+    client: Annotated[str, typer.Option(help="Client whose model is used.")],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue; required without --field.")
     ] = None,
@@ -38,8 +38,8 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="NAME=TEXT",
-            help="Text for a field of the prompt template, such as instruction=TEXT; for runs that "
-            "trained on instructions, instead of --prompt. Repeatable.",
+            help="Text for a field of the prompt template, such as instruction=TEXT. If the run "
+            "trained on instructions, use --field instead of --prompt. Repeatable.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 80,
@@ -81,7 +81,7 @@ def generate(
 
 def chat(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
-    client: Annotated[str, typer.Option(help="Client whose model to chat with.")],
+    client: Annotated[str, typer.Option(help="Client whose model answers.")],
     others: Others = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     tokens: Annotated[
@@ -134,7 +134,9 @@ def _fields(options: Iterable[str]) -> dict[str, str]:
     for option in options:
         name, equals, text = option.partition("=")
         if not equals or not name or name in fields:
-            raise CoterieError(f"--field takes NAME=TEXT, with each name once, not {option!r}.")
+            raise CoterieError(
+                f"--field {option} is invalid; give NAME=TEXT, and each name only once."
+            )
         fields[name] = text
     return fields
 

@@ -58,7 +58,7 @@ def compare_vocabularies(
 def _map(
     source: Vocabulary, target: Vocabulary, direction: str, cache: bool
 ) -> tuple[VocabularyMap, float | None]:
-    """Return a map of tokens, and the seconds its computation took (None if it was cached)."""
+    """Return a map of tokens, and the seconds its computation took (None if the map was cached)."""
     if cache and (cached := load_map(source, target)) is not None:
         return cached, None
     start = time.perf_counter()
@@ -116,7 +116,7 @@ def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> T
         tokens = (a.roles.get(role), b.roles.get(role))
         ids = ["-" if token is None else str(token) for token in tokens]
         rows.append([role, *ids, *map(_mapped, tokens, maps.values())])
-    note = "Only these special tokens are mapped; -: no such token."
+    note = "Only these special tokens are mapped. A dash means that there is no such token."
     return Table("Special tokens (ids)", ["role", "A", "B", *maps], rows, note)
 
 

@@ -42,15 +42,15 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
     if not matches:
         available = ", ".join(sorted(runs)) or "none"
         raise CoterieError(
-            f"There is no run of {method!r} on the same data in the same folder as {folder.path}, "
-            f"or among the baselines of that run (available: {available}), and {method!r} is not a "
-            "run folder; choose another method or folder."
+            f"No run of {method!r} on the same data was found next to the run {folder.path} or "
+            f"among its baselines (available: {available}), and {method!r} is not a run folder; "
+            "choose another method, or give a run folder."
         )
     if len(matches) > 1:
         paths = ", ".join(str(match.path) for match in matches)
         raise CoterieError(
-            f"There are several runs of {method!r} in the same folder as {folder.path}, or among "
-            f"the baselines of that run; give the folder of one of them: {paths}."
+            f"There are several runs of {method!r} next to the run {folder.path} or among its "
+            f"baselines; give the folder of one of them: {paths}."
         )
     return matches[0]
 

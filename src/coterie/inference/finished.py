@@ -162,7 +162,7 @@ class Loader:
             client: The client's name, or "server"; ignored in a pooled run.
 
         Returns:
-            The base, and a function that attaches the adapter to it.
+            The base, and a function that attaches the adapter to the base.
 
         Raises:
             CoterieError: The run has no such client.
@@ -176,7 +176,7 @@ class Loader:
         return Loaded(base, side.model)
 
     def side(self, folder: RunFolder, config: RunConfig, client: str) -> tuple[Base, ClientSide]:
-        """Restore a client's method object, with its state in the newest checkpoint.
+        """Restore a client's method object from its state in the newest checkpoint.
 
         Args:
             folder: The run folder.
@@ -229,7 +229,8 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
 
     Args:
         path: The run folder.
-        client: A client's name, or "server", for the tokenizer of that participant's base.
+        client: A client's name, or "server", for the tokenizer of that participant's base. None
+            for the tokenizer of the base that the key `base` of the run file names.
 
     Returns:
         A transformers tokenizer. If the run's data are conversations, the tokenizer has the chat

@@ -65,7 +65,7 @@ class Best:
 
 
 class Keeper:
-    """Selection of a client's best model among the untrained base and its models after each round.
+    """A selector of a client's best model: the untrained base, or the model after a round.
 
     Args:
         config: The run's configuration.

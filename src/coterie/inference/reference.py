@@ -1,7 +1,7 @@
 """The log-likelihoods of a client's preference pairs under the reference model of DPO.
 
-They are computed once, before training, so that no second model is in memory during training and
-all engines use equal values.
+The log-likelihoods are computed once, before training, so that no second model is in memory during
+training and all engines use equal values.
 """
 
 from dataclasses import replace
@@ -47,14 +47,18 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
         log-likelihoods of a reference model, the participant is returned unchanged.
 
     Raises:
-        CoterieError: `training.dpo.reference` is not a run with this client on the same base.
+        CoterieError: `training.dpo.reference` is not the folder of a run with a finished round,
+            that run has no such client, or the client's base in that run is different.
     """
     if not participant.data.train.needs_reference:
         return participant
     dpo, name = config.training.dpo or DPOSpec(), participant.name
     model = bare(base) if dpo.reference == "base" else _earlier(config, dpo.reference, name)
     referenced: dict[int, Split] = {}
-    """Splits with log-likelihoods, by the original's `id`: a split may also be a test set."""
+    """Splits with log-likelihoods, by the `id` of the original split.
+
+    A split that is also a test set is computed only once.
+    """
 
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch

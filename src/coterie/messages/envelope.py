@@ -42,7 +42,8 @@ FAULT_MESSAGES: dict[Fault, str] = {
     "base": "the weights of the client's base differ from those of the run's base",
     "unable": "the client left because of an error on its machine; see the client's log",
     "plugin": "the run's plugin is missing on the client's machine, or has another version",
-    "public": "the run's public text is missing on the client's machine, or differs",
+    "public": "the public text on the client's machine is missing, or differs from the run's "
+    "public text",
     "terms": "this run differs from the run file that was agreed to on the client's machine",
     "budget": "the run would exceed the client's privacy budget",
 }
@@ -79,9 +80,10 @@ class _Header(BaseModel):
 
 
 class Order(_Header):
-    """A server's order: join the run, take part in a round, finish, or end without a result.
+    """The header of a server's order: join, take part in a round, finish the run, or abandon it.
 
-    The body is a download. Fields added by other protocol versions are ignored, so that a client
+    The envelope's body is a download if the kind of the order is `step` or `finish`, and empty
+    otherwise. Fields added by other protocol versions are ignored, so that a client
     can report the difference in versions.
     """
 
@@ -94,11 +96,11 @@ class Order(_Header):
     base: str = ""
     """Hash of the weights of the joined clients' base; empty until the first client has joined."""
     plugins: dict[str, PluginFile] | None = None
-    """Files of the run's plugins; the keys are those of `plugins` in run.json; `join` only."""
+    """Files of the run's plugins, by the keys of `plugins` in run.json; set only for `join`."""
     public: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
-    """Hash of the run's public text, if the run has any; `join` only."""
+    """Hash of the run's public text, if the run has one; set only for `join`."""
     config: dict[str, Json] | None = None
-    """The run file without paths of any participant; `join` only."""
+    """The run file without paths of any participant; set only for `join`."""
 
 
 class Entry(BaseModel):
@@ -120,7 +122,7 @@ class Entry(BaseModel):
 
     @property
     def is_from_client(self) -> bool:
-        """Whether a client may report this metric; some are recorded only by the server."""
+        """Whether a client may report this metric; some metrics are recorded only by the server."""
         return self.client is not None and not self.name.startswith(SERVER_METRICS)
 
 
@@ -143,7 +145,7 @@ def _is_array(value: Json) -> bool:
 
 
 def _is_score(value: Json) -> bool:
-    """Return whether a value maps metrics to numbers, among them those that all reports need."""
+    """Return whether a value maps metrics to numbers, including the metrics that reports need."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -168,7 +170,11 @@ VALUE_CHECKS |= {name.removesuffix("/"): is_valid for name, is_valid in VALUE_CH
 
 
 class Reply(_Header):
-    """A client's reply to an order; the body is a hello or an upload."""
+    """The header of a client's reply to an order.
+
+    The envelope's body is an upload; in a reply to `join`, it is the message that `Schema.hello`
+    describes.
+    """
 
     fault: Fault | None = None
     base: str = ""

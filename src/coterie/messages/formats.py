@@ -22,7 +22,7 @@ class FormatError(CoterieError):
 
 
 def version_fields() -> dict[str, Any]:
-    """Return the header fields `format` and `coterie`: the format and Coterie's version."""
+    """Return the header fields `format`, the format's number, and `coterie`, Coterie's version."""
     return {"format": FORMAT, "coterie": VERSION}
 
 

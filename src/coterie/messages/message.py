@@ -1,9 +1,9 @@
 """Messages and states: named groups of tensors with a little JSON, stored as safetensors.
 
-A group maps names to tensors: `message["adapter"]`. A missing group is read as an empty group. In
-the bytes, a tensor's key is `GROUP/NAME`. If the tensor belongs to a peer or to a nested state, the
-key begins with the name of that peer or state, as in `alice:adapter/NAME`. Only this file reads and
-writes these keys. Pickle is never used.
+A group maps names to tensors: `message["adapter"]`. Reading a missing group gives an empty
+mapping. In the encoded bytes, a tensor's key is `GROUP/NAME`. If the tensor belongs to a peer or to
+a nested state, the key begins with the name of that peer or state, as in `alice:adapter/NAME`. Only
+this file reads and writes these keys. Pickle is never used.
 """
 
 import json
@@ -27,7 +27,7 @@ Groups = Mapping[str, Tensors]
 LARGEST_MESSAGE = 2**30
 """Maximum message size in bytes; enough for three full-rank updates of GPT-2's layers."""
 LARGEST_HEADER = 2**23
-"""Maximum header size in bytes; after parsing, it takes up to 65 times as much memory."""
+"""Maximum header size in bytes; a parsed header takes up to 65 times as much memory."""
 LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
 """Maximum number of tensor dimensions that torch can compute with."""
@@ -57,7 +57,7 @@ class State:
     parts: Mapping[str, "State"] = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Tensors:
-        """Return a group's tensors by name; a missing group is empty."""
+        """Return a group's tensors by name, or an empty mapping if there is no such group."""
         return self.groups.get(group, {})
 
     def walk(self, *path: str) -> "Iterator[tuple[tuple[str, ...], State]]":
@@ -116,7 +116,9 @@ class State:
             or not all(NAME.fullmatch(name) for path in paths for name in path)
             or not all(isinstance(v, dict) for v in values.values())
         ):
-            raise MessageError("The state contains values of invalid nested states.")
+            raise MessageError(
+                "The state contains a nested state with an invalid path or invalid values."
+            )
         return _assembled({path: {} for path in paths} | groups, values)
 
 
@@ -161,7 +163,8 @@ def _assembled(
 
     Args:
         groups: The groups of all states, by the states' paths.
-        values: The values of all states, by the states' paths, joined by colons.
+        values: The values of all states. A key is a state's path as text: its components, joined by
+            colons.
         *path: The path of the state to build.
     """
     depth = len(path)
@@ -189,7 +192,7 @@ class Message:
     peers: Mapping[str, Groups] = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Tensors:
-        """Return a group's tensors by name; a missing group is empty."""
+        """Return a group's tensors by name, or an empty mapping if there is no such group."""
         return self.groups.get(group, {})
 
     def from_peer(self, name: str) -> "Message":
@@ -245,7 +248,7 @@ class Message:
 
         Raises:
             MessageError: The bytes are not a message, or exceed a size limit.
-            FormatError: The sender's version has another format.
+            FormatError: The sender's version of Coterie has another format.
         """
         if len(data) > LARGEST_MESSAGE:
             raise MessageError(
@@ -286,14 +289,14 @@ def _unpack(
 
     Raises:
         MessageError: The bytes are not a message or a state.
-        FormatError: The sender's or the writer's version has another format.
+        FormatError: The bytes were written by a version of Coterie with another format.
     """
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
         metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
         header = json.loads(metadata["coterie"], parse_float=_finite, parse_constant=_finite)
     # torch raises RuntimeError if strides overflow; Python's RecursionError, for JSON that is
-    # nested too deeply, is a RuntimeError, too.
+    # nested too deeply, is also a RuntimeError.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):

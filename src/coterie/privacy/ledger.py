@@ -37,9 +37,9 @@ RUNS = TypeAdapter(dict[str, dict[str, Noise]])
 
 
 class Ledger:
-    """A record of all that one client has released with noise, in all of its runs.
+    """A list of all releases with noise that one client has made, in all of the client's runs.
 
-    Each release is the output of a Gaussian mechanism on the same records. Therefore, the costs
+    Each release is the output of a Gaussian mechanism on the client's records. Therefore, the costs
     `1 / noise**2` of the releases add up.
 
     Args:
@@ -122,7 +122,7 @@ def _exceeds(cost: float, allowed: float) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a ledger's file against other processes during the block."""
+    """Lock a ledger's file against other processes during the body of the `with` statement."""
     with open_lock(path.with_name(f".{path.name}.lock")) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

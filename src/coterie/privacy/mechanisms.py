@@ -29,8 +29,8 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
         samples: (n, dim), one vector per record, n >= 1.
         clip: Maximum L2 norm.
         noise: Noise multiplier sigma; the standard deviation is `noise * 2 clip / n`.
-        chance: CPU generator of the noise. Its seed must be secret from the receiver, who could
-            otherwise subtract the noise.
+        chance: CPU generator of the noise. Its seed must be kept secret from the receiver,
+            who could otherwise subtract the noise.
 
     Returns:
         (dim,) float32.
@@ -59,7 +59,8 @@ def epsilon(noise: float, releases: int, delta: float) -> float:
     """Return the exact epsilon of (epsilon, delta)-differential privacy after several releases.
 
     Together, the releases are equivalent to one Gaussian mechanism with `mu = sqrt(releases) /
-    noise` (Dong et al., Gaussian differential privacy, arXiv 1905.02383, on composition).
+    noise` (see the section on composition in Dong et al., Gaussian differential privacy, arXiv
+    1905.02383).
 
     Args:
         noise: Noise multiplier sigma > 0 of each release.

@@ -9,7 +9,7 @@
 `pytest` then runs every test of `MethodContract` on a small run of the method, in seconds.
 
 `joined` and `one_round` execute rounds one at a time; see `coterie.testing.rounds`. `small_run`
-creates a run that takes seconds.
+creates a run that takes a few seconds.
 """
 
 import pytest

@@ -142,7 +142,7 @@ def deploy(run: RunConfig, out: Path, **network: Any) -> Loop:
     Args:
         run: The run file.
         out: The folder for the run folders of the clients and the server.
-        **network: Fields of the `Loop`.
+        **network: Arguments of the `Loop`, which is the simulated network, except `workers`.
 
     Returns:
         The network, with the messages that were sent.

@@ -30,8 +30,8 @@ def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> Loca
         clients: The clients that take part; by default, all clients of the run file.
 
     Returns:
-        The run before its first exchange. `clients` maps names to the clients' method objects, and
-        `server` is the server's method object.
+        The run before its first exchange. Its attribute `clients` maps names to the clients' method
+        objects, and its attribute `server` is the server's method object.
 
     Raises:
         CoterieError: A text or a base cannot be read, or the method cannot carry out the run.

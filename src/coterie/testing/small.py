@@ -1,4 +1,4 @@
-"""Small runs that take seconds: a random base of two narrow layers, and three writers' texts."""
+"""Small runs that take seconds: a base with two narrow, random layers, and three short texts."""
 
 import json
 import random
@@ -21,6 +21,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.files import write_json
 
 WRITERS = ("diarist", "poet", "whaler")
+"""The names of the test clients, who are the writers of three of the demo's texts."""
 TOKENS = 1024
 """The size of the base's vocabulary.
 
@@ -61,7 +62,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_texts(folder: Path) -> Path:
-    """Write a file NAME.txt for each writer, with a text of 30,000 characters.
+    """Write a text of 30,000 characters to a file NAME.txt for each of the `WRITERS`.
 
     Args:
         folder: The folder for the texts.
@@ -104,7 +105,7 @@ def write_other_base(folder: Path, text: Path) -> Path:
 
 
 def write_questions(folder: Path) -> Path:
-    """Write a file NAME.jsonl for each writer, with 60 questions that are answered by yes or no.
+    """Write 60 yes-or-no questions with answers to a file NAME.jsonl for each of the `WRITERS`.
 
     Args:
         folder: The folder for the files.
@@ -128,7 +129,7 @@ def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
 
     Args:
         base: The folder of the base.
-        texts: The folder of the writers' texts.
+        texts: The folder that `write_texts` has filled.
         **changes: Keys and values that replace those in the run file.
     """
     return {
@@ -149,10 +150,11 @@ def teaching_values(
     """Return the run file of a run of FedMKT with two tokenizers and public questions.
 
     Args:
-        base: The folder of the clients' base.
-        other: The base of the server's own model. One of the two clients also uses this base,
-            unless the method is `fedmkt-fedavg`.
-        questions: The folder of the writers' questions.
+        base: The folder of the base of the client `diarist` (with the method `fedmkt-fedavg`: of
+            both clients, `diarist` and `poet`).
+        other: The base of the server's own model and of the client `poet` (with the method
+            `fedmkt-fedavg`: of the server's own model only).
+        questions: The folder that `write_questions` has filled.
         **changes: Keys and values that replace those in the run file. If `method` is among the
             keys, its value must be a mapping; settings that it does not contain keep
             their values.
@@ -175,7 +177,7 @@ def teaching_values(
 
 
 def small_run(folder: Path, /, **changes: Any) -> RunConfig:
-    """Create a run of three clients and two rounds that takes seconds, with a public text.
+    """Create a run with three clients, two rounds and a public text, which takes a few seconds.
 
     Args:
         folder: The folder for the base and the texts.

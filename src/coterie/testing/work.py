@@ -51,7 +51,7 @@ class Work:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Exclude the forward passes in the block from the counts, and count an evaluation."""
+        """Count an evaluation, and do not count the forward passes inside the `with` block."""
         self.scoring, self.scores = True, self.scores + 1
         yield
         self.scoring = False

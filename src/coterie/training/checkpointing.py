@@ -26,9 +26,9 @@ from coterie.errors import CoterieError
 
 @contextmanager
 def checkpointing(model: PreTrainedModel, base_dropout: float) -> Iterator[None]:
-    """Enable gradient checkpointing for the forward passes in the block.
+    """Enable gradient checkpointing for the forward passes in the body of the `with` statement.
 
-    The backward passes may run after the block.
+    The backward passes may run after the `with` statement.
 
     Args:
         model: The base.

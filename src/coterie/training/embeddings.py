@@ -30,7 +30,8 @@ def mean_embeddings(
     Args:
         base: The base.
         adapter: The adapter to attach to the base.
-        samples: The embedding set. Of a preference pair, only the chosen answer is read.
+        samples: The samples over whose tokens the embeddings are averaged. If the samples are
+            preference pairs, only the chosen answers are read.
         batch: The number of samples in a forward pass.
         private: Function that computes a mean with noise. Its argument is a tensor of shape
             (samples, values): each row contains a sample's mean embeddings on all layers. The

@@ -87,7 +87,7 @@ class LocalTraining:
         Args:
             level: The level.
             step: The step, counted from 0 at the start of the run.
-            turn: The number of the update among the level's updates in this step (the first is 0).
+            turn: The number of the update within the level's turn in this step, counted from 0.
         """
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
@@ -103,14 +103,14 @@ class LocalTraining:
     def _loss(
         self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, measured: list[Measures]
     ) -> Tensor:
-        """Return the loss of a piece; append its other measures, such as rewards, to `measured`."""
+        """Return the loss of a piece of a batch; append other measures (rewards) to `measured`."""
         with training_pass(self.context, *purpose):
             loss, measures = batch.to(self.context.base.device).loss(model)
         measured += [] if measures is None else [measures]
         return loss
 
     def moments(self, parameter: Tensor) -> list[Tensor]:
-        """Return the optimisers' moments of a parameter that have the parameter's shape."""
+        """Return the optimisers' moments of a parameter, if they have the parameter's shape."""
         states = (updater.optimiser.state.get(parameter, {}) for updater in self._updaters.values())
         return [
             value

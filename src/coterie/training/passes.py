@@ -17,12 +17,12 @@ Purpose = tuple[str | int, ...]
 
 @contextmanager
 def training_pass(context: ClientContext, *purpose: str | int) -> Iterator[None]:
-    """Enable dropout in the block's forward passes, and gradient checkpointing if the run uses it.
+    """Enable dropout inside the `with` block, and gradient checkpointing if the run uses it.
 
     Args:
         context: The client's context.
-        purpose: The `Purpose` of the forward pass. With the run's seed and the client's name, it
-            determines the dropout masks.
+        purpose: The `Purpose` of the forward pass. The dropout masks depend on the purpose, the
+            run's seed and the client's name.
     """
     base, training = context.base, context.training
     seed = generator(context.seed, "dropout", context.name, *purpose).initial_seed()

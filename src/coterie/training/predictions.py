@@ -14,7 +14,10 @@ from coterie.losses.tokens import logits_in_pieces
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions of the p tokens of all answers, including the end tokens, in sample order."""
+    """Predictions for all p tokens of the answers, including the end tokens, in sample order.
+
+    p is the total number of these tokens in all samples.
+    """
 
     tokens: Tensor
     """(p, k) int64: the k most likely tokens at each position, the most likely first."""

@@ -41,9 +41,9 @@ class Level:
     """The number of updates in a turn."""
     penalty: Penalty | None = None
     leaves: Selects = lambda _: False
-    """Function that returns whether this level adds to the gradient of a given parameter.
+    """Function that returns whether this level only accumulates the gradient of a given parameter.
 
-    Another level updates the parameter, and uses the gradient in its next update.
+    Another level updates the parameter, and uses the accumulated gradient in its next update.
     """
     exchanges: Callable[[int], bool] = lambda _: True
     """Function that returns whether the level has turns in an exchange (the first is 0)."""
@@ -69,7 +69,7 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
     starts again in the next. After the warm-up, the learning rate is
 
     - cosine: half a cosine from the peak to the final learning rate;
-    - one-cycle: as in torch's `OneCycleLR`, whose warm-up is half a cosine, too;
+    - one-cycle: as in torch's `OneCycleLR`, where both the warm-up and the decay are half a cosine;
     - constant: the peak, multiplied by `learning_rate_decay` after every round.
 
     With cosine and one-cycle, the last step has the final learning rate, even if the warm-up fills

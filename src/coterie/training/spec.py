@@ -181,8 +181,8 @@ class EvaluationSpec(Section):
     batch: Count = 16
     """number of windows per evaluation batch; does not affect scores"""
     keep: Literal["best", "last"] = "best"
-    """model that each client ends with: from the round with its best validation score (round 0: the
-    untrained base), or from the last round"""
+    """model that each client ends with. best: the model of the round with the client's best
+    validation score (round 0: the untrained base). last: the model of the last round"""
     validation_samples: Count = 128
     """number of validation samples that determine the best round: evenly spaced, and the same in
     every round"""

@@ -33,9 +33,9 @@ class Updater:
         context: The client's context.
         adapter: The adapter whose parameters are updated.
         selects: Function that returns whether a parameter is updated.
-        leaves: Function that returns whether the updates add to the gradient of a given parameter
-            without changing the parameter. The `Updater` that changes the parameter uses the
-            gradient in its next update.
+        leaves: Function that returns whether the gradient of a given parameter is only accumulated
+            here. Another `Updater` updates this parameter, and uses the accumulated gradient in its
+            next update.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Updater:
         """Restore a state returned by `state()`; initialise moments that the state lacks.
 
         Moments are overwritten in place. Allocating new ones for each client and evaluation would
-        fragment the heap (900 MiB with 32 clients of GPT-2).
+        fragment the heap (900 MiB with 32 clients that train GPT-2).
         """
         initial = self._new_optimiser().state  # Adagrad, for example, begins with moments
         for name, parameter in self.parameters.items():
@@ -164,6 +164,6 @@ class Updater:
 def _copied(parameter: Tensor, kind: str, moment: Tensor) -> Tensor:
     """Copy a moment to the device of its parameter.
 
-    A step count is copied on its present device: torch keeps step counts on the CPU.
+    A step count stays on its current device, because torch keeps step counts on the CPU.
     """
     return moment.to(moment.device if kind == "step" else parameter.device, copy=True)
