@@ -383,16 +383,16 @@ class Recorder:
         """The number of metrics that are recorded for the round in progress."""
         return len(self._lines)
 
-    def undo(self, start: int, end: int | None = None, *, keep: str = "nothing") -> None:
+    def undo(self, start: int, end: int | None = None, *, keep: str | None = None) -> None:
         """Delete metrics of the round in progress.
 
         Args:
             start: The value of `count` before the first metric to delete was recorded.
             end: The value of `count` after the last metric to delete; None: delete to the end.
-            keep: Metrics are not deleted if their names begin with this text (default: delete all).
+            keep: Metrics whose names begin with this prefix are not deleted; None: delete all.
         """
-        span = self._lines[start:end]
-        self._lines[start:end] = [line for line in span if line["name"].startswith(keep)]
+        span, prefixes = self._lines[start:end], () if keep is None else (keep,)
+        self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]
 
     def take(self) -> list[dict[str, Json]]:
         """Return the recorded metrics, and clear the recorder."""
