@@ -62,7 +62,11 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("data.instructions={choices: [yes, no]}", "quote them"),
         ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
         ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
-        ("clients.poet.path=x", "'clients' is not a mapping; set it as a whole."),
+        (
+            "clients.poet.path=x",
+            "'clients' is not a mapping, so no key inside it can be set; set the whole value of "
+            "'clients' instead.",
+        ),
         ("rounds", "--set takes key=value"),
         ("=4", "--set takes key=value"),
         ("rounds=[1", "the value is not valid YAML"),
@@ -86,7 +90,11 @@ def run_file(values, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is empty; it needs at least `clients` or `divide` (`coterie run` runs a demo)."),
+        (
+            b"",
+            "is empty; it needs at least `clients` or `divide` (to run the demo, use `coterie run` "
+            "without a run file).",
+        ),
         (b"- a\n", "is not a mapping of keys to values."),
         (b"name: [a\nb: }", "is not valid YAML, line 2, column 2: expected ',' or ']'"),
         ("name: café".encode("latin-1"), "is not UTF-8 text."),

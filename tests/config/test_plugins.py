@@ -142,7 +142,8 @@ def refusals(run, tmp_path, monkeypatch, clients) -> list[str]:
 def test_a_client_without_the_plugin_is_told(deployed, tmp_path, monkeypatch) -> None:
     [why] = refusals(deployed, tmp_path, monkeypatch, lambda: forgotten(monkeypatch))
     assert why == (
-        "the run needs the plugin mine.py; start this client with --plugin and the same file"
+        "the run needs the plugin mine.py; get this file from the server's operator, and start "
+        "this client with --plugin FILE"
     )
 
 

@@ -325,7 +325,7 @@ def test_a_new_run_leaves_out_whom_it_is_told_to(values, tmp_path) -> None:
     config = load_deployment(read_values(path), ["diarist", "whaler"], ["poet"])
     check_start(config, ["diarist", "whaler"])
     assert [client.name for client in config.clients] == ["diarist", "whaler"]
-    with pytest.raises(CoterieError, match="or leave it out with --without poet"):
+    with pytest.raises(CoterieError, match="or leave the client out with --without poet"):
         check_start(load_deployment(read_values(path), ["diarist"]), ["diarist", "whaler"])
     with pytest.raises(CoterieError, match="no clients left"):
         load_deployment(read_values(path), [], NAMES)

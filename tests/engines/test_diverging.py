@@ -197,7 +197,9 @@ def test_a_run_without_a_client_ends_with_a_sentence(round, broken, tmp_path) ->
     assert "\n" not in str(error.value)
     for worker in network.workers.values():
         assert worker.finished
-        assert worker.error == "The server ended the run after an error; ask its operator."
+        assert worker.error == (
+            "The server ended the run after an error; ask the server's operator for the cause."
+        )
     assert RunFolder(tmp_path / "server").rounds() == round
 
 

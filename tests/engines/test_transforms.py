@@ -204,7 +204,7 @@ def test_a_client_without_its_state_cannot_read_differences(config, tmp_path) ->
     with pytest.raises(Killed):
         deploy(run, tmp_path, events={4: wipe, 8: kill})
     [why, *_] = [what[1] for what in seen if what[0] == "fault"]
-    assert "The state of round 1 is missing, and the downloads of this run are diff" in why
+    assert "round 1 is missing, but each download of this run contains only the diff" in why
 
 
 def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None:

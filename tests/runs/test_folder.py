@@ -130,6 +130,27 @@ def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
         assert [found["value"] for found in folder.metrics()] == left
 
 
+@pytest.mark.parametrize(
+    ("keep", "names"),
+    [(None, ["first"]), ("bytes", ["first", "bytes/up"]), ("", ["first", "nothing", "bytes/up"])],
+)
+def test_a_recorder_deletes_figures_except_those_with_a_prefix(keep, names) -> None:
+    recorder = Recorder(lambda *figure: None)
+    recorder.log("poet", "first", 1.0)
+    start = recorder.count
+    recorder.log("poet", "nothing", 2.0)
+    recorder.log("poet", "bytes/up", 3.0)
+    recorder.undo(start, keep=keep)
+    assert [figure["name"] for figure in recorder.take()] == names
+
+
+def test_a_recorder_deletes_all_figures_by_default() -> None:
+    recorder = Recorder(lambda *figure: None)
+    recorder.log("poet", "nothing", 1.0)
+    recorder.undo(0)
+    assert recorder.take() == []
+
+
 def test_a_recorder_says_when_a_figure_of_another_round_came_up(folder) -> None:
     recorder = Recorder(lambda *figure: None)
     recorder.round = 2

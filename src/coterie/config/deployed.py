@@ -60,8 +60,8 @@ def load_deployment(
         )
     if config.pooled:
         raise CoterieError(
-            "A pooled run cannot be deployed, because it trains on all clients' texts on one "
-            "machine; choose another method."
+            "A run that trains one client on the texts of all clients cannot be deployed; choose "
+            "a method other than `centralized`, and remove `pooled`."
         )
     return config
 
@@ -77,12 +77,15 @@ def check_start(config: "RunConfig", registered: Collection[str]) -> None:
         if client.name not in registered:
             raise CoterieError(
                 f"The client {client.name!r} has no key; create one with `coterie keys add "
-                f"{client.name}`, or leave it out with --without {client.name}."
+                f"{client.name}`, or leave the client out with --without {client.name}."
             )
 
 
 def load_agreed(path: Path, client: str) -> "RunConfig":
-    """Read a client's copy of the server's run file, with which the client agrees to the run."""
+    """Read a client's copy of the server's run file.
+
+    By providing this copy, the client agrees to the run that the file describes.
+    """
     return load_deployment(read_values(path), [client])
 
 
@@ -104,7 +107,7 @@ def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
 
 
 def _with_text(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a copy of a run file's data; clients that have no text get the text at `path`."""
+    """Return a copy of a run file's data in which clients without a text get the text at `path`."""
     listed = values.get("clients")
     if not isinstance(listed, list):
         return dict(values)

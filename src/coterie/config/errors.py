@@ -128,7 +128,7 @@ def _dotted(location: Location) -> str:
 
 
 def _keys(model: type[BaseModel], location: Location) -> list[str]:
-    """Return the keys that the mapping at a location of a run file may have."""
+    """Return the keys that are allowed in the mapping at a location of a run file."""
     for key in location:
         if key in model.model_fields:
             model = next(_models(model.model_fields[str(key)].annotation), model)

@@ -75,7 +75,7 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
     """Execute a Python file; register the methods, transforms, metrics and data kinds in it.
 
     Args:
-        file: The file.
+        file: The path of the plugin file.
         expected: The hash (SHA-256) that the file must have. A file with a different hash is not
             executed. None: any hash.
 
@@ -115,7 +115,11 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
 
 
 def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
-    """Execute the code that was hashed; do not read the file again, because it may have changed."""
+    """Execute the code of a plugin file.
+
+    `code` is the content whose hash was checked. The file is not read again, because it may have
+    changed since then.
+    """
     try:
         exec(compile(code, str(module.__file__), "exec"), vars(module))
     except SyntaxError as error:
@@ -130,7 +134,7 @@ def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
 
 
 def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
-    """Return the classes that a module defines with a `name`, each with the registry for the class.
+    """Return the classes that a module defines and that have a `name`, with their registries.
 
     Classes that the module only imports, or that no registry accepts, are left out.
     """
@@ -159,8 +163,9 @@ def plugin_of(kind: type) -> Plugin | None:
 def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
     """Return the plugins that define the given classes; ignore classes that no plugin defines.
 
-    The keys of the result are as in `plugins` of run.json. The key of a method is the method's
-    name. The key of any other object consists of its type and its name, as in `metric distinct-2`.
+    The keys of the result are the same as in the section `plugins` of run.json. The key of a method
+    is the method's name. The key of any other object consists of the object's type and name, as in
+    `metric distinct-2`.
     """
     used: dict[str, Plugin] = {}
     for kind in kinds:
@@ -186,8 +191,8 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
 
     Args:
         where: The words with which the error message begins, such as "The run in FOLDER".
-        recorded: The file and the hash of each plugin when the run began, with the same keys as
-            in `plugins_of`.
+        recorded: The file and the hash of each plugin when the run began. The keys are the same
+            as in the result of `plugins_of`.
     """
     for key, plugin in recorded.items():
         loaded, file = plugin_for(key), plugin["file"]

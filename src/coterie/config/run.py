@@ -63,7 +63,11 @@ class RunConfig(Sections[Method]):
 
     @property
     def every_transform(self) -> tuple[Transform, ...]:
-        """The transforms that the run file lists or configures with other keys of `aggregation`."""
+        """All transforms of the run.
+
+        These are the transforms in the list `aggregation.transforms`, followed by the transforms
+        that other keys of `aggregation` configure.
+        """
         return with_defaults(self.aggregation, self.transforms, self.method.schema())
 
     @property
@@ -75,13 +79,13 @@ class RunConfig(Sections[Method]):
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Convert the number of an exchange of the run to the method's exchange and its phase.
+        """Convert an exchange of the run to an exchange of the method and a phase.
 
         Args:
-            exchange: The number of the run's exchange; the first is 0.
+            exchange: The number of the exchange of the run; the first is 0.
 
         Returns:
-            The number of the method's exchange (the first is 0), and the phase in this exchange.
+            The number of the exchange of the method (the first is 0), and the phase.
         """
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
@@ -132,7 +136,8 @@ class RunConfig(Sections[Method]):
     def _model_owner(self, name: str) -> str:
         """Return whose model a client trains: the client's own name, or `server`.
 
-        The single client of a pooled run trains the server's model if the server has a model.
+        If the run trains one client on the texts of all clients (`pooled`), this client trains the
+        server's model, provided that the server has a model.
         """
         return SERVER if self.pooled and self.server is not None else name
 
@@ -189,7 +194,7 @@ class RunConfig(Sections[Method]):
     def plugins(self) -> dict[str, dict[str, str]]:
         """The file and hash of each plugin that the run or a baseline uses.
 
-        The keys are the same as in `plugins_of`.
+        The keys are the same as in the result of `plugins_of`.
         """
         baselines = [kind_of(name) for name in self.baselines if name != POOLED]
         plugins = plugins_of([*self.objects, *baselines])

@@ -232,8 +232,8 @@ class Sections(BaseModel, Generic[M]):
         if kind.compares and shared:
             key = "divide.public" if self.server is None else "server"
             raise ValueError(
-                f"`{self.data.key}` and `{key}` are mutually exclusive, as {kind.name} can only be "
-                "in clients' own data; remove one of the two"
+                f"`{self.data.key}` and `{key}` are mutually exclusive, because only clients' "
+                f"own data can contain {kind.name}; remove one of the two"
             )
         return self
 

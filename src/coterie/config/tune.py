@@ -15,8 +15,8 @@ TUNABLE = ("rounds", "method", "training", "aggregation")
 NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
 """Keys within `TUNABLE` that cannot be tuned.
 
-Methods are compared, not tuned; all trials share bases in one precision; and a whole section is
-not a value.
+Methods are compared instead of tuned; all trials share bases in one precision; and the settings of
+a section are tuned one by one, not all together.
 """
 
 
@@ -45,7 +45,9 @@ def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
-    """Raise CoterieError if a key cannot be tuned, or if models are not scored on the test text.
+    """Raise CoterieError if a key cannot be tuned, or if `split` is not the test split.
+
+    Models must be scored on the test text, because the validation text is used to choose values.
 
     Args:
         tune: The values to try for each dotted key.
@@ -60,8 +62,8 @@ def check_tune(tune: Mapping[str, Sequence[Any]], split: str) -> None:
             )
     if tune and split != "test":
         raise CoterieError(
-            "Tuning uses the validation text, so models must be scored on the test text; remove "
-            "evaluation.split."
+            "Tuning uses the validation text to choose values, so models must be scored on the "
+            "test text; remove evaluation.split."
         )
 
 

@@ -39,10 +39,10 @@ def place_data(values: dict[str, Any], path: Path) -> None:
 
 
 def located(path: Path) -> Path:
-    """Return the path of a run file, which may be given by the name of an embedded run file.
+    """Replace the name of an embedded run file with the path of that file.
 
-    If no file exists at the path and an embedded run file has this name, the path of the embedded
-    file is returned. Otherwise, the path is returned unchanged.
+    If no file exists at `path`, and `path` is the name of an embedded run file, such as `demo`, the
+    path of the embedded file is returned. Otherwise, `path` is returned unchanged.
     """
     if path.exists() or path.name != str(path):
         return path
@@ -63,7 +63,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
             return values
         if values is None:
             problem = (
-                "is empty; it needs at least `clients` or `divide` (`coterie run` runs a demo)"
+                "is empty; it needs at least `clients` or `divide` (to run the demo, use "
+                "`coterie run` without a run file)"
             )
     except FileNotFoundError:
         raise CoterieError(f"There is no run file {path}.") from None
@@ -149,7 +150,10 @@ def put(values: dict[str, Any], path: str, value: Any) -> None:
         if parent in ("method", "optimiser", "base") and isinstance(inner, str):
             inner = {"name": inner}  # NAME is short for {name: NAME}
         elif inner is not None and not isinstance(inner, Mapping):
-            raise CoterieError(f"{parent!r} is not a mapping; set it as a whole.")
+            raise CoterieError(
+                f"{parent!r} is not a mapping, so no key inside it can be set; set the whole value "
+                f"of {parent!r} instead."
+            )
         target[parent] = dict(inner or {})
         target = target[parent]
     target[last] = value

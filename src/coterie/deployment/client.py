@@ -108,7 +108,9 @@ class Worker:
         if self.run is None or self.run.id != order.run:
             return self._reply(order, fault="unknown run")
         if order.kind == "end":
-            self.error = "The server ended the run after an error; ask its operator."
+            self.error = (
+                "The server ended the run after an error; ask the server's operator for the cause."
+            )
             self.finished = True
             return self._reply(order)
         check_round(order, self.run.config.exchanges)
@@ -307,10 +309,12 @@ class SiteRun:
 
     @contextmanager
     def _transaction(self, round: int) -> Iterator[float]:
-        """Restore the saved state if the block raises, so that the server can repeat its order.
+        """Restore the saved state if the body of the with statement raises an exception.
+
+        The server can then repeat its order.
 
         Yields:
-            The time at which the block begins, in seconds of the monotonic clock.
+            The time at which the body begins, in seconds of the monotonic clock.
         """
         self.recorder.round = round
         try:
@@ -331,8 +335,8 @@ class SiteRun:
     def _settle(self, order: Order, digest: str) -> read.About:
         """Commit the newest step if the server accepted the step's upload; else, undo the step.
 
-        If the order is the order of the newest step again, the step is not undone, so that the
-        stored upload of the step can be sent again.
+        If the server repeats the order of the newest step, the step is not undone, so that its
+        stored upload can be sent again.
 
         Returns:
             The content of about.json of the step that is now the newest.
@@ -353,8 +357,9 @@ class SiteRun:
         if newest.round < counted:
             if self.part.aggregation.pipeline.down:
                 raise CoterieError(
-                    f"The state of round {counted + 1} is missing, and the downloads of this run "
-                    "are differences from it; ask the operator to expel this client."
+                    f"The state of round {counted + 1} is missing, but each download of this run "
+                    "contains only the differences from the previous download; ask the server's "
+                    "operator to expel this client."
                 )
             log.warning("the state of round %d is missing; continuing without it", counted + 1)
         return newest

@@ -22,7 +22,7 @@ DERIVED = ("report", "table.md")
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The amounts of deleted data about a client, and the rounds that the uploads affected."""
+    """The amounts of deleted data about a client, and the rounds that used the client's uploads."""
 
     metrics: int
     """The number of deleted lines of metrics.jsonl."""
@@ -33,7 +33,7 @@ class Forgotten:
 
 
 def check_participant(folder: RunFolder, client: str) -> None:
-    """Check that a run folder belongs to a server, and that a client may take part in its run.
+    """Check that a folder belongs to a server's run, and that a client may take part in this run.
 
     Args:
         folder: The run folder.
@@ -92,7 +92,7 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
 
 def _state_without(name: str, state: State, client: str) -> State:
-    """Return a checkpoint's state `name` without the data about a client."""
+    """Return a checkpoint's state, which is called `name`, without the data about a client."""
     if name == "server":
         return state.without(client)
     if name == TRANSFORMS:  # every transform may have a state for each client

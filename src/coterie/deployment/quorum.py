@@ -15,7 +15,8 @@ class Quorum:
 
     Args:
         config: The run.
-        seats: The status of each client, by name; the server updates it.
+        seats: The status of each client; the keys are clients' names. The server updates the
+            mapping.
     """
 
     def __init__(self, config: RunConfig, seats: Mapping[str, Seat]) -> None:
@@ -35,7 +36,7 @@ class Quorum:
 
     @property
     def needed(self) -> int:
-        """The number of clients (at least 1) that a round needs besides the stopped clients."""
+        """The number of clients that a round needs in addition to stopped clients; at least 1."""
         return max(1, self.size - self.stopped)
 
     @property

@@ -27,20 +27,20 @@ class Seat:
     counted: int | None = None
     """The last round in which the client's upload was accepted; None if there is no such round."""
     entries: list[Entry] = field(default_factory=list)
-    """The metrics in the client's last reply, which are recorded if its upload is accepted."""
+    """The metrics in the client's last reply, which are recorded if the upload is accepted."""
     stops: bool = False
     """Whether the client announced in its last reply that it stops training."""
     stopped: bool = False
     """Whether the client has stopped training, so that it takes part in no later round.
 
-    A client has stopped once the server has accepted the reply in which it announced this."""
+    A client has stopped once the server has accepted the reply that announced the stop."""
 
     def clear(self) -> None:
         """Clear a recorded failure, so that the server can ask the client again at once."""
         self.retry_at, self.failed = 0.0, False
 
     def fail(self) -> None:
-        """Record a failure: the client is asked again later, and rounds do not wait for it."""
+        """Record a failure. The client is asked again later, and no round waits for the client."""
         self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:

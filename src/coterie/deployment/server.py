@@ -30,10 +30,11 @@ GRACE = 60.0
 
 
 class ServerRun(ServerPart):
-    """The server of a run on a network, from the run's newest checkpoint (or start) to its end.
+    """The server of a deployed run, which starts or continues the run and serves it to the end.
 
-    The server repeats its order to a connected client (to join, to take part in the round, or to
-    end) until the client replies. So a client or this process can stop and continue at any time.
+    A run continues from its newest checkpoint. The server repeats its order to a connected client
+    (to join, to take part in the round, or to end) until the client replies. So a client or this
+    process can stop and continue at any time.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ServerRun(ServerPart):
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum and begin a round; return its clients, or [] if all have stopped."""
+        """Wait for a quorum and begin a round; return its clients, or [] if all clients stopped."""
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
@@ -149,7 +150,7 @@ class ServerRun(ServerPart):
         return not self.leaving
 
     def _settle(self, mean: Message) -> int:
-        """Close the round with the mean of its uploads; return the number of accepted uploads."""
+        """Close the round with the mean of the uploads; return the number of accepted uploads."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
@@ -203,7 +204,7 @@ class ServerRun(ServerPart):
         self.folder.append([line for line in self.recorder.take() if line not in lines])
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
-        """Set the next order for some clients, which `_poll` then sends."""
+        """Set the next order for some clients; `_poll` then sends this order."""
         self.kind, self.waiting = kind, set(names)
         for name in self.waiting:
             self.seats[name].ask()
@@ -365,7 +366,7 @@ class ServerRun(ServerPart):
         return self.round - (self.kind == "finish")
 
     def _refuse(self, event: str, error: Exception) -> None:
-        """Show an error that a client caused; if it is unexpected, also log the traceback."""
+        """Show an error that a client caused; log the traceback if the error is unexpected."""
         if not isinstance(error, CoterieError):
             log.debug(event, exc_info=error)
             error = CoterieError(f"{type(error).__name__} in the method")

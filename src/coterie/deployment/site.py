@@ -18,14 +18,14 @@ from coterie.runs import RunFolder
 
 @dataclass(frozen=True)
 class Site:
-    """A client's texts, base, folders and consent, which apply to every run that it joins."""
+    """A client's texts, base, folders and consent, which apply to all runs the client joins."""
 
     name: str
     texts: dict[str, str]
-    """The paths of the texts. The keys are as in a run file: `path`, or `train`, `validation` and
-    `test`."""
+    """The paths of the texts. The keys are the same as in a run file: `path`, or `train`,
+    `validation` and `test`."""
     out: Path
-    """The folder of the client's run folders."""
+    """The folder that contains the client's run folders."""
     base: str | None = None
     """The base to load; None loads the base that the run names, which must not be a local folder.
     """

@@ -91,7 +91,8 @@ def serve_again(
         address: The address to listen on, HOST:PORT.
         watch: Callbacks that follow the run.
         from_round: The number of complete rounds after which to resume the run. There must be a
-            checkpoint of this round. None: resume from the newest checkpoint.
+            checkpoint with exactly this number of complete rounds. None: resume from the newest
+            checkpoint.
         without: The names of clients to expel.
         update: A run whose `deployment` section and device replace those of the recorded run;
             None: no changes.

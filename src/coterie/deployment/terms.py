@@ -84,7 +84,9 @@ def version_mismatch(order: Order) -> str | None:
     for key, plugin in (order.plugins or {}).items():
         loaded = plugin_for(key)
         if loaded is None:
-            remedy = "start this client with --plugin and the same file"
+            remedy = (
+                "get this file from the server's operator, and start this client with --plugin FILE"
+            )
             return f"needs the plugin {plugin.file}; {remedy}"
         if loaded.sha256 != plugin.sha256:
             remedy = "the server and this client need the same file"

@@ -39,7 +39,7 @@ class NewStates:
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Remove all files at the start and at the end of the block."""
+        """Remove all files at the start and at the end of the body of the with statement."""
         with writing(self.path):
             if self.path.exists():  # the last process was killed
                 shutil.rmtree(self.path)
@@ -57,7 +57,7 @@ class NewStates:
                 write_bytes(self.path / f"{file}.safetensors", state.encode())
 
     def newest(self, client: ClientId) -> tuple[State | None, State | None]:
-        """Return the newest state of a client and that of the client's best model.
+        """Return the newest state of a client, and the newest state of the client's best model.
 
         Each of the two states is None if it has not been saved yet.
         """
@@ -71,7 +71,7 @@ class NewStates:
         return self._find(f"kept-{client}") or self.folder.find(f"kept-{client}")
 
     def drop(self, client: ClientId) -> None:
-        """Delete a client's states, so that the newest states are those in the checkpoint."""
+        """Delete a client's states, so that the states in the newest checkpoint are used again."""
         for file in (f"client-{client}", f"kept-{client}"):
             (self.path / f"{file}.safetensors").unlink(missing_ok=True)
 
@@ -178,7 +178,7 @@ class Clients(ABC):
 
     @abstractmethod
     def undo(self, name: ClientId) -> None:
-        """Restore the state that a client had before an exchange; its upload was not accepted."""
+        """Restore the state that a client had before an exchange whose upload was not accepted."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -186,4 +186,4 @@ class Clients(ABC):
 
     @abstractmethod
     def covered(self) -> set[tuple[str, ...]]:
-        """Return, for each kind of adapter, lines of text that describe the layers it modifies."""
+        """Return, for each kind of adapter, lines of text that describe the modified layers."""

@@ -49,7 +49,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         return iter(self.participants)
 
     def __len__(self) -> int:
-        """Return the number of all clients."""
+        """Return the number of clients, including those that are not in memory."""
         return len(self.participants)
 
     def part(self, name: ClientId) -> ClientPart:

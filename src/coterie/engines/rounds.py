@@ -33,7 +33,7 @@ C = TypeVar("C", bound=Clients)
 
 
 class Rounds(ServerPart, Generic[C]):
-    """A run of one method, which starts, or continues from the newest checkpoint.
+    """The round loop of a run, which starts the run or continues it from the newest checkpoint.
 
     Args:
         clients: The class of the run's clients.

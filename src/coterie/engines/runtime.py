@@ -241,8 +241,8 @@ class ClientPart:
     def score_trained(self, round: int) -> None:
         """Score the model after local training.
 
-        If the method has no downloads, the scores are also recorded as those of the aggregated
-        model, because both models are the same.
+        If the method has no downloads, the scores are also recorded as the scores of the
+        aggregated model, because both models are the same.
 
         Args:
             round: The number of the round; the first is 0.
@@ -264,7 +264,7 @@ class ClientPart:
                 self.log(self.name, metric.VALIDATION_ACCURACY, current.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
-        """Record which model is the best, and score it unless it is the last model.
+        """Record which model is the best; score the best model unless it is the last model.
 
         The client has the same state before and after the call.
         """

@@ -103,11 +103,12 @@ class ServerPart:
             raise unusable
 
     def score(self, round: int, *, last: bool = False) -> None:
-        """Score the server's model after an exchange, if it has one and evaluation is due.
+        """Score the server's model after an exchange, if there is a model and evaluation is due.
 
         Args:
             round: The number of the exchange; the first is 0.
-            last: Whether this is the last exchange of the run, also if the run ends early.
+            last: Whether the run ends with this exchange, for example because all clients have
+                stopped early. Evaluation is then always due.
         """
         round, _ = self.config.turn(round)
         own = self.own

@@ -126,7 +126,7 @@ class Session:
         return self.rounds(config, self.base, clients, folder, callbacks, server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
-        """Return the description of a run, which run.json contains so that the run can be repeated.
+        """Return a description of a run for run.json, from which the run can be repeated.
 
         Args:
             config: The run.
@@ -145,7 +145,7 @@ class Session:
     def finish(
         self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()
     ) -> None:
-        """Complete a run, from its start or its newest checkpoint; do nothing if it is finished.
+        """Start or resume a run and complete it; do nothing if the run is already finished.
 
         Args:
             folder: The run folder.

@@ -70,11 +70,11 @@ download."""
 Answer = dict[str, Any]
 """A client's answer: the upload or hello, the metrics in JSON, and the error if there was one."""
 Metric = dict[str, Json]
-"""The arguments of `Recorder.log`, by name."""
+"""The arguments of `Recorder.log`; the keys are the names of the parameters."""
 
 
 class SimulatedClients(Clients):
-    """Clients in a pool of processes, whose size is limited by the number of processors."""
+    """Clients in a pool of processes; the number of processors limits the number of processes."""
 
     in_process = False
 
@@ -156,9 +156,9 @@ class SimulatedClients(Clients):
 
 @contextmanager
 def _actors(count: int, threads: int) -> Iterator[Callable[[Order], "Future[Answer]"]]:
-    """Start actors, and stop them at the end of the block.
+    """Start actors, and stop them at the end of the body of the with statement.
 
-    On Linux, Ray's processes end when the thread that entered the block ends.
+    On Linux, Ray's processes end when the thread that entered the with statement ends.
 
     Args:
         count: The number of actors.

@@ -87,7 +87,7 @@ class Uploads:
         return True
 
     def _compact(self) -> int:
-        """Close the gaps that replaced uploads left in the file, and return the new end."""
+        """Close the gaps in the file where uploads were replaced; return the end of the file."""
         end = 0
         for name, (start, length) in sorted(self._places.items(), key=lambda item: item[1]):
             self._file.seek(start)

@@ -6,7 +6,7 @@ metrics.jsonl        a line for each metric: round, client, name, value; and `du
 checkpoints/00012/   after 12 rounds, the states of the server, of every client (client-NAME) and of
                      its best model so far (kept-NAME), and checksums; older ones are deleted
 scores/POINT/NAME.json  the last score of each window of the test text NAME; POINT: the scored model
-                     (trained, aggregated, or commonest: always the commonest answer)
+                     (trained, aggregated, or commonest, which always gives the commonest answer)
 result.json          the scores of a finished run
 without.json         the clients that were expelled from a deployed run
 baselines/NAME/      the run folder of a baseline
@@ -164,7 +164,7 @@ class RunFolder:
     def outcome(self) -> dict[str, Any] | None:
         """The result, the `seed` and the `items` of a run; None if the run is not finished.
 
-        `items` has the scores that `keep_items` wrote, first by `point` and then by test text.
+        `items[point][text]` contains the scores that `keep_items` wrote for `point` and `text`.
         """
         if (result := self.result) is None:
             return None
@@ -328,7 +328,7 @@ class RunFolder:
         return _checksum(read_inside(self.path, path.relative_to(self.path)))
 
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
-        """Return the hashes of a checkpoint's files; raise ValueError if they are damaged."""
+        """Return a checkpoint's recorded hashes; raise ValueError if checksums.json is damaged."""
         name = (checkpoint / CHECKSUMS).relative_to(self.path)
         return read.hashes(parse_json(read_inside(self.path, name)))
 
@@ -366,9 +366,9 @@ class Recorder:
         self.round = 0
 
     def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
-        """Record a metric of a client (None: of the run) in a round (None: the current round).
+        """Record a metric, unless the value contains NaN or infinity, which JSON cannot represent.
 
-        Values with NaN or infinity, which JSON cannot represent, are not recorded.
+        A `client` of None stands for the whole run, and a `round` of None for the current round.
         """
         if not plain(value):
             log.warning("the metric %r of %s is not finite and is not recorded", name, client)
@@ -383,16 +383,16 @@ class Recorder:
         """The number of metrics that are recorded for the round in progress."""
         return len(self._lines)
 
-    def undo(self, start: int, end: int | None = None, *, keep: str = "nothing") -> None:
+    def undo(self, start: int, end: int | None = None, *, keep: str | None = None) -> None:
         """Delete metrics of the round in progress.
 
         Args:
             start: The value of `count` before the first metric to delete was recorded.
             end: The value of `count` after the last metric to delete; None: delete to the end.
-            keep: Metrics are not deleted if their names begin with this text (default: delete all).
+            keep: Metrics whose names begin with this prefix are not deleted; None: delete all.
         """
-        span = self._lines[start:end]
-        self._lines[start:end] = [line for line in span if line["name"].startswith(keep)]
+        span, prefixes = self._lines[start:end], () if keep is None else (keep,)
+        self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]
 
     def take(self) -> list[dict[str, Json]]:
         """Return the recorded metrics, and clear the recorder."""

@@ -12,7 +12,7 @@ from coterie.messages import Json
 
 @contextmanager
 def logged(path: Path, *names: str) -> Iterator[None]:
-    """Write the records of loggers to a log file instead of the terminal, until the block ends.
+    """Write loggers' records to a log file instead of the terminal, while the with block runs.
 
     Handlers that users have added to loggers of Coterie also receive the records.
 
@@ -49,7 +49,7 @@ class RunStart:
     tokens: int
     """The mean number of tokens that a client reads in a training step."""
     adapters: tuple[str, ...]
-    """One sentence for each kind of adapter, which names the modules that adapters modify."""
+    """Lines of text that describe, for each kind of adapter, which modules the adapter modifies."""
 
 
 class Callback:
@@ -95,7 +95,7 @@ class Callback:
             round: the round that the metric belongs to.
             client: the client's name; None for a metric of the run or of the server.
             name: the name in metrics.jsonl, such as `loss/experts`, `test/trained` or `bytes/up`.
-            value: the value in metrics.jsonl: a number, or for scores a mapping.
+            value: the value in metrics.jsonl, such as a number, or a mapping for scores.
         """
 
     def on_client_end(self, round: int, client: str) -> None:

@@ -172,7 +172,7 @@ def check(path: Path, values: Mapping[str, Any], kind: type[BaseModel]) -> None:
     """Raise CoterieError if the content of a JSON file does not fit a pydantic model.
 
     Args:
-        path: The file, for the message.
+        path: The path of the file, which the error message names.
         values: The content of the file.
         kind: The pydantic model.
     """
