@@ -24,7 +24,7 @@ from coterie.runs import Callback, RunFolder
 __all__ = ["Run", "compare", "load", "resume", "run", "tokenizer", "write_comparison"]
 
 Config = RunConfig | Mapping[str, Any] | str | Path
-"""A validated configuration, the plain data of a run file, or the path of a run file."""
+"""A `RunConfig`, the content of a run file as a mapping, or the path of a run file."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,10 +36,13 @@ class Run:
     config: RunConfig
     """The configuration of the run."""
     results: dict[str, dict[str, Any]]
-    """The content of each result.json by method name: baselines first, the run's method last."""
+    """The content of each result.json. The keys are the names of the methods.
+
+    The baselines come first, and the run's method comes last.
+    """
 
     def __repr__(self) -> str:
-        """Return a text with the run's folder and its methods."""
+        """Return a text that shows the run folder and the names of the methods."""
         return f"Run({str(self.path)!r}, methods={list(self.results)})"
 
     def _repr_html_(self) -> str:
@@ -58,11 +61,12 @@ class Run:
         return run_table(self.results, scored.split, scored.metric, floor)
 
     def gains(self) -> str | None:
-        """Describe for which clients the run's method is better or worse than `local`.
+        """Compare the run's method with `local` for each client.
 
         Returns:
-            A sentence; None if `local` is not among the run's baselines, or if the results contain
-            no scores of individual test windows.
+            A sentence that says for which clients the method is better or worse than `local`. The
+            result is None if `local` is not among the run's baselines, or if the results contain no
+            scores of individual test windows.
         """
         folders = {name: self.path / "baselines" / name for name in self.results}
         folders[self.config.label] = self.path
@@ -97,10 +101,12 @@ def run(
     callbacks: Sequence[Callback] = (),
     engine: Engine = "local",
 ) -> Run:
-    """Run the baselines of a run, then its method.
+    """Execute a run and its baselines.
+
+    The baselines are executed first.
 
     Args:
-        config: A validated configuration, the plain data of a run file, or the path of a run file.
+        config: A `RunConfig`, the content of a run file as a mapping, or the path of a run file.
         out: The folder to create for the run; by default, `runs/NAME` with the run's name.
         method: A method to use instead of the method in `config`. Its class need not be registered
             if `engine` is "local".
@@ -115,9 +121,9 @@ def run(
         The finished run and its baselines.
 
     Raises:
-        CoterieError: The configuration is invalid, the method cannot carry out the run, a text or
-            a base cannot be read, training diverged, or the folder already contains a run and
-            `force` is false.
+        CoterieError: The configuration is invalid, the method cannot carry out the run, or training
+            diverged. The error is also raised if a text or a base cannot be read, or if the folder
+            already contains a run and `force` is false.
     """
     config = _config(config)
     if method is not None:
@@ -162,9 +168,10 @@ def resume(
         The finished run and its baselines.
 
     Raises:
-        CoterieError: The folder contains no run, the run belongs to a deployment (`coterie server`
-            or `coterie client`), a client's text or a plugin has changed since the run began, or
-            no checkpoint older than the newest one has exactly `from_round` complete rounds.
+        CoterieError: The folder contains no run, or contains a deployed run (of `coterie server` or
+            `coterie client`). The error is also raised if a client's text or a plugin has changed
+            since the run began, or if there is no earlier checkpoint with exactly `from_round`
+            complete rounds.
     """
     folder = RunFolder(Path(path))
     config, description = recorded(folder, method), folder.description
@@ -181,17 +188,19 @@ def resume(
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
-    """Delete the checkpoints that a run and its baselines wrote after a given round.
+    """Delete newer checkpoints of a run and its baselines, to return to a given round.
 
-    Finished runs are not changed.
+    Finished runs keep their checkpoints.
 
     Args:
         folder: The folder of the run.
-        rounds: The number of rounds that were complete at the newest checkpoint to keep.
+        rounds: The number of complete rounds to return to. Checkpoints with more complete rounds
+            are deleted.
 
     Raises:
-        CoterieError: There is no checkpoint to delete; or an unfinished run has checkpoints of
-            later rounds, but no checkpoint with exactly `rounds` complete rounds.
+        CoterieError: There is no checkpoint to delete. The error is also raised if an unfinished
+            run has checkpoints of later rounds, but no checkpoint with exactly `rounds` complete
+            rounds.
     """
     runs = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
     later = [run for run in runs if run.result is None and run.rounds() > rounds]
@@ -219,7 +228,8 @@ def compare(
     """Run several methods on the same data, and compare their scores.
 
     Args:
-        config: The configuration, as in `run`; its method and baselines are not used.
+        config: The configuration, in any form that `run` accepts. The method and the baselines in
+            the configuration are not used.
         methods: Names of methods, or `Method` objects. The keys of a mapping become the names of
             rows in the tables, as in `{"rank 4": FedAvg(...), "rank 8": FedAvg(...)}`.
         seeds: The number of consecutive seeds; the first seed is the seed in `config`.
@@ -231,7 +241,7 @@ def compare(
         out: The folder for runs, compare.md and compare.json; by default, `runs/compare-NAME`.
             Finished runs in this folder are reused, and an interrupted run is continued.
         callbacks: Objects whose hooks are called during all runs.
-        report: Called with a line of text for each run and each warning.
+        report: Function that is called with a line of text for each run and each warning.
 
     Returns:
         The results of all runs, from which tables can be created.
@@ -270,7 +280,7 @@ def compare(
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Write compare.md, with the tables of a comparison, and compare.json, with its summary.
+    """Write the tables of a comparison to compare.md, and the summary to compare.json.
 
     Args:
         comparison: The comparison.

@@ -21,8 +21,7 @@ def no_client_left(round: int, reason: object) -> Diverged:
 
     Args:
         round: The number of the round, counted from 0.
-        reason: A sentence that describes the divergence, or an error with a message that describes
-            the divergence.
+        reason: A sentence or an error that describes the divergence.
     """
     sentence = str(reason)
     return Diverged(f"No client is left in round {round + 1}: {sentence[0].lower()}{sentence[1:]}")
@@ -49,9 +48,9 @@ def enough_memory(task: str, remedies: Callable[[], Sequence[str]]) -> Iterator[
     """Raise CoterieError if the body of the `with` statement runs out of memory.
 
     Args:
-        task: The task that needs the memory, named in the error message.
-        remedies: Function that returns settings that reduce the memory, the most effective first.
-            The error message suggests the first two.
+        task: A name of the task for the error message.
+        remedies: Function that returns settings that reduce the use of memory. The most effective
+            setting comes first. The error message suggests the first two settings.
     """
     try:
         yield

@@ -49,8 +49,8 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
     Args:
         text: A JSON document.
-        missing: Whether to return NaN and infinity, which are not valid JSON, as None instead of
-            as floats.
+        missing: Whether to return None for NaN and infinity, which are not valid JSON. By default,
+            NaN and infinity are returned as floats.
 
     Raises:
         ValueError: The text is not JSON, is too deeply nested, or contains an integer with too many
@@ -64,7 +64,7 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError inside the `with` block (full disk, ...) to an `Unwritable` error."""
+    """Convert an OSError inside the `with` block, as on a full disk, to an `Unwritable` error."""
     try:
         yield
     except OSError as error:
@@ -74,8 +74,8 @@ def writing(path: Path) -> Iterator[None]:
 def read_inside(folder: Path, name: str | PurePath) -> bytes:
     """Return the content of a regular file inside a folder.
 
-    Neither the file nor an intermediate folder may be a symbolic link. Otherwise, anybody with
-    write access to the folder could make another user read, and disclose, any file.
+    Neither the file nor an intermediate folder may be a symbolic link. Through a link, anybody with
+    write access to the folder could make another user read and disclose any file.
 
     Raises:
         CoterieError: A component of the path is a symbolic link.
@@ -147,7 +147,9 @@ class LogFile(RotatingFileHandler):
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open a lock file; create it, readable by its owner only, if it is missing.
+    """Open a lock file, or create it if it is missing.
+
+    A new lock file is readable by its owner only.
 
     Raises:
         CoterieError: The file is a symbolic link, or cannot be opened.
@@ -157,9 +159,10 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replace a file atomically: temporary file, fsync, rename.
+    """Replace a file atomically.
 
-    If several processes write the file at once, the last one wins.
+    The data are written to a temporary file, which is flushed to disk and then renamed. If several
+    processes write the file at once, the last process wins.
 
     Args:
         path: The file to replace or create.
@@ -212,7 +215,10 @@ def append_line(path: Path, line: str) -> None:
 
 
 def link(path: Path, new: Path) -> None:
-    """Create a hard link to a file that is never modified; copy it if links are not supported."""
+    """Create a hard link to a file that is never modified.
+
+    If hard links are not supported, the file is copied.
+    """
     with writing(new):
         try:
             os.link(path, new)
@@ -225,7 +231,8 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
     Args:
         path: The folder to create.
-        fill: Function that writes the files into a temporary folder, whose path is its argument.
+        fill: Function that writes the files. The argument of the function is the path of a
+            temporary folder, which is then renamed to `path`.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -246,9 +253,9 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _hand_over(descriptor: int, folder: Path) -> None:
-    """Make the owner of a folder the owner of a new file in it, if root wrote the file.
+    """Transfer a new file to the owner of its folder, if this process runs as root.
 
-    This allows a service that runs as the owner of the folder to read the file.
+    A service that runs as the owner of the folder can then read the file.
 
     Args:
         descriptor: The descriptor of the open file.

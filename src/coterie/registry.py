@@ -22,7 +22,10 @@ class Registry(Generic[T]):
     noun: str
     """The kind of object, such as `method`, for error messages."""
     builtin: Mapping[str, Callable[[], T]]
-    """Functions that return the built-in objects, by name. Tables list names in this order."""
+    """A mapping from names to functions that return the built-in objects.
+
+    Tables list the names in the order of this mapping.
+    """
     group: str
     """The entry point group in which installed packages declare additional objects."""
     accept: Callable[[Any], T]
@@ -35,7 +38,7 @@ class Registry(Generic[T]):
 
     @cached_property
     def entries(self) -> dict[str, EntryPoint]:
-        """Entry points of installed packages, by name."""
+        """A mapping from names to the entry points of installed packages."""
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def names(self) -> list[str]:
@@ -43,7 +46,10 @@ class Registry(Generic[T]):
         return list(dict.fromkeys([*self.builtin, *self.entries, *self.registered]))
 
     def is_installed(self, value: Any) -> bool:
-        """Return whether a class is built-in or installed, so that every process can import it."""
+        """Return whether a class is built-in or installed.
+
+        Every process can import such a class by its name.
+        """
         name = value.name
         return (name in self.builtin or name in self.entries) and self.get(name) is value
 
@@ -85,7 +91,9 @@ class Registry(Generic[T]):
 
 
 class NamedSpec(BaseModel):
-    """An entry of a run file that names a registered class: a name, or a mapping with settings.
+    """An entry of a run file that selects a registered class by its name.
+
+    The entry is the name alone, or a mapping with the name and settings.
 
     The class with this name validates the settings.
     """
@@ -110,13 +118,15 @@ class NamedSpec(BaseModel):
 
 
 def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:
-    """Check, before a class is registered, that it has a valid name and a required class variable.
+    """Check that a class has a valid name and a required class variable.
+
+    This function is called before the class is registered.
 
     Args:
         kind: The class.
-        noun: The word for such classes in error messages, such as "metric".
+        noun: The word for classes of this kind in error messages, such as "metric".
         key: The required class variable.
-        purpose: The end of the error message for a missing class variable, which says what the
+        purpose: The end of the error message for a missing class variable. It says what the
             variable is for.
 
     Raises:

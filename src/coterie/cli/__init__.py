@@ -61,7 +61,7 @@ app.add_typer(keys.app, name="keys")
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
-    """Raise CoterieError for an argument that is not valid text in the system's encoding."""
+    """Raise CoterieError if an argument is not valid text in the system's encoding."""
     for number, argument in enumerate(arguments, start=1):
         try:
             argument.encode()
@@ -73,10 +73,10 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 
 
 def main(app: typer.Typer = app) -> None:
-    """Run a command; after an error that the user can fix, print one sentence and exit with code 2.
+    """Run a command, and exit with code 2 after an error that the user can fix.
 
-    Only the user who runs the command may read the files that it creates: models, losses and logs
-    are personal.
+    The error is printed as one sentence. The files that the command creates are readable only by
+    the user who runs the command, because models, losses and logs are personal.
     """
     os.umask(0o077)
     for stream in (sys.stdin, sys.stdout, sys.stderr):

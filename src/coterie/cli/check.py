@@ -123,12 +123,12 @@ def check_client(server: str, credentials: Kit, site: Site) -> None:
 def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
     """Run the body of the `with` statement as a check, and print a line with the result.
 
-    If the check fails, the command exits with code 1.
+    If the check fails, the command exits with code 1. If there is an `excuse`, however, the command
+    continues after a CoterieError.
 
     Args:
-        subject: A word for what is checked; the line begins with this word.
-        excuse: A text to print, with the error, if the body raises a CoterieError; the command
-            then continues. Without this text, every error ends the command.
+        subject: A word for the subject of the check. The printed line begins with this word.
+        excuse: A text to print together with a CoterieError that the body raises.
 
     Yields:
         A function that prints the line of a passed check. Its argument is the text of the line.

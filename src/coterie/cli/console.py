@@ -29,7 +29,7 @@ class Board(LiveDisplay[Live], ServerWatch):
     """The server's table of clients: status, time of the last upload, and bytes transferred.
 
     A terminal shows the table, which is updated in place. If the output is not a terminal (a file,
-    a pipe, a service's log), each event and each round prints a line instead.
+    a pipe, a service's log), a line is printed for each event and each round instead.
     """
 
     def __init__(self, console: Console) -> None:
@@ -86,8 +86,8 @@ class ClientBoard(LiveDisplay[Status]):
     """The client's output: a line for each event and, on a terminal, a status line.
 
     Args:
-        estimate: Function that returns the bytes of memory that a run needs, or None if the number
-            is unknown.
+        estimate: Function that returns the number of bytes of memory that a run needs. It returns
+            None if this number is unknown.
     """
 
     def __init__(
@@ -99,7 +99,10 @@ class ClientBoard(LiveDisplay[Status]):
         self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
     def __call__(self, event: str, value: Any) -> None:
-        """Show an event of the client; implements `coterie.network.link.Seen`."""
+        """Show an event of the client.
+
+        This method implements `coterie.network.link.Seen`.
+        """
         match event:
             case "connected":
                 self._say(f"connected to {value}")
@@ -150,7 +153,10 @@ class ClientBoard(LiveDisplay[Status]):
         return answer
 
     def _step(self, round: int) -> None:
-        """Print a line about a round when its training is complete, before the upload is sent."""
+        """Print a line about a round whose training is complete.
+
+        The upload has not been sent at this time.
+        """
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
         items += [f"{size(self.bytes[name])} {name[6:]}" for name in self.bytes]  # up or down
@@ -177,7 +183,7 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
     Args:
         order: The server's order to join the run.
         config: The run as the client sees it.
-        memory: The estimated bytes of memory, as for `costs_in_words`.
+        memory: The estimated memory of the client's process on a CPU, in bytes; None if unknown.
     """
     method, schema, training = config.method, config.aggregating().schema, config.training
     settings = [
@@ -212,11 +218,13 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
 
 
 def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:
-    """Return texts, by subject, that describe a run's costs to the user who is asked to agree.
+    """Describe the costs of a run to the user who is asked to agree to the run.
+
+    The result maps subjects, such as "memory", to texts.
 
     Args:
         config: The run as the client sees it.
-        memory: The estimated bytes of memory of the client's process on a CPU; None if unknown.
+        memory: The estimated memory of the client's process on a CPU, in bytes; None if unknown.
     """
     estimate = "" if memory is None else f"about {memory / 1e9:,.1f} GB on a CPU: "
     training, evaluation = config.training, config.evaluation

@@ -286,8 +286,8 @@ def _agreed(
         epsilon: The epsilon of the budget; None for the budget of the run file.
 
     Returns:
-        The terms, which are None without a run file; and the budget, which is None if neither
-        `epsilon` nor the run file sets one.
+        A pair of the terms and the budget. The terms are None if `run` is None. The budget is None
+        if neither `epsilon` nor the run file sets a budget.
     """
     if epsilon is not None and math.isnan(epsilon):
         raise CoterieError("--epsilon takes a number, not nan.")
@@ -307,7 +307,7 @@ def _agreed(
 
 
 def _memory(config: "RunConfig", client: str) -> int | None:
-    """Return the bytes of memory that a client needs for a run; None if they are unknown."""
+    """Return the memory in bytes that a client needs for a run, or None if it is unknown."""
     from coterie.analysis.need import need_of
 
     try:
@@ -342,7 +342,7 @@ def _load_credentials(file: Path, name: str | None) -> "Kit":
 
 
 def _absolute(path: str | None) -> str | None:
-    """Return an existing path as an absolute path; return a name on the hub unchanged."""
+    """Make an existing path absolute, and return a name on the hub unchanged."""
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
@@ -352,8 +352,8 @@ def _validated(
     """Validate a client's options before it connects to the server.
 
     Returns:
-        The absolute paths of the client's texts, by their keys in a run file (such as `train`), and
-        the client's device.
+        A pair. The first item maps keys of a run file, such as `train`, to the absolute paths of
+        the client's texts. The second item is the client's device.
     """
     from coterie.config.errors import validated
     from coterie.config.sections import RunFile

@@ -138,16 +138,17 @@ def draw(
     texts_from: Path | None,
     sections: Callable[[], Sequence["Section"]] = tuple,
 ) -> None:
-    """Write a report and print what it contains.
+    """Write a report, and print the number of figures in each section.
 
     Args:
         runs: Run folders, or folders of run folders.
         out: The folder of the report.
-        layer: The layer that figures of single layers show; see `write_report`.
+        layer: The layer to show in figures that show a single layer; see `write_report`.
         texts: Whether to show clients' texts.
         samples: Whether to plot clients' samples.
         texts_from: A folder of texts to show instead of clients' texts.
-        sections: Function that returns sections to put before the report's sections on runs.
+        sections: Function that returns additional sections. They precede the report's sections on
+            runs.
     """
     with imports_for("A report", "report"):
         from coterie.report.page import PRIVATE, SINGLE, write_report

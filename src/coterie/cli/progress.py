@@ -56,7 +56,7 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
     """The progress of a run: round, client, loss, tokens per second and remaining time.
 
     A terminal shows one line that is updated in place. If the output is not a terminal (a file, a
-    pipe), each round prints a line instead.
+    pipe), a line is printed for each round instead.
     """
 
     def __init__(self, console: Console = console) -> None:

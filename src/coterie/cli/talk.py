@@ -29,11 +29,11 @@ BASE = "base"
 
 
 class Talk:
-    """A chat that passes the user's lines to models and prints their answers.
+    """A chat that passes the user's lines to models and prints the models' answers.
 
     Args:
-        speakers: The models by name. If there are several, each answer is printed under the name
-            of its model.
+        speakers: A mapping from names to models. If there are several models, each answer is
+            printed under the name of the model.
     """
 
     def __init__(self, speakers: Mapping[str, Speaker]) -> None:
@@ -41,7 +41,10 @@ class Talk:
         self._warned = False
 
     def take(self, line: str) -> bool:
-        """Execute the command in a line, such as /save; without a command, let the models answer.
+        """Execute a command, such as /save, or let the models answer a question.
+
+        Args:
+            line: The line that the user typed, which is a command or a question.
 
         Returns:
             Whether the chat continues.
@@ -108,7 +111,7 @@ class Talk:
 def speakers(
     run: Path, client: str, others: Sequence[str], sampling: Sampling, system: str | None
 ) -> dict[str, Speaker]:
-    """Load the model of a run's client, and the models that `coterie chat --with` names.
+    """Load the model of a client, and the models listed in `coterie chat --with`.
 
     Args:
         run: The run folder.
@@ -118,10 +121,10 @@ def speakers(
         system: The system prompt, if any.
 
     Returns:
-        The models by name, each with an empty history.
+        A mapping from names to models, each with an empty history.
 
     Raises:
-        CoterieError: A model does not exist, or is named twice.
+        CoterieError: A model does not exist, or is listed twice.
     """
     loader, folder = Loader(), RunFolder(run)
     loaded: dict[str, Speaker] = {}

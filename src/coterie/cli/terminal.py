@@ -60,7 +60,7 @@ def report_unhelped(method: str, result: Mapping[str, Any]) -> None:
 
 
 def plugin_options(plugins: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the --plugin options for the plugins that run.json records."""
+    """Return the --plugin options for the plugins recorded in run.json."""
     files = dict.fromkeys(plugin["file"] for plugin in plugins.values())
     return "".join(f" --plugin {file}" for file in files)
 
@@ -76,8 +76,8 @@ def stoppable(folder: Path | None = None) -> Iterator[None]:
     """Turn Ctrl-C inside the `with` block into an exit with a hint on how to resume.
 
     Args:
-        folder: The run folder to resume. Without a folder, or if the folder does not contain a
-            run yet, the hint is to repeat the command.
+        folder: The run folder to resume. If there is no folder, or if it does not contain a run
+            yet, the hint says to repeat the command.
     """
     try:
         yield

@@ -46,7 +46,7 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
 
 
 def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dataclass's fields as a mapping for JSON; the field `original` becomes `found`."""
+    """Convert a dataclass's fields to a mapping for JSON, and rename `original` to `found`."""
     return {"found" if name == "original" else name: value for name, value in fields}
 
 
@@ -109,7 +109,7 @@ def _left_out(quality: Quality) -> None:
 
 
 def _owners(counts: Mapping[str, int]) -> str:
-    """Format the owners of texts with their counts; a long list is abbreviated."""
+    """Format the owners of texts, each with a count, and abbreviate a long list."""
     return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 
 
@@ -123,7 +123,7 @@ def _labels(reading: Reading) -> Table:
 
 
 def _examples(quality: Quality) -> None:
-    """Print a few duplicates of each kind: their locations, and the beginning of their text."""
+    """Print the locations and the beginning of a few duplicates of each kind."""
 
     def kind(copy: Copy) -> tuple[int, bool]:
         return KINDS.index(copy.kind), not copy.exact

@@ -129,7 +129,7 @@ def chat(
 
 
 def _fields(options: Iterable[str]) -> dict[str, str]:
-    """Parse options of the form NAME=TEXT into texts by field."""
+    """Parse options of the form NAME=TEXT into a mapping from fields to texts."""
     fields: dict[str, str] = {}
     for option in options:
         name, equals, text = option.partition("=")
@@ -142,7 +142,7 @@ def _fields(options: Iterable[str]) -> dict[str, str]:
 
 
 def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
-    """Return the prompt with the text that the client's model generates after it.
+    """Return the prompt, followed by the text that the client's model generates.
 
     Raises:
         CoterieError: The prompt and the new tokens do not fit in the base's context.
@@ -167,12 +167,13 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
     Args:
         run: The run folder.
         client: The client's name.
-        fields: The texts for the template, by field.
+        fields: A mapping from the fields of the template to texts.
         sampling: Settings with which the answer is generated.
 
     Raises:
-        CoterieError: The run's data are not instructions, the template has other fields, or the
-            prompt and the new tokens do not fit in the base's context.
+        CoterieError: The run's data are not instructions, or the keys of `fields` are not the
+            fields of the template. The error is also raised if the prompt and the new tokens do not
+            fit in the base's context.
     """
     from coterie.api import tokenizer
     from coterie.bases import context_token

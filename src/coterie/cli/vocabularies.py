@@ -24,7 +24,7 @@ def compare_vocabularies(
     """Compare two tokenizers, and print the results; see `coterie align`.
 
     Args:
-        tokenizer_a: The first tokenizer: a file, a folder, or the name of a base.
+        tokenizer_a: The first tokenizer, given as a file, a folder, or the name of a base.
         tokenizer_b: The second tokenizer.
         most: The number of worst matches to list.
         json: The file to write the results to, if any.
@@ -58,7 +58,12 @@ def compare_vocabularies(
 def _map(
     source: Vocabulary, target: Vocabulary, direction: str, cache: bool
 ) -> tuple[VocabularyMap, float | None]:
-    """Return a map of tokens, and the seconds its computation took (None if the map was cached)."""
+    """Load or compute the map from one vocabulary to another.
+
+    Returns:
+        The map, and the duration of its computation in seconds. The duration is None if the map was
+        in the cache.
+    """
     if cache and (cached := load_map(source, target)) is not None:
         return cached, None
     start = time.perf_counter()
@@ -110,7 +115,7 @@ def _short(token: str) -> str:
 
 
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
-    """Return a table of special tokens: the ids in both vocabularies, and the ids after mapping."""
+    """Return a table with the ids of special tokens before and after mapping."""
     rows = []
     for role in ROLES:
         tokens = (a.roles.get(role), b.roles.get(role))

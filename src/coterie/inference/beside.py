@@ -15,7 +15,7 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
     """Find a run of another method that has the same base, data and seed as a given run.
 
     The search covers the given run's baselines, the run for which the given run is a baseline, and
-    the other runs in its parent folder, such as the runs of a comparison.
+    the other runs in the given run's parent folder, such as the runs of a comparison.
 
     Args:
         folder: The given run.

@@ -39,11 +39,12 @@ def load(
 
     With `evaluation.keep: best`, this is the client's best model, which may be the untrained base;
     otherwise, it is the model of the last round. Weights are in float32 if the run trains in fp32,
-    and in the base's number format if it trains in bf16. `tokenizer` loads the model's tokenizer.
+    and in the base's number format if it trains in bf16. The function `tokenizer` loads the model's
+    tokenizer.
 
     Args:
         path: The run folder.
-        client: The client's name, or "server" for the server's own model. It is ignored for a
+        client: The client's name, or "server" for the server's own model. The name is ignored for a
             pooled run, which trains a single model.
         method: The run's method, if its class is not registered.
         merge: Whether to add LoRA pairs, or the weight changes of full fine-tuning, to the base's
@@ -53,13 +54,15 @@ def load(
             the weights are in float32.
 
     Returns:
-        A PEFT model if the adapter is a soft prompt; otherwise, a transformers model, whose layers
-        contain the adapter unless it is merged. Both models have `generate`. `save_pretrained`
-        raises CoterieError if the layers contain an adapter.
+        A PEFT model if the adapter is a soft prompt, and a transformers model otherwise. Models of
+        both classes have the method `generate`. The layers of a transformers model contain the
+        adapter, unless it is merged. If they contain an adapter, `save_pretrained` raises
+        CoterieError.
 
     Raises:
-        CoterieError: The folder contains no run, the run has no such client, a plugin of the run is
-            not loaded or has changed, or `merge` is true and the adapter cannot be merged.
+        CoterieError: The folder contains no run, or the run has no such client. The error is also
+            raised if a plugin of the run is not loaded or has changed, or if `merge` is true but
+            the adapter cannot be merged.
     """
     folder = RunFolder(Path(path))
     return model_of(folder, recorded(folder, method), client, merge)
@@ -77,10 +80,10 @@ def model_of(
         merge: Whether to merge the adapter into the weights; see `load`.
 
     Returns:
-        A PEFT model if the adapter is a soft prompt; otherwise, a transformers model.
+        A PEFT model if the adapter is a soft prompt, and a transformers model otherwise.
 
     Raises:
-        CoterieError: The run has no such client, or `merge` is true and the adapter cannot be
+        CoterieError: The run has no such client, or `merge` is true but the adapter cannot be
             merged.
     """
     model = Loader().load(folder, config, client).model()
@@ -142,7 +145,8 @@ class Loader:
             client: The client's name, or "server".
 
         Returns:
-            The base, in float32 if the run trains in fp32; otherwise, in the base's number format.
+            The base. The weights are in float32 if the run trains in fp32, and in the base's number
+            format otherwise.
         """
         spec = config.base_of(client)
         precision = "fp32" if config.training.precision == "fp32" else None
@@ -154,12 +158,14 @@ class Loader:
         return self._bases[variant]
 
     def load(self, folder: RunFolder, config: RunConfig, client: str) -> Loaded:
-        """Load the model of a client or of the server; other loaded models may share its base.
+        """Load the model of a client or of the server.
+
+        Several loaded models can share one base.
 
         Args:
             folder: The run folder.
             config: The run's configuration, from `recorded`.
-            client: The client's name, or "server"; ignored in a pooled run.
+            client: The client's name, or "server". The name is ignored for a pooled run.
 
         Returns:
             The base, and a function that attaches the adapter to the base.
@@ -229,12 +235,12 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
 
     Args:
         path: The run folder.
-        client: A client's name, or "server", for the tokenizer of that participant's base. None
-            for the tokenizer of the base that the key `base` of the run file names.
+        client: A client's name, or "server", to load the tokenizer of that participant's base. By
+            default, the tokenizer of the base named by the key `base` of the run file is loaded.
 
     Returns:
         A transformers tokenizer. If the run's data are conversations, the tokenizer has the chat
-        template with which the run rendered them.
+        template that the run used to render the conversations.
 
     Raises:
         CoterieError: The folder contains no run, or the base cannot be read.

@@ -59,13 +59,16 @@ class Best:
         """Return a sort key; the better of two models has the smaller key.
 
         Returns:
-            The negated accuracy (0 if it is None), and the loss, which breaks ties.
+            A pair of the negated accuracy and the loss, which breaks ties. If the accuracy is None,
+            the first item is 0.
         """
         return -(self.accuracy or 0.0), self.loss
 
 
 class Keeper:
-    """A selector of a client's best model: the untrained base, or the model after a round.
+    """A selector of a client's best model.
+
+    The candidates are the untrained base and the client's model after each round.
 
     Args:
         config: The run's configuration.
@@ -87,7 +90,7 @@ class Keeper:
         self.best: Best | None = None
         """The best model so far; None before the client's first round."""
         self.unsaved: State | None = None
-        """The new kept state if the best model has changed since the last checkpoint, else None."""
+        """The new kept state; None if the best model has not changed since the last checkpoint."""
 
     def begin(self, rounds: int) -> None:
         """Record the untrained base as the best model, unless a best model is already recorded.

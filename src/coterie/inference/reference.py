@@ -26,7 +26,7 @@ from coterie.runs import RunFolder
 from coterie.training.spec import DPOSpec
 
 ROUNDING: dict[Precision, float] = {"fp32": 4e-6, "bf16": 0.024}
-"""The assumed relative rounding error of a token's log-likelihood, by precision.
+"""The assumed relative rounding error of a token's log-likelihood for each precision.
 
 The values are about 32 machine epsilons of fp32 and 3 of bf16. With untrained adapters on the
 built-in bases, measured errors are below 0.3 (fp32) and 0.6 (bf16) times the bound that
@@ -43,12 +43,13 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
         participant: The participant.
 
     Returns:
-        A copy of the participant whose pairs have these log-likelihoods. If training needs no
-        log-likelihoods of a reference model, the participant is returned unchanged.
+        A copy of the participant whose pairs have these log-likelihoods. If training does not need
+        a reference model, the participant is returned unchanged.
 
     Raises:
-        CoterieError: `training.dpo.reference` is not the folder of a run with a finished round,
-            that run has no such client, or the client's base in that run is different.
+        CoterieError: `training.dpo.reference` is not the folder of a run with a finished round. The
+            error is also raised if that run has no such client, or if the client has a different
+            base in that run.
     """
     if not participant.data.train.needs_reference:
         return participant
@@ -79,13 +80,13 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
 
 
 def reference_digest(config: RunConfig) -> str | None:
-    """Hash the run that `training.dpo.reference` names, so that later changes are detected.
+    """Compute a hash of the run in `training.dpo.reference`, to detect later changes of this run.
 
     Args:
-        config: The configuration of the run that trains against this reference.
+        config: The configuration of the run that is trained with this reference.
 
     Returns:
-        The hash; None if the reference is the untrained base or the run does not use DPO.
+        The hash; None if the reference is the untrained base, or if the run does not use DPO.
 
     Raises:
         CoterieError: `training.dpo.reference` is not the folder of a run with a finished round.
@@ -124,15 +125,16 @@ def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
 def reference_of(
     logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
 ) -> Reference:
-    """Create the reference for n preference pairs, with a bound on the rewards' rounding errors.
+    """Create the reference for n preference pairs.
 
-    The bound assumes that the rounding errors of an answer's tokens are independent, so that their
-    sum grows with the square root of the number of tokens.
+    The reference contains a bound on the rounding errors of the rewards. The bound assumes that the
+    rounding errors of an answer's tokens are independent. The sum of these errors then grows with
+    the square root of the number of tokens.
 
     Args:
-        logprobs: (n, 2), the log-likelihoods of each pair's chosen and rejected answer under the
-            reference model, in nats.
-        lengths: (n, 2), the numbers of tokens of these answers.
+        logprobs: A tensor of shape (n, 2) with the log-likelihoods, in nats, of the chosen and the
+            rejected answer of each pair under the reference model.
+        lengths: A tensor of shape (n, 2) with the numbers of tokens of these answers.
         precision: The precision of training.
         dpo: The settings of the loss.
     """

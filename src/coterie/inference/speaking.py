@@ -24,8 +24,8 @@ class Speaker:
 
     Args:
         base: The model's base, with its tokenizer.
-        model: Function that attaches the adapter to the base, which several models may share, and
-            returns the model.
+        model: Function that attaches the adapter to the base, and returns the model. Several models
+            can share one base.
         template: The chat template that renders the conversation.
         sampling: Settings with which answers are generated.
         system: The system prompt, if any.
@@ -58,14 +58,15 @@ class Speaker:
         self._history, self.left_out = [], 0
 
     def answer(self, question: str, show: Callable[[str], None]) -> str:
-        """Generate the model's answer to a question, and add both to the history.
+        """Generate the answer to a question, and add the question and answer to the history.
 
         If an exception such as KeyboardInterrupt interrupts the generation, the partial answer is
         added. Nothing is added if the answer has no text apart from thinking.
 
         Args:
             question: The user's turn.
-            show: Called with each piece of the answer as soon as it is generated.
+            show: Function that is called with each piece of the answer as soon as the piece is
+                generated.
 
         Returns:
             The answer.
@@ -101,8 +102,8 @@ class Speaker:
     def _prompt(self, turns: Sequence[Turn], context: int | None) -> list[int]:
         """Encode the conversation as the prompt for the next answer.
 
-        If the prompt and the answer would exceed the context, the oldest questions and their
-        answers are omitted.
+        If the prompt and the longest possible answer would exceed the context, the oldest questions
+        and their answers are omitted.
 
         Args:
             turns: The conversation without the system prompt; the last turn is a question.
@@ -128,7 +129,7 @@ class Speaker:
 
 @dataclass
 class _Stream(BaseStreamer):
-    """A streamer that shows each piece of an answer once later tokens can no longer change it."""
+    """A streamer that shows each piece of an answer as soon as later tokens cannot change it."""
 
     tokenizer: Tokenizer
     ends: Sequence[int]

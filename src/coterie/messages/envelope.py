@@ -80,7 +80,9 @@ class _Header(BaseModel):
 
 
 class Order(_Header):
-    """The header of a server's order: join, take part in a round, finish the run, or abandon it.
+    """The header of a server's order to a client.
+
+    The order is to join the run, take part in a round, finish the run, or abandon the run.
 
     The envelope's body is a download if the kind of the order is `step` or `finish`, and empty
     otherwise. Fields added by other protocol versions are ignored, so that a client
@@ -122,7 +124,10 @@ class Entry(BaseModel):
 
     @property
     def is_from_client(self) -> bool:
-        """Whether a client may report this metric; some metrics are recorded only by the server."""
+        """Whether clients are permitted to report this metric.
+
+        The metrics in `SERVER_METRICS` are reserved for the server.
+        """
         return self.client is not None and not self.name.startswith(SERVER_METRICS)
 
 
@@ -135,7 +140,7 @@ def _is_round(value: Json) -> bool:
 
 
 def _is_mapping_of_numbers(value: Json) -> bool:
-    """Return whether a value maps names to numbers, or to None for a missing number."""
+    """Return whether a value maps each name to a number, or to None if the number is missing."""
     return isinstance(value, dict) and all(v is None or _is_number(v) for v in value.values())
 
 
@@ -145,7 +150,7 @@ def _is_array(value: Json) -> bool:
 
 
 def _is_score(value: Json) -> bool:
-    """Return whether a value maps metrics to numbers, including the metrics that reports need."""
+    """Return whether a value maps metrics to numbers, including the metrics required by reports."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -165,15 +170,18 @@ VALUE_CHECKS: dict[str, Callable[[Json], bool]] = {
     metric.ROUTING: _is_array,
     metric.FUSION: _is_array,
 }
-"""Checks for values of metrics that tables and reports display, by metric name or prefix."""
+"""Functions that check the values of metrics. The keys are names or prefixes of metrics.
+
+These metrics are displayed in tables and reports.
+"""
 VALUE_CHECKS |= {name.removesuffix("/"): is_valid for name, is_valid in VALUE_CHECKS.items()}
 
 
 class Reply(_Header):
     """The header of a client's reply to an order.
 
-    The envelope's body is an upload; in a reply to `join`, it is the message that `Schema.hello`
-    describes.
+    In a reply to `join`, the envelope's body is the message declared by `Schema.hello`. In a reply
+    to `step`, the body is an upload.
     """
 
     fault: Fault | None = None

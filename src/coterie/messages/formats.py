@@ -22,7 +22,7 @@ class FormatError(CoterieError):
 
 
 def version_fields() -> dict[str, Any]:
-    """Return the header fields `format`, the format's number, and `coterie`, Coterie's version."""
+    """Return the header fields `format` (a number) and `coterie` (the version of Coterie)."""
     return {"format": FORMAT, "coterie": VERSION}
 
 
@@ -30,12 +30,12 @@ def check_format(source: str, header: Mapping[str, Any], remedy: str) -> None:
     """Check that a header declares the format that this version reads.
 
     Args:
-        source: Name of the file or message, the subject of the error message.
+        source: Name of the file or message, with which the error message begins.
         header: The header that was read.
         remedy: Last sentence of the error message, which says what to do.
 
     Raises:
-        FormatError: The header declares another format, or none.
+        FormatError: The header declares another format, or no format.
     """
     number = header.get("format", 1)  # the first version's formats had no number
     if number != FORMAT:

@@ -45,11 +45,12 @@ class State:
     """The data that a client or a server needs to resume a run. A state is never sent.
 
     Args:
-        groups: Tensors by group and name, of any dtype and shape.
-        values: JSON values by name.
-        parts: Nested states by name, such as the optimiser's state or the state of each client.
-            Names of nested states and of groups consist of at most 100 letters, digits, dots,
-            dashes and underscores.
+        groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
+            tensors to tensors of any dtype and shape.
+        values: A mapping from names to JSON values.
+        parts: A mapping from names to nested states, such as the optimiser's state or the state of
+            each client. The names of nested states and groups consist of at most 100 letters,
+            digits, dots, dashes and underscores.
     """
 
     groups: Groups = field(default_factory=dict)
@@ -57,14 +58,18 @@ class State:
     parts: Mapping[str, "State"] = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Tensors:
-        """Return a group's tensors by name, or an empty mapping if there is no such group."""
+        """Return a group of tensors as a mapping from names to tensors.
+
+        The mapping is empty if there is no such group.
+        """
         return self.groups.get(group, {})
 
     def walk(self, *path: str) -> "Iterator[tuple[tuple[str, ...], State]]":
         """Yield this state and all nested states, each with its path.
 
         Args:
-            *path: Path of this state; nested states append their names.
+            *path: The path of this state. For a nested state, the name of the nested state is
+                appended.
         """
         yield path, self
         for name, part in self.parts.items():
@@ -74,14 +79,14 @@ class State:
         """Return a copy that omits a client's nested state and the client's entries in `values`.
 
         Args:
-            client: The client's name. Every key of this name is removed, at any depth of the
-                mappings in `values`.
+            client: The client's name. Every key in `values` that equals this name is removed, also
+                in nested mappings.
         """
         values = {key: without(value, client) for key, value in self.values.items()}
         return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})
 
     def is_finite(self) -> bool:
-        """Return whether all numbers in tensors and values are finite, including nested states."""
+        """Return whether all numbers in this state and its nested states are finite."""
         return all(_are_finite(state.values, state.groups) for _, state in self.walk())
 
     def encode(self) -> bytes:
@@ -123,7 +128,7 @@ class State:
 
 
 def without(value: Json, key: str) -> Any:
-    """Remove a key from JSON mappings at any depth; return a copy."""
+    """Copy a JSON value, and remove a key from all nested mappings in the copy."""
     if isinstance(value, dict):
         return {name: without(inner, key) for name, inner in value.items() if name != key}
     return value
@@ -144,7 +149,7 @@ def _are_finite(values: Mapping[str, Json], *all_groups: Groups) -> bool:
 
 
 def _has_finite_numbers(value: object) -> bool:
-    """Return whether JSON contains no infinity or NaN at any depth."""
+    """Return whether all numbers in a JSON value are finite."""
     match value:
         case Mapping():
             return all(map(_has_finite_numbers, value.values()))
@@ -162,9 +167,9 @@ def _assembled(
     """Build the state at a path, including its nested states.
 
     Args:
-        groups: The groups of all states, by the states' paths.
-        values: The values of all states. A key is a state's path as text: its components, joined by
-            colons.
+        groups: A mapping from the paths of all states to the groups of the states.
+        values: A mapping from the paths of all states to the values of the states. In this mapping,
+            the components of a path are joined by colons.
         *path: The path of the state to build.
     """
     depth = len(path)
@@ -180,10 +185,11 @@ class Message:
 
     Args:
         round: Number of exchanges completed before this message.
-        groups: Tensors by group and name.
-        values: JSON values by name.
-        peers: Tensor groups that other clients uploaded, by client name; only in downloads that
-            forward uploads.
+        groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
+            tensors to tensors.
+        values: A mapping from names to JSON values.
+        peers: A mapping from the names of other clients to the groups that these clients uploaded.
+            The mapping is empty except in downloads that forward uploads.
     """
 
     round: int = 0
@@ -192,11 +198,14 @@ class Message:
     peers: Mapping[str, Groups] = field(default_factory=dict)
 
     def __getitem__(self, group: str) -> Tensors:
-        """Return a group's tensors by name, or an empty mapping if there is no such group."""
+        """Return a group of tensors as a mapping from names to tensors.
+
+        The mapping is empty if there is no such group.
+        """
         return self.groups.get(group, {})
 
     def from_peer(self, name: str) -> "Message":
-        """Return another client's upload, which this download forwards.
+        """Return the upload of another client from a download that forwards uploads.
 
         Args:
             name: The other client's name, a key of `peers`.
@@ -206,7 +215,8 @@ class Message:
     def tensors(self) -> Iterator[tuple[str | None, str, str, Tensor]]:
         """Yield every tensor as (peer, group, name, tensor).
 
-        The peer is None for tensors in `groups`, else the client whose upload is forwarded.
+        For tensors in `groups`, the peer is None. For tensors of a forwarded upload, the peer is
+        the name of the client that uploaded them.
         """
         by_peer = [(None, self.groups), *self.peers.items()]
         for peer, groups in by_peer:
@@ -228,7 +238,9 @@ class Message:
         return replace(self, groups={n: g for n, g in self.groups.items() if n in names})
 
     def encode(self) -> bytes:
-        """Encode the message without checks; see `Schema.send`.
+        """Encode the message without checking it.
+
+        The method `Schema.send` checks and encodes a message.
 
         Returns:
             A safetensors file whose header contains the round and the values.
@@ -241,7 +253,9 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
-        """Decode a message without checking its fields; see `Schema.receive`.
+        """Decode a message without checking its fields.
+
+        The method `Schema.receive` decodes and checks a message.
 
         Args:
             data: Bytes written by `encode`.
@@ -285,7 +299,7 @@ def _header_size(data: bytes) -> int:
 def _unpack(
     data: bytes, source: str, remedy: str
 ) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
-    """Return the groups by path, and the header.
+    """Return a mapping from paths to groups, and the header.
 
     Raises:
         MessageError: The bytes are not a message or a state.

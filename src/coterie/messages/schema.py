@@ -25,14 +25,14 @@ class Field:
     Args:
         name: Name of the group or value in the message.
         description: A few words about the content, shown by audits and consent prompts.
-        dtype: A torch dtype (`"float32"`) if all tensors of the group have this dtype and may have
-            any name; or a mapping of the permitted tensor names to their dtypes; or `"json"` for a
-            value made of numbers, text, lists and mappings.
-        reduce: For uploads: `"mean"` if the server's method object receives the mean over clients,
-            `"each"` if it receives every client's upload. A group that is needed in both forms has
-            two fields.
-        peers: For downloads: whether the field contains groups that other clients uploaded, by
-            client name (`Message.peers`).
+        dtype: A torch dtype such as `"float32"` permits tensors of any name with this dtype. A
+            mapping from tensor names to dtypes permits only the tensors that it lists. `"json"`
+            permits a value made of numbers, text, lists and mappings, instead of tensors.
+        reduce: Used only for uploads. With `"mean"`, the server's method object receives the mean
+            over clients. With `"each"`, it receives every client's upload. A group that is needed
+            in both forms has two fields.
+        peers: Used only for downloads. If true, the field contains groups that other clients
+            uploaded, and is sent in `Message.peers`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Field:
 
         Args:
             name: Name of the tensor within the group.
-            dtype: Name of its dtype without `torch.`, such as `float32`.
+            dtype: Name of the tensor's dtype without `torch.`, such as `float32`.
         """
         allowed = self.dtype if isinstance(self.dtype, str) else self.dtype.get(name)
         return allowed == dtype
@@ -67,7 +67,7 @@ class Schema:
     down: tuple[Field, ...] = ()
 
     def reduced(self, reduce: Reduce) -> set[str]:
-        """Return the names of the upload's fields with a given reduction.
+        """Return the names of the upload fields that have a given reduction.
 
         Args:
             reduce: `"mean"` for fields that are averaged over clients, `"each"` for fields that
@@ -84,8 +84,8 @@ class Schema:
 
         Raises:
             MessageError: A tensor or value is not declared for this direction, has another dtype,
-                or is not finite; or a value has integers of more than 64 bits or is nested too
-                deeply.
+                or is not finite. The error is also raised if a value contains integers of more than
+                64 bits or is nested too deeply.
         """
         fields: tuple[Field, ...] = getattr(self, way)
         for peer, group, name, tensor in message.tensors():
@@ -148,8 +148,8 @@ def check_shapes(tensors: Tensors, expected: Shapes) -> None:
     """Check that a group contains exactly the expected tensors.
 
     Args:
-        tensors: The group received.
-        expected: The shape of every tensor by name.
+        tensors: The tensors of the group, as received.
+        expected: A mapping from the name of each tensor to its shape.
 
     Raises:
         MessageError: A tensor is missing, is not expected, or has another shape.

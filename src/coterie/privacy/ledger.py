@@ -21,7 +21,11 @@ from coterie.privacy.mechanisms import epsilon, noise_for
 
 
 class Budget(NamedTuple):
-    """A privacy budget: what one run spends, or what a client permits for all of its runs."""
+    """A privacy budget of one run, or of all runs of a client.
+
+    The budget of a run is the amount that the run spends. The budget of a client is the limit for
+    all of the client's runs together.
+    """
 
     epsilon: float
     """The budget's epsilon; infinite if any data are sent without noise."""
@@ -37,7 +41,7 @@ RUNS = TypeAdapter(dict[str, dict[str, Noise]])
 
 
 class Ledger:
-    """A list of all releases with noise that one client has made, in all of the client's runs.
+    """A list of all noisy releases of one client, from all runs of the client.
 
     Each release is the output of a Gaussian mechanism on the client's records. Therefore, the costs
     `1 / noise**2` of the releases add up.
@@ -54,7 +58,7 @@ class Ledger:
     def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
         self.path, self.run, self.limit = path, run, limit
         self.runs = {} if path is None else _read(path)
-        """The noise multiplier of each release, by run and by the release's name."""
+        """For each run id, a mapping from the names of releases to noise multipliers."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
         """Record a release before it is sent, and return whether the budget permits it.
@@ -64,8 +68,8 @@ class Ledger:
         Args:
             release: Name of the release, such as a digest. If several parts of a run make releases,
                 the name begins with the name of the part and a colon.
-            noise: Standard deviation of the noise divided by the sensitivity.
-            releases: Number of releases that this part makes in the whole run.
+            noise: Standard deviation of the noise, divided by the sensitivity.
+            releases: Number of releases that this part of the run makes in all rounds.
 
         Raises:
             CoterieError: The file cannot be read or written.
@@ -88,7 +92,7 @@ class Ledger:
             return True
 
     def affords(self, budgets: Sequence[Budget]) -> bool:
-        """Return whether the limit permits the current run to spend all of these budgets."""
+        """Return whether the limit permits the current run to spend all of the given budgets."""
         if self.limit is None:
             return True
         if any(math.isinf(budget.epsilon) for budget in budgets):
@@ -106,7 +110,7 @@ class Ledger:
 
 
 def together(budgets: Sequence[Budget]) -> Budget | None:
-    """Combine the budgets of a run into one; return None if there are none."""
+    """Combine the budgets of a run into one budget, or return None if there is no budget."""
     if len(budgets) < 2:
         return budgets[0] if budgets else None
     delta = min(budget.delta for budget in budgets)

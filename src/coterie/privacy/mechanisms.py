@@ -19,21 +19,21 @@ MOST_EPSILON = 1e9
 
 
 def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
-    """Return the mean of clipped vectors plus Gaussian noise.
+    """Clip vectors, and return their mean with Gaussian noise added.
 
     Each vector is scaled to an L2 norm of at most `clip`, so replacing one record changes the mean
     by at most `2 clip / n`. Values that are not finite are replaced by 0, so that one record cannot
     make the mean NaN.
 
     Args:
-        samples: (n, dim), one vector per record, n >= 1.
+        samples: A tensor of shape (n, dim) with one vector per record, where n >= 1.
         clip: Maximum L2 norm.
-        noise: Noise multiplier sigma; the standard deviation is `noise * 2 clip / n`.
-        chance: CPU generator of the noise. Its seed must be kept secret from the receiver,
-            who could otherwise subtract the noise.
+        noise: Noise multiplier sigma. The standard deviation of the noise is `noise * 2 clip / n`.
+        chance: CPU generator of the noise. The seed of the generator must be kept secret from the
+            receiver, who could otherwise subtract the noise.
 
     Returns:
-        (dim,) float32.
+        A float32 tensor of shape (dim,).
     """
     vectors = samples.detach().double().cpu().nan_to_num(0.0, 0.0, 0.0)
     n, dim = vectors.shape
@@ -44,10 +44,12 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
 
 
 def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
-    """Return the result of `private_mean` for zero vectors; it reveals nothing about the samples.
+    """Return the result of `private_mean` for zero vectors.
+
+    The result reveals nothing about the samples.
 
     Args:
-        samples: (n, dim); only the shape is used.
+        samples: A tensor of shape (n, dim). Only its shape is used.
         clip: As for `private_mean`.
         noise: As for `private_mean`.
         chance: As for `private_mean`.
@@ -63,9 +65,9 @@ def epsilon(noise: float, releases: int, delta: float) -> float:
     1905.02383).
 
     Args:
-        noise: Noise multiplier sigma > 0 of each release.
-        releases: Number of noisy vectors (1 or more), each computed from the same records; a later
-            vector may depend on earlier vectors.
+        noise: Noise multiplier sigma of each release, greater than 0.
+        releases: Number of noisy vectors (1 or more). Each vector is computed from the same
+            records, and may also depend on earlier vectors.
         delta: 0 < delta < 1.
     """
     mu = math.sqrt(releases) / noise
@@ -84,7 +86,7 @@ def noise_for(epsilon: float, releases: int, delta: float) -> float:
     This is the inverse of the function `epsilon`.
 
     Args:
-        epsilon: Epsilon > 0 of all releases together.
+        epsilon: Epsilon of all releases together, greater than 0.
         releases: Number of releases, 1 or more.
         delta: 0 < delta < 1.
     """

@@ -12,18 +12,24 @@ BITS = 62
 
 
 def draw() -> int:
-    """Draw a number from the operating system's entropy; tests substitute a fixed source."""
+    """Draw a number from the operating system's entropy.
+
+    Tests replace this function to get reproducible numbers.
+    """
     return secrets.randbits(BITS)
 
 
 class Secrets:
-    """One client's secrets by round, for the current round and the next."""
+    """The secrets of one client for the current round and the next round."""
 
     def __init__(self) -> None:
         self._kept = {0: draw()}
 
     def of(self, round: int) -> int:
-        """Return a round's secret; discard earlier secrets, and draw one for the next round."""
+        """Return the secret of a round.
+
+        Secrets of earlier rounds are discarded, and a secret for the next round is drawn.
+        """
         for number in (round, round + 1):
             if number not in self._kept:
                 self._kept[number] = draw()

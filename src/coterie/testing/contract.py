@@ -84,10 +84,10 @@ class MethodContract:
         loop.assert_same_states(*folders)
 
     def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
-        """Check that uploads contain only parameters that `sends` selects.
+        """Check that uploads contain only the parameters selected by `sends`.
 
-        Also check that uploads with parameters that are not `shared`, or with nested states, are
-        refused.
+        Also check that an upload is refused if it contains a nested state, or a parameter that is
+        not `shared`.
         """
         local = joined(run)
         local.server.start_round(0, sorted(local.clients))
@@ -145,7 +145,7 @@ class MethodContract:
             assert local.clients[name].state().is_finite()
 
     def test_nothing_is_kept_of_a_client_that_leaves(self, run: RunConfig) -> None:
-        """Check that neither the server's state nor a download names a client that has left.
+        """Check that no server state and no download contains the name of a client that left.
 
         Also check that the other clients can continue.
         """
@@ -193,7 +193,7 @@ class MethodContract:
     def test_an_evaluation_adds_no_work(
         self, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Check that evaluations cause no additional calls of the clients' method objects.
+        """Check that evaluations cause no additional calls to the clients' method objects.
 
         Also check that evaluations do not change the number of forward passes in training.
         """

@@ -24,12 +24,15 @@ RUN = "0123456789abcdef"
 
 @dataclass
 class Loop(Link):
-    """A `Link` to workers in this process, which execute an order when the reply is requested."""
+    """A `Link` to workers in this process.
+
+    A worker executes an order when the reply to the order is requested.
+    """
 
     workers: dict[str, Worker]
-    """The workers by the clients' names."""
+    """A mapping from the clients' names to their workers."""
     events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)
-    """Functions that `wait` calls, by the number of the call of `wait`, counted from 1."""
+    """Functions that `wait` calls. A key is the number of a call to `wait`, counted from 1."""
     away: set[str] = field(default_factory=set)
     """The clients that are disconnected."""
     lose: Callable[[str, Order], bool] = lambda *_: False
@@ -41,11 +44,14 @@ class Loop(Link):
     seen: list[bytes] = field(default_factory=list)
     """The messages sent in both directions."""
     turns: int = 0
-    """The number of calls of `wait`."""
+    """The number of calls to `wait`."""
     connections: dict[str, int] = field(default_factory=dict)
     """The number of times that each client has reconnected."""
     pending: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    """The client's name and the bytes of each order that has no reply yet, by ticket."""
+    """A mapping from tickets to orders that have no reply yet.
+
+    Each order is stored as the client's name and the bytes of the order.
+    """
 
     def present(self) -> dict[str, str]:
         connected = self.workers.keys() - self.away
@@ -79,8 +85,8 @@ class Loop(Link):
 
         Args:
             name: The client's name.
-            worker: A new worker for the client, as if its process had restarted; by default, the
-                client keeps its worker.
+            worker: A worker that replaces the client's worker, as if the client's process had
+                restarted. By default, the client keeps its worker.
         """
         self.away.discard(name)
         self.connections[name] = self.connections.get(name, 0) + 1
@@ -90,7 +96,7 @@ class Loop(Link):
 
 
 def site(run: RunConfig, name: str, out: Path) -> Site:
-    """Return the settings that a client of a run file has on its own machine.
+    """Return the settings that a client keeps on its own machine.
 
     Args:
         run: The run file.
@@ -113,7 +119,7 @@ def workers(run: RunConfig, out: Path) -> dict[str, Worker]:
         out: The folder in which the clients' run folders are created.
 
     Returns:
-        The workers by the clients' names.
+        A mapping from the clients' names to their workers.
     """
     return {c.name: Worker(site(run, c.name, out)) for c in run.clients}
 
@@ -124,7 +130,7 @@ def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = No
     Args:
         run: The run file.
         out: The server's run folder.
-        loop: The network.
+        loop: The simulated network.
         watch: Object that receives the server's events; by default, the events are ignored.
     """
     folder = RunFolder(out)
@@ -142,10 +148,11 @@ def deploy(run: RunConfig, out: Path, **network: Any) -> Loop:
     Args:
         run: The run file.
         out: The folder for the run folders of the clients and the server.
-        **network: Arguments of the `Loop`, which is the simulated network, except `workers`.
+        **network: Arguments of the `Loop` that simulates the network. The argument `workers` is not
+            permitted.
 
     Returns:
-        The network, with the messages that were sent.
+        The simulated network, which contains the messages that were sent.
     """
     loop = Loop(workers(run, out), **network)
     server(run, out / "server", loop).rounds()
@@ -168,7 +175,8 @@ def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
 
     Args:
         actual: The folder of one run.
-        expected: The folder of the other run. All its states must exist in `actual`.
+        expected: The folder of the other run. All states in this folder must also exist in
+            `actual`.
     """
     for side in sides(expected):
         assert_same_state(actual, expected, side)
@@ -205,7 +213,9 @@ def assert_equal(actual: State, expected: State, side: str) -> None:
 
 
 def assert_same_tensors(actual: State, expected: State, side: str) -> None:
-    """Check that two states have bit-identical tensors; values, such as secrets, may differ.
+    """Check that the tensors of two states are bit-identical.
+
+    Entries that are not tensors, such as secrets, may differ.
 
     Args:
         actual: One state.
@@ -222,7 +232,10 @@ def assert_same_tensors(actual: State, expected: State, side: str) -> None:
 
 
 def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
-    """Return a state's or message's tensors by (group, name), without nested states or peers."""
+    """Return a mapping from pairs (group, name) to the tensors of a state or message.
+
+    The tensors of nested states and peers are left out.
+    """
     return {(g, name): t for g, tensors in state.groups.items() for name, t in tensors.items()}
 
 

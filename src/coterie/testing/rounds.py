@@ -23,7 +23,7 @@ from coterie.runs import RunFolder
 
 
 def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> LocalRun:
-    """Create the method objects of a run's server and clients, and let all clients join.
+    """Create the method objects of the server and the clients, and let all clients join.
 
     Args:
         run: The run file.
@@ -44,7 +44,9 @@ def joined(run: RunConfig, clients: Sequence[Participant] | None = None) -> Loca
 
 
 def down(local: LocalRun, name: str) -> Message:
-    """Return the server's download for a client, encoded, checked and decoded.
+    """Return the server's download for a client.
+
+    The download is first encoded, checked and decoded.
 
     Args:
         local: The run.
@@ -54,7 +56,9 @@ def down(local: LocalRun, name: str) -> Message:
 
 
 def up(local: LocalRun, name: str, round: int) -> Message:
-    """Return a client's upload, encoded, checked and decoded.
+    """Return a client's upload.
+
+    The upload is first encoded, checked and decoded.
 
     Args:
         local: The run.
@@ -85,7 +89,7 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
 
 
 def take(local: LocalRun) -> None:
-    """Let every client receive a download, as after the last exchange.
+    """Let every client receive the download that follows the last exchange.
 
     Args:
         local: The run.
@@ -95,12 +99,12 @@ def take(local: LocalRun) -> None:
 
 
 def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
-    """End an exchange: aggregate the uploads, and pass them to the server's method object.
+    """End an exchange by passing the uploads and their aggregate to the server's method object.
 
     Args:
         local: The run.
         round: The number of the exchange, counted from 0.
-        uploads: The uploads to aggregate, by the clients' names.
+        uploads: A mapping from the clients' names to the uploads to aggregate.
     """
     counted = (
         part.contribution(local.server, local.aggregation, name, uploads[name])
@@ -118,7 +122,7 @@ def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> 
         present: The names of the clients that take part; by default, all clients.
 
     Returns:
-        The uploads by the clients' names.
+        A mapping from the clients' names to their uploads.
     """
     names = sorted(local.clients if present is None else present)
     local.open(round, names)

@@ -46,7 +46,9 @@ def write_base(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write tiny-gpt2's tokenizer with only its first `TOKENS` tokens, which keep their ids.
+    """Write a tokenizer with the first `TOKENS` tokens of tiny-gpt2's tokenizer.
+
+    The tokens keep their ids.
 
     Args:
         folder: The folder for the tokenizer.
@@ -62,7 +64,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_texts(folder: Path) -> Path:
-    """Write a text of 30,000 characters to a file NAME.txt for each of the `WRITERS`.
+    """Write a file NAME.txt with 30,000 characters of text for each of the `WRITERS`.
 
     Args:
         folder: The folder for the texts.
@@ -105,7 +107,7 @@ def write_other_base(folder: Path, text: Path) -> Path:
 
 
 def write_questions(folder: Path) -> Path:
-    """Write 60 yes-or-no questions with answers to a file NAME.jsonl for each of the `WRITERS`.
+    """Write a file NAME.jsonl with 60 yes-or-no questions and answers for each of the `WRITERS`.
 
     Args:
         folder: The folder for the files.
@@ -125,12 +127,12 @@ def write_questions(folder: Path) -> Path:
 
 
 def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
-    """Return the run file of a run with three clients and three rounds, as plain data.
+    """Return, as plain data, a run file with three clients and three rounds.
 
     Args:
         base: The folder of the base.
         texts: The folder that `write_texts` has filled.
-        **changes: Keys and values that replace those in the run file.
+        **changes: Keys and values that are added to the run file, or that replace existing values.
     """
     return {
         "name": "small",
@@ -147,17 +149,17 @@ def small_values(base: Path, texts: Path, /, **changes: Any) -> dict[str, Any]:
 def teaching_values(
     base: Path, other: Path | str, questions: Path, /, **changes: Any
 ) -> dict[str, Any]:
-    """Return the run file of a run of FedMKT with two tokenizers and public questions.
+    """Return, as plain data, a run file for FedMKT with two tokenizers and public questions.
 
     Args:
-        base: The folder of the base of the client `diarist` (with the method `fedmkt-fedavg`: of
-            both clients, `diarist` and `poet`).
-        other: The base of the server's own model and of the client `poet` (with the method
-            `fedmkt-fedavg`: of the server's own model only).
+        base: The folder of the base that the client `diarist` uses. With the method
+            `fedmkt-fedavg`, the client `poet` uses this base too.
+        other: The base of the server's own model. Unless the method is `fedmkt-fedavg`, the client
+            `poet` uses this base too.
         questions: The folder that `write_questions` has filled.
-        **changes: Keys and values that replace those in the run file. If `method` is among the
-            keys, its value must be a mapping; settings that it does not contain keep
-            their values.
+        **changes: Keys and values that are added to the run file, or that replace existing values.
+            A value for the key `method` must be a mapping. Settings of the method that are not in
+            the mapping keep their values.
     """
     method = {"attention": {"rank": 2}, "logits": 7} | changes.pop("method", {"name": "fedmkt"})
     run: dict[str, Any] = {
@@ -177,11 +179,13 @@ def teaching_values(
 
 
 def small_run(folder: Path, /, **changes: Any) -> RunConfig:
-    """Create a run with three clients, two rounds and a public text, which takes a few seconds.
+    """Create the configuration of a run that takes a few seconds.
+
+    The run has three clients, two rounds and a public text.
 
     Args:
         folder: The folder for the base and the texts.
-        **changes: Keys and values that replace those in the run file.
+        **changes: Keys and values that are added to the run file, or that replace existing values.
 
     Returns:
         The configuration of the run.

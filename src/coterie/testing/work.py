@@ -17,7 +17,9 @@ from coterie.runs import RunFolder
 
 
 class Work:
-    """Counts of calls by function and client, and of forward passes outside evaluations.
+    """Counts of function calls, and of forward passes outside evaluations.
+
+    The calls are counted separately for each function and client.
 
     Args:
         patch: Fixture that replaces the functions whose calls are counted.
@@ -25,17 +27,21 @@ class Work:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done: Counter[str] = Counter()
-        """Counts of calls by function and client (`train poet`), and of passes by `forward`."""
+        """Counts of function calls and forward passes.
+
+        The key for a function is its name, followed by the client's name, such as `train poet`. The
+        key for forward passes is `forward`.
+        """
         self.patch, self.scoring, self.scores = patch, False, 0
 
     def count(self, owner: Any, name: str, label: Callable[[Any], str] = lambda _: "") -> None:
-        """Begin to count the calls of a function.
+        """Begin to count the calls to a function.
 
         Args:
             owner: The class, object or module that has the function.
             name: The function's name.
-            label: Function of a call's first argument. It returns the client's name, or an empty
-                string if the call concerns no client.
+            label: Function that returns the client's name, or an empty string if a call concerns no
+                client. The argument of this function is the first argument of the call.
         """
         function = getattr(owner, name)
 
@@ -71,7 +77,8 @@ def worked(
         every: The number of rounds between evaluations; None to evaluate only at the end.
         out: The run folder.
         monkeypatch: Fixture that replaces the functions whose calls are counted.
-        also: Function that is called before the run begins, to count the calls of more functions.
+        also: Function that is called before the run begins. It can begin to count the calls to
+            other functions.
 
     Returns:
         The counts.

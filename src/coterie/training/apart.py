@@ -14,21 +14,22 @@ from coterie.training.context import ClientContext
 def set_apart(
     context: ClientContext, purpose: str, share: float, limit: int | None = None
 ) -> tuple[ClientContext, AnyBatch]:
-    """Draw a random share of a client's training samples, and exclude them from training.
+    """Draw some of a client's training samples at random, and exclude them from training.
 
-    A text that does not consist of records is split into samples of `window` + 1 tokens, which do
-    not overlap.
+    A text that does not consist of records is first split into samples of `window` + 1 tokens. The
+    samples do not overlap.
 
     Args:
         context: The client's context.
         purpose: A word for the use of the samples; the seed of the draw depends on this word.
-        share: The share of the training samples to draw; at least one sample is drawn.
+        share: The fraction of the training samples to draw. At least one sample is drawn if the
+            client has a text.
         limit: The maximum number of samples to draw; None for no maximum.
 
     Returns:
-        A context whose training data exclude the drawn samples, and these samples. Every round
-        draws the same samples. No samples are drawn if the client has no text, as when a model is
-        only loaded.
+        A pair of a context and the drawn samples. The context's training data exclude the drawn
+        samples. Every round draws the same samples. No samples are drawn if the client has no text,
+        for example when a trained model is loaded.
 
     Raises:
         CoterieError: No sample would be left to train on.

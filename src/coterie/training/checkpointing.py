@@ -28,7 +28,7 @@ from coterie.errors import CoterieError
 def checkpointing(model: PreTrainedModel, base_dropout: float) -> Iterator[None]:
     """Enable gradient checkpointing for the forward passes in the body of the `with` statement.
 
-    The backward passes may run after the `with` statement.
+    The backward passes can run after the end of the `with` statement.
 
     Args:
         model: The base.
@@ -60,7 +60,7 @@ def checkpointing(model: PreTrainedModel, base_dropout: float) -> Iterator[None]
 def _checkpointed(
     forward: Callable[..., Any], model: nn.Module, base_dropout: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the output of a layer's forward pass without storing its activations."""
+    """Run the forward pass of a layer without storing activations, and return the output."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     recomputing = _entered(repeating_masks(), repeating_batch(), dropping_out(model, base_dropout))
@@ -76,7 +76,10 @@ def _checkpointed(
 
 @contextmanager
 def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
-    """Enter several contexts at the start of the backward pass, which may run in another thread."""
+    """Enter several context managers at the start of the backward pass.
+
+    The backward pass can run in another thread than the forward pass.
+    """
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -25,7 +25,7 @@ def mean_embeddings(
     batch: int,
     private: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the mean embeddings on each layer, over all tokens that are not padding.
+    """Compute the mean embeddings on each layer over all tokens except padding.
 
     Args:
         base: The base.
@@ -34,12 +34,14 @@ def mean_embeddings(
             preference pairs, only the chosen answers are read.
         batch: The number of samples in a forward pass.
         private: Function that computes a mean with noise. Its argument is a tensor of shape
-            (samples, values): each row contains a sample's mean embeddings on all layers. The
-            result is a tensor of shape (values,). None for the exact mean over all tokens.
+            (samples, values), in which each row contains a sample's mean embeddings on all layers.
+            Its result is a tensor of shape (values,). By default, the exact mean over all tokens is
+            computed.
 
     Returns:
-        By layer, a float32 tensor of shape (n + 1, r) for n experts and embeddings of size r: the
-        experts' mean embeddings, followed by the mean token embedding.
+        A mapping from layers to float32 tensors of shape (n + 1, r), for n experts and embeddings
+        of size r. The first n rows are the experts' mean embeddings. The last row is the mean token
+        embedding.
     """
     sums, counts = _sums(base, adapter, samples, batch)
     if private is None:
@@ -61,8 +63,8 @@ def token_embeddings(
         batch: The number of samples in a forward pass.
 
     Returns:
-        By layer, a float32 tensor of shape (samples, r) for embeddings of size r, with rows in no
-        particular order.
+        A mapping from layers to float32 tensors of shape (samples, r), for embeddings of size r.
+        The rows are in no particular order.
     """
     sums, counts = _sums(base, adapter, samples, batch)
     return {path: tensor[:, -1] / counts[:, None] for path, tensor in sums.items()}
@@ -72,9 +74,9 @@ def token_embeddings(
 def _sums(
     base: Base, adapter: AmoleAdapter, samples: AnyBatch, batch: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Sum the embeddings of each sample's tokens, by layer, and count the tokens.
+    """Sum the embeddings of each sample's tokens on each layer, and count the tokens.
 
-    `Recording` documents the shapes.
+    The shapes are documented in the class `Recording`.
     """
     model = adapter.attach(base.model)
     with adapter.recording() as recording, autocast(base.precision, base.device.type):

@@ -39,7 +39,7 @@ class LocalTraining:
             for level in self.levels
         }
         self.start: Mapping[str, Tensor] = {}
-        """The parameters at the start of the round, by name; empty if no level has a penalty."""
+        """Copies of the parameters at the start of the round; empty if no level has a penalty."""
 
     def round(self, round: int) -> None:
         """Attach the adapter, and execute the local steps of a round.
@@ -103,14 +103,20 @@ class LocalTraining:
     def _loss(
         self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, measured: list[Measures]
     ) -> Tensor:
-        """Return the loss of a piece of a batch; append other measures (rewards) to `measured`."""
+        """Return the loss of a piece of a batch, and append the piece's measures to `measured`.
+
+        Preference pairs, for example, have rewards as measures.
+        """
         with training_pass(self.context, *purpose):
             loss, measures = batch.to(self.context.base.device).loss(model)
         measured += [] if measures is None else [measures]
         return loss
 
     def moments(self, parameter: Tensor) -> list[Tensor]:
-        """Return the optimisers' moments of a parameter, if they have the parameter's shape."""
+        """Return the moments that the optimisers store for a parameter.
+
+        Moments that do not have the shape of the parameter are left out.
+        """
         states = (updater.optimiser.state.get(parameter, {}) for updater in self._updaters.values())
         return [
             value
@@ -120,7 +126,7 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """Return the optimisers' states by level, and the gradients for later updates."""
+        """Return the optimiser state of each level, and the gradients for later updates."""
         gradients = {
             name: parameter.grad.clone()
             for name, parameter in self._leftover_parameters().items()
@@ -139,5 +145,8 @@ class LocalTraining:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _leftover_parameters(self) -> Mapping[str, Tensor]:
-        """Return, by name, the parameters whose gradients a level accumulates for another level."""
+        """Return the parameters whose gradients a level accumulates for another level.
+
+        The result is a mapping from names to parameters.
+        """
         return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

@@ -17,7 +17,10 @@ REFUSED = {"lbfgs": "needs several gradients per batch", "sparseadam": "needs sp
 
 
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """Return all optimisers of torch, including unsupported ones, by name in lower case."""
+    """Return a mapping from lower-case names to all optimisers of torch.
+
+    The mapping includes optimisers that Coterie does not support.
+    """
     kinds = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
     optimisers = (kind for kind in kinds if issubclass(kind, torch.optim.Optimizer))
     return {k.__name__.lower(): k for k in optimisers if k is not torch.optim.Optimizer}
@@ -105,7 +108,10 @@ def _hint(name: str, valid: Sequence[str], prefix: str, heading: str) -> str:
 
 
 def _expected(default: Any, value: Any) -> str | None:
-    """Describe the type of an argument's default; return None if the value has this type."""
+    """Return a description of the expected type, or None if the value has this type.
+
+    The expected type is the type of the argument's default.
+    """
     match default:
         case bool():
             return None if isinstance(value, bool) else "true or false"

@@ -14,9 +14,10 @@ from coterie.losses.tokens import logits_in_pieces
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions for all p tokens of the answers, including the end tokens, in sample order.
+    """Predictions for the tokens of all answers, including the end tokens.
 
-    p is the total number of these tokens in all samples.
+    The tokens are in the order of the samples. In the shapes below, p is the number of these tokens
+    in all samples.
     """
 
     tokens: Tensor
@@ -42,8 +43,9 @@ def predictions(
     Args:
         base: The base.
         model: The base with an adapter.
-        samples: The samples, whose answers are predicted.
-        k: The number of tokens; reduced to the size of the vocabulary if larger.
+        samples: The samples whose answers are predicted.
+        k: The number of tokens per position. If the vocabulary has fewer tokens, all tokens are
+            returned.
         batch: The number of samples in a forward pass.
     """
     lengths = samples.starts[1:] - samples.answers
@@ -71,8 +73,8 @@ def _most_likely(
     """Return the fields of `Predictions` for n positions.
 
     Args:
-        logits: (n, rows of the output head).
-        targets: (n,), the samples' actual next tokens.
+        logits: A tensor of shape (n, rows of the output head).
+        targets: A tensor of shape (n,) with the samples' actual next tokens.
         k: The number of tokens per position.
         vocabulary: The number of tokens in the vocabulary.
     """

@@ -49,10 +49,10 @@ class Level:
     """Function that returns whether the level has turns in an exchange (the first is 0)."""
 
     def turns(self, exchanges: int, steps: int) -> int:
-        """Return the number of the level's turns in the first exchanges of a run.
+        """Return the number of turns that the level has in the first exchanges of a run.
 
         Args:
-            exchanges: The number of exchanges.
+            exchanges: The number of exchanges, from the start of the run.
             steps: The number of training steps in each exchange.
         """
         return sum(
@@ -63,10 +63,11 @@ class Level:
 
 
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
-    """Return the learning rate schedule of a run, as a function of the step (the first is 0).
+    """Return the learning rate schedule of a run, as a function of the step.
 
-    The schedule spans all steps of the run. With `restart`, it spans the steps of one round, and
-    starts again in the next. After the warm-up, the learning rate is
+    Steps are counted from 0. The schedule spans all steps of the run. With `restart`, the schedule
+    spans the steps of one round, and starts again in every round. After the warm-up, the learning
+    rate is
 
     - cosine: half a cosine from the peak to the final learning rate;
     - one-cycle: as in torch's `OneCycleLR`, where both the warm-up and the decay are half a cosine;
@@ -106,11 +107,11 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
 def learning_rate_beside(
     training: TrainingSpec, rounds: int, round: int, updates: int
 ) -> Callable[[int], float]:
-    """Return the learning rate schedule of updates that a round has in addition to local steps.
+    """Return the learning rate schedule of a round's updates that are not local steps.
 
-    With `restart`, these updates have their own schedule, which spans the updates of the round.
-    Otherwise, they all have the learning rate that the round's first local step would have in a
-    schedule without a warm-up.
+    With `restart`, these updates have a separate schedule, which spans the updates of the round.
+    Otherwise, all of these updates have the learning rate that the round's first local step would
+    have in a schedule without a warm-up.
 
     Args:
         training: The settings of the run.
@@ -119,7 +120,8 @@ def learning_rate_beside(
         updates: The number of additional updates in the round.
 
     Returns:
-        A function of an update's number in the round, counted from 0.
+        A function that returns the learning rate of an update. Its argument is the number of the
+        update in the round, counted from 0.
     """
     if training.restart:
         restarted = learning_rate(training.model_copy(update={"steps": updates}), rounds)

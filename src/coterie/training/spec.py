@@ -18,7 +18,7 @@ class OptimiserSpec(BaseModel):
     """Key `training.optimiser` of a run file.
 
     The value is the name of a class of `torch.optim` (case-insensitive), or a mapping of `name`
-    and keyword arguments of the class. The learning rate is not an argument, as it follows the
+    and keyword arguments of the class. The learning rate is not an argument, because it follows the
     schedule. `optimiser.check` checks the arguments.
     """
 
@@ -29,7 +29,11 @@ class OptimiserSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, values: Any) -> Any:
-        """Expand a name to a mapping; convert the name to lower case, and text to numbers."""
+        """Expand a name to a mapping.
+
+        The name is converted to lower case, and arguments given as text are converted to numbers
+        where possible.
+        """
         values = {"name": values} if isinstance(values, str) else values
         if not isinstance(values, Mapping):
             raise ValueError("give a name, such as sgd, or a mapping of `name` and its settings")
@@ -143,7 +147,7 @@ class TrainingSpec(Section):
 
     @property
     def course(self) -> Literal["cosine", "one-cycle", "constant"]:
-        """The name of the schedule, or of the default schedule if the run file sets none."""
+        """The name of the schedule, or of the default schedule if the run file sets no schedule."""
         return self.schedule or ("cosine" if self.learning_rate_decay is None else "constant")
 
     @property

@@ -33,9 +33,9 @@ class Updater:
         context: The client's context.
         adapter: The adapter whose parameters are updated.
         selects: Function that returns whether a parameter is updated.
-        leaves: Function that returns whether the gradient of a given parameter is only accumulated
-            here. Another `Updater` updates this parameter, and uses the accumulated gradient in its
-            next update.
+        leaves: Function that returns whether this object only accumulates the gradient of a given
+            parameter. Another `Updater` updates this parameter, and uses the accumulated gradient
+            in its next update.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class Updater:
         *,
         where: str,
     ) -> float:
-        """Take one optimiser step on the gradient of the sum of loss and penalty.
+        """Take one optimiser step to minimise the sum of the loss and the penalty.
 
         Args:
-            loss: A function that returns the loss; or the pieces of a batch, whose loss is the mean
-                over their tokens or pairs.
+            loss: A function that returns the loss, or the pieces of a batch. The loss of a batch is
+                the mean over the tokens or pairs of all pieces.
             learning_rate: The learning rate of the step.
             penalty: A function that returns a penalty; None for no penalty. It is called after the
                 forward pass of each piece, and the mean over the pieces is used. A load-balancing
                 penalty is therefore computed within each piece.
-            where: The point in training, for error messages, such as "at step 12".
+            where: The point in training that error messages mention, such as "at step 12".
 
         Returns:
-            The loss without the penalty: nats per token, or the loss of DPO.
+            The loss without the penalty. Its unit is nats per token, except for the loss of DPO.
 
         Raises:
             Diverged: The loss or the penalty is not finite. No parameter has changed, but the
-                gradients of parameters that `leaves` selects may have changed.
+                gradients of the parameters selected by `leaves` may have changed.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, terms = self.context.training, sum(piece.terms for piece in pieces)
@@ -128,7 +128,7 @@ class Updater:
         ]
 
     def state(self) -> State:
-        """Return a copy of the optimiser's state: a group for each kind of moment."""
+        """Return a copy of the optimiser's state, with a group for each kind of moment."""
         groups: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
             for kind, value in self.optimiser.state.get(parameter, {}).items():
@@ -138,10 +138,11 @@ class Updater:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Restore a state returned by `state()`; initialise moments that the state lacks.
+        """Restore a state returned by `state()`.
 
-        Moments are overwritten in place. Allocating new ones for each client and evaluation would
-        fragment the heap (900 MiB with 32 clients that train GPT-2).
+        Moments that are missing from the state are initialised. Existing moments are overwritten in
+        place, because new allocations for each client and evaluation would fragment the heap (900
+        MiB with 32 clients that train GPT-2).
         """
         initial = self._new_optimiser().state  # Adagrad, for example, begins with moments
         for name, parameter in self.parameters.items():
