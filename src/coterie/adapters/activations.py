@@ -21,8 +21,8 @@ class Activation:
     value: Callable[[Tensor], Tensor]
     """Maps the input p to the function's value."""
     slope: Callable[[Tensor, Tensor], Tensor]
-    """Takes the gradient with respect to the function's value, and the input p. Returns the
-    gradient with respect to p."""
+    """Takes two tensors: the gradient with respect to the function's value, and the input p.
+    Returns the gradient with respect to p."""
 
 
 _GELU_TANH = Activation(

@@ -28,12 +28,13 @@ from coterie.errors import CoterieError
 class Trainable:
     """A client's adapter: parameters, and the stand-ins that apply the parameters to a base.
 
-    Many instances can share one base in memory, as each instance contains only its own
+    Many instances can share one base in memory, because each instance contains only its own
     parameters. The base's parameters are never trained.
 
     Args:
         parameters: All parameters of the adapter, including parameters that are never trained.
-        stand_ins: Modules that replace modules of the base, keyed by the replaced module's path.
+        stand_ins: Modules that replace modules of the base, keyed by the paths of the replaced
+            modules.
         routers: The stand-ins that have a router, keyed by the same paths.
     """
 
@@ -56,7 +57,8 @@ class Trainable:
         """Return the tensors of selected parameters in a dictionary that is sorted by name.
 
         Args:
-            selects: Selects the parameters; by default, all of them.
+            selects: A predicate that selects the parameters. By default, all parameters are
+                selected.
         """
         return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
@@ -78,14 +80,15 @@ class Trainable:
         return base
 
     def residual(self) -> dict[str, Tensor]:
-        """Return the residual of each LoRA pair that has one.
+        """Return the residuals of all LoRA pairs that have a residual.
 
         A residual consists of two further factors, which are never trained. Their product is added
         to the product of the pair's A and B.
 
         Returns:
-            The residual's factors, (s, in) and (out, s), keyed by the names of the pair's A and B.
-            Here, s is the residual's rank, which may differ from the pair's rank.
+            Two factors for each residual, shaped (s, in) and (out, s). The keys of the factors are
+            the names of the pair's A and B. Here, s is the rank of the residual, which may differ
+            from the rank of the pair.
         """
         return {
             parameter.name: tensor
@@ -100,8 +103,8 @@ class Trainable:
         """Replace the residuals of all LoRA pairs.
 
         Args:
-            tensors: The residuals, in the form in which `residual` returns them. A pair whose names
-                are missing from this mapping has no residual afterwards.
+            tensors: A mapping like the result of `residual`. If the names of a pair are missing
+                from the mapping, the pair has no residual afterwards.
         """
         for pair in self._pairs:
             A, B = (tensors.get(parameter.name) for parameter in pair.described())
@@ -121,8 +124,8 @@ class Trainable:
         """Return the experts' mean weights in the last forward pass.
 
         Returns:
-            The mean weight of each expert over all tokens except padding, (experts,), for each
-            stand-in that has a router. The keys are the paths of these stand-ins.
+            A mapping from the path of each stand-in with a router to a tensor shaped (experts,).
+            The tensor contains the mean weight of each expert over all tokens except padding.
         """
         return {path: router.routing() for path, router in self._routers.items()}
 
@@ -130,15 +133,16 @@ class Trainable:
 class Adapter(Trainable):
     """A client's adapter that combines LoRA on attention with a mixture of low-rank experts.
 
-    Attaching an adapter replaces modules of the base and changes none of the base's weights.
+    Attaching an adapter replaces modules of the base, but does not change the base's weights.
 
     Args:
         base: A causal language model. If the base is on the meta device, the adapter uses only the
             names and shapes of the base's modules, and is created on the CPU.
-        layout: The numbers of experts, the ranks and the routing.
+        layout: The layout, which sets the numbers of experts, the ranks and the routing.
         seed: The run's seed.
         client: The client's name, on which the initial values of private parameters depend.
-        common: Selects the parameters whose initial values are equal on all clients.
+        common: A predicate that selects the parameters whose initial values are equal on all
+            clients.
 
     Raises:
         CoterieError: The base has no module to which the layout's experts or LoRA can be attached.
@@ -171,7 +175,7 @@ class Adapter(Trainable):
         return super().attach(base)
 
     def load_balance(self, form: Balance) -> Tensor:
-        """Return the load-balance loss of the last forward pass, averaged over layers: a scalar.
+        """Return the load-balance loss of the last forward pass as a scalar, averaged over layers.
 
         Args:
             form: The distribution of load that counts as balanced; see `Router.load_balance`.
@@ -186,14 +190,14 @@ class Adapter(Trainable):
 
 
 def first_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Return the expert with the highest score for each token of the last forward pass.
+    """Return, for each token of the last forward pass, the expert with the highest score.
 
     Args:
         model: A base with an adapter attached.
 
     Returns:
-        The experts' indices, (tokens,), for each module that has a router. The keys are the paths
-        of these modules.
+        A mapping from the path of each module with a router to the indices of the experts, shaped
+        (tokens,).
 
     Raises:
         CoterieError: The model has not run yet.
@@ -203,7 +207,7 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
-    """Remove any adapter from a base, insert stand-ins at their paths, and freeze the base."""
+    """Remove any adapter from a base, insert stand-ins at the given paths, and freeze the base."""
     detach(base)
     base.requires_grad_(False)
     # Inner modules are replaced first: once their block is replaced, their paths are invalid.
@@ -232,7 +236,8 @@ ADVICE = (
     "linear layers."
 )
 ROUNDING = {torch.bfloat16: 0.03, torch.float32: 1e-4, torch.float64: 1e-6}
-"""Maximum relative error of MLP outputs and hidden states, by the base's least precise dtype."""
+"""Maximum relative error of MLP outputs and hidden states, for each dtype. The least precise dtype
+of the base applies."""
 
 
 Calls = dict[str, tuple[tuple[Tensor, ...], Tensor]]
@@ -244,9 +249,9 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
     """Check that an untrained adapter (every B is zero) does not change a base's outputs.
 
     If the outputs change, the base's MLPs or attention modules compute more than the names of their
-    layers suggest. The outputs of each MLP are also compared on their own, because the residual
-    stream could conceal a difference. If several layouts differ only in their ranks or in their
-    numbers of experts, only one of them is checked for each base.
+    layers suggest. The outputs of each MLP are also compared separately, because the residual
+    stream could conceal a difference. Layouts that differ only in ranks or in numbers of experts
+    are checked only once for each base.
 
     Raises:
         CoterieError: The outputs differ, or the base cannot run with the adapter.
@@ -310,14 +315,17 @@ def _record(
 
 
 def _autocast(base: PreTrainedModel) -> torch.autocast:
-    """Return a bfloat16 autocast context, enabled if a base mixes bfloat16 with other dtypes."""
+    """Return an autocast context to bfloat16 for a base.
+
+    The context is enabled only if the base mixes bfloat16 with other dtypes.
+    """
     floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
     mixed = torch.bfloat16 in floats and len(floats) > 1
     return torch.autocast(base.device.type, torch.bfloat16, enabled=mixed)
 
 
 def _hidden_states(base: PreTrainedModel) -> Tensor:
-    """Compute a base's final hidden states for a fixed input: (1, tokens, dim)."""
+    """Compute a base's final hidden states, shaped (1, tokens, dim), for a fixed input."""
     embedding = base.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     ids = torch.linspace(0, embedding.num_embeddings - 1, TOKENS, device=embedding.weight.device)
@@ -327,7 +335,7 @@ def _hidden_states(base: PreTrainedModel) -> Tensor:
 
 
 def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create all stand-ins of a layout, keyed by the path of the module that each one replaces.
+    """Create all stand-ins of a layout, keyed by the paths of the replaced modules.
 
     A linear layer to which experts are attached gets no LoRA.
     """
@@ -341,7 +349,7 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
 
 
 def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create the stand-ins that have experts, keyed by the path of the replaced module."""
+    """Create the stand-ins that have experts, keyed by the paths of the replaced modules."""
     stand_ins: dict[str, StandIn] = {}
     decoder_layers = layers(base)
     for path, (module, shape) in expert_sites(base).items():

@@ -81,14 +81,15 @@ class AmoleLinear(Router):
 
     `A` (n, r, in) and `B` (n, out, r) stack the factors of the domain experts in the order of
     `held`. The router is either FedAMoLE's token projection or a gate (see `AmoleLayout.router`).
-    `router` is the router's weight: (r, in) for a token projection, and (experts, in) for a gate,
-    where `experts` is the number of domain experts in the whole run. `rows` (n,) contains the
-    indices of the gate's rows that belong to the held experts.
+    `router` is the router's weight. The weight of a token projection has the shape (r, in). The
+    weight of a gate has the shape (experts, in), where `experts` is the number of domain experts in
+    the whole run. `rows` (n,) contains the indices of the rows of the gate that belong to the held
+    experts.
 
     Args:
         base: The linear layer.
         path: Path of the layer in the base.
-        layout: The numbers of experts, the ranks and the routing.
+        layout: The layout, which sets the numbers of experts, the ranks and the routing.
         held: Indices of the domain experts that the client holds.
     """
 
@@ -113,9 +114,9 @@ class AmoleLinear(Router):
         """Yield the layer's parameters.
 
         Args:
-            stacked: Whether to yield the factors of all domain experts as one stacked A and one
-                stacked B. If false, an A and a B are yielded for each expert, as views of the
-                stacked tensors.
+            stacked: Whether to yield one stacked A and one stacked B that contain the factors of
+                all domain experts. If false, a separate A and B are yielded for each domain expert.
+                These tensors are views of the stacked tensors.
         """
         path, experts = self.path, [("domain", None, self.A, self.B)] if self.held else []
         if not stacked:
@@ -148,16 +149,17 @@ class AmoleLinear(Router):
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Multiply the input by the router's weight and by every expert's A.
 
-        Without dropout, this is one matrix product.
+        Without dropout, a single matrix product computes all of these products.
 
         Args:
-            tokens: (tokens, in).
+            tokens: The input of the layer, (tokens, in).
 
         Returns:
-            Three tensors. The first tensor contains the token embeddings, (tokens, r), or, if the
-            router is a gate, the gate's scores, (tokens, n). The second tensor is the product with
-            the shared expert's A, (tokens, r); without a shared expert, its shape is (tokens, 0).
-            The third tensor contains the domain experts' embeddings, (tokens, n, r).
+            Three tensors. The first tensor contains the token embeddings, shaped (tokens, r). If
+            the router is a gate, the first tensor contains the gate's scores instead, shaped
+            (tokens, n). The second tensor is the product with the shared expert's A, shaped
+            (tokens, r). Without a shared expert, the second tensor is shaped (tokens, 0). The third
+            tensor contains the embeddings of the domain experts, shaped (tokens, n, r).
         """
         has_gate = self.layout.router != "token"
         router = self.router.index_select(0, self.rows) if has_gate else self.router
@@ -172,7 +174,7 @@ class AmoleLinear(Router):
         return router_output, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
 
     def _route(self, router_output: Tensor, domain: Tensor) -> Tensor:
-        """Compute each expert's weight for each token: (tokens, n).
+        """Compute a tensor shaped (tokens, n) with the weight of each expert for each token.
 
         The weights of experts that are not chosen are 0.
         """
@@ -187,7 +189,10 @@ class AmoleLinear(Router):
         return self._weights(p)
 
     def _works(self, p: Tensor) -> Tensor:
-        """Return 1 for each expert that is chosen for a token, else 0: (tokens, n)."""
+        """Return a tensor shaped (tokens, n) that marks the experts chosen for each token.
+
+        An element is 1 if the expert is chosen for the token, and 0 otherwise.
+        """
         if len(self.held) <= self.layout.top_k:
             return torch.ones_like(p)
         chosen = p.detach().topk(self.layout.top_k, dim=-1).indices
@@ -220,7 +225,8 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         x: (batch, time, in), the layer's input.
 
     Returns:
-        The sums, (batch, n + 1, r), and the number of tokens in each sample, (batch,).
+        Two tensors. The first tensor contains the sums, shaped (batch, n + 1, r). The second tensor
+        contains the number of tokens in each sample, shaped (batch,).
     """
     mask = real_mask(x.device)
     if mask is None:
@@ -238,11 +244,16 @@ class Recording:
     """
 
     passes: Mapping[str, list[tuple[Tensor, Tensor]]]
-    """The sums and counts of every forward pass (see `_sums`), keyed by the layer's path."""
+    """A mapping from the path of each layer to the sums and counts of every forward pass (see
+    `_sums`)."""
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums of embeddings over the tokens of each sample, keyed by the layer's path.
+        """A mapping from the path of each layer to sums of embeddings.
+
+        The sums are over the tokens of each sample, excluding padding. Each tensor has the shape
+        (samples, n + 1, r). For each sample, the first n sums belong to the held experts, and the
+        last one is the sum of token embeddings.
 
         Padding is excluded. Each tensor has the shape (samples, n + 1, r). For each sample, the
         first n sums belong to the held experts, and the last one is the sum of token embeddings.
@@ -251,7 +262,7 @@ class Recording:
 
     @property
     def counts(self) -> Tensor:
-        """Number of tokens in each sample, excluding padding: (samples,)."""
+        """Number of tokens in each sample, shaped (samples,), excluding padding."""
         passes = next(iter(self.passes.values()))
         return torch.cat([count for _, count in passes])
 
@@ -267,10 +278,11 @@ class AmoleAdapter(Trainable):
         base: A model with linear layers that match the layout. If the base is on the meta device,
             the adapter uses only the names and shapes of the base's modules, and is created on the
             CPU.
-        layout: The adapted layers, the numbers of experts, the ranks and the routing.
+        layout: The layout, which sets the adapted layers, the numbers of experts, the ranks and the
+            routing.
         seed: The run's seed.
-        held: Indices of the domain experts that the client holds in each adapted layer, in
-            ascending order. The keys are the paths of the layers.
+        held: A mapping from the path of each adapted layer to the indices of the domain experts
+            that the client holds in this layer. The indices are in ascending order.
 
     Raises:
         CoterieError: The layout matches no layer, or `held` does not match the layout.
@@ -302,7 +314,7 @@ class AmoleAdapter(Trainable):
         return super().attach(base)
 
     def load_balance(self) -> Tensor:
-        """Return the load-balance loss of the last forward pass, summed over layers: a scalar.
+        """Return the load-balance loss of the last forward pass as a scalar, summed over layers.
 
         Layers whose loss has no gradient are omitted. The result is 0 if no layers remain.
         """
@@ -315,8 +327,8 @@ class AmoleAdapter(Trainable):
     def recording(self) -> Iterator[Recording]:
         """Record sums of embeddings in all forward passes inside the `with` block.
 
-        Gradients are disabled inside the `with` block. Each forward pass adds its samples to the
-        recording that the context yields.
+        Gradients are disabled inside the `with` block. Each forward pass adds sums for its samples
+        to the recording that the context yields.
 
         Raises:
             CoterieError: The router is a gate, which has no token embeddings.

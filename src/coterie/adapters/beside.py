@@ -28,7 +28,7 @@ class Beside(Routed):
         base: The block.
         path: Path of the block in the base.
         dim: Width of hidden states.
-        layout: The numbers of experts, the ranks and the routing.
+        layout: The layout, which sets the numbers of experts, the ranks and the routing.
     """
 
     def __init__(self, base: nn.Module, path: str, dim: int, layout: Layout) -> None:

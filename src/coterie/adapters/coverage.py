@@ -20,8 +20,9 @@ class Coverage:
     total: int
     """Number of decoder layers of the base."""
     others: dict[str, tuple[str, int]]
-    """Decoder layers that lack a kind of low-rank pairs which other decoder layers have: the class
-    names of the blocks in these layers, and the number of these layers. The keys are the kinds."""
+    """A mapping from each kind of low-rank pairs to information about the decoder layers without
+    this kind. The information consists of the class names of the blocks in these layers, and the
+    number of these layers. Kinds that all or no decoder layers have are left out."""
     whole: bool = False
     """Whether all weights of the base are trained."""
 

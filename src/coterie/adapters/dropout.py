@@ -29,18 +29,21 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 
 
 def repeating_masks() -> AbstractContextManager[None]:
-    """Return a context for repeating the forward pass that directly follows this call.
+    """Return a context in which the forward pass directly after this call can be repeated.
 
-    Inside the context, the repeated pass draws the same masks as the first pass. The masks come
-    from a copy of the current generator, which this call makes. A forward pass in the context
-    therefore does not advance the generator itself.
+    This call copies the current generator. Inside the context, masks are drawn from the copy. The
+    repeated pass therefore draws the same masks as the first pass, and does not advance the
+    original generator.
     """
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())
 
 
 def drops(rate: float) -> bool:
-    """Return whether dropout is active, that is, the rate is positive and a generator is set."""
+    """Return whether dropout is active.
+
+    Dropout is active if the rate is positive and a generator is set.
+    """
     return rate > 0 and _chance.get() is not None
 
 

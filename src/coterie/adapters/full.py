@@ -42,8 +42,9 @@ class FullAdapter(Trainable):
         detach(base)
         parameters: dict[str, Parameter] = {}
         self._places: dict[str, list[tuple[str, str]]] = {}
-        """The weights that each difference changes, keyed by the difference's name. Each weight is
-        given by a module's path and an attribute of the module. Tied weights share a difference."""
+        """A mapping from the name of each difference to the weights that are changed by the
+        difference. Each weight is specified by the path of a module and an attribute of the module.
+        Tied weights share one difference."""
         names: dict[nn.Parameter, str] = {}
         for path, module in base.named_modules():
             for name, weight in module.named_parameters(recurse=False):

@@ -18,12 +18,12 @@ from coterie.adapters.activations import Activation
 class WideExperts(torch.autograd.Function):
     """The weighted sum of the activations of k slots, and a low-rank product for each slot.
 
-    A token has one slot for each expert that processes the token. The MLP's up-projections
-    map the MLP's input to `wide` activations, and the down-projection maps the activations to the
-    MLP's output. A gated MLP has two up-projections, and any other MLP has one. For the slot s, the
-    up-projection i has the output `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output
-    of the frozen layer, B_is is the expert's factor B, and h_is is the product of the MLP's input
-    and the expert's factor A. Then:
+    A token has one slot for each expert that processes the token. The MLP's up-projections map the
+    MLP's input to `wide` activations, and the down-projection maps the activations to the MLP's
+    output. A gated MLP has two up-projections, and any other MLP has one. For slot s, the output of
+    up-projection i is `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output of the
+    frozen layer, B_is is the expert's factor B, and h_is is the product of the MLP's input and the
+    expert's factor A. The function computes:
 
         z_s   = act(p_0s)                 (tokens, wide); if gated, act(p_0s) * p_1s
         total = sum_s w_s z_s             (tokens, wide)
@@ -103,13 +103,13 @@ class WideExperts(torch.autograd.Function):
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """Compute the output of each up-projection for slot s: one tensor (tokens, wide) per layer."""
+    """Return the output of each up-projection, shaped (tokens, wide), for slot s."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 
 
 def _activations(act: Activation, p: list[Tensor]) -> Tensor:
-    """Compute a slot's activations from its pre-activations: (tokens, wide)."""
+    """Compute the activations of a slot, shaped (tokens, wide), from the slot's pre-activations."""
     z = act.value(p[0])
     return z * p[1] if len(p) == 2 else z
 
@@ -121,7 +121,10 @@ def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[
 
 
 def _masked(z: Tensor, m: Tensor | None, s: int) -> Tensor:
-    """Multiply the activations of slot s, (tokens, wide), by the slot's dropout mask, if any."""
+    """Multiply the activations of slot s by the slot's dropout mask.
+
+    The activations have the shape (tokens, wide). Without dropout, they are returned unchanged.
+    """
     return z if m is None else z * m[s]
 
 

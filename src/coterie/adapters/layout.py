@@ -75,7 +75,10 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        """Number k of experts that process each token (all experts if there is no router)."""
+        """Number k of experts that process each token.
+
+        Without a router, all experts process each token.
+        """
         if not self.routed:
             return self.experts
         return min(2, self.experts) if self.top_k is None else self.top_k

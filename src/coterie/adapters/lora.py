@@ -22,7 +22,7 @@ class LoraPair(nn.Module):
     Args:
         role: Role of the parameters.
         path: Path, in the base, of the module that the pair adapts.
-        shape: Input and output widths of the module, (in, out).
+        shape: The pair (in, out) of the module's input width and output width.
         rank: Rank of the product B A, that is, of the pair without a residual.
         near: A weight of the module; the pair is created on this weight's device.
         expert: Number of the expert to which the pair belongs; None if it belongs to no expert.
@@ -57,7 +57,7 @@ class LoraPair(nn.Module):
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Append the residual's factors to A and B, and pad the results with zeros to a given rank.
+        """Return A and B with the residual's factors appended, padded with zeros to a given rank.
 
         Args:
             rank: Rank to which the factors are padded. It must not be less than the pair's total

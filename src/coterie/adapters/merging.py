@@ -30,10 +30,10 @@ def mergeable(model: nn.Module) -> bool:
 
 
 def merge(model: nn.Module) -> None:
-    """Merge an adapter into the base's weights: every adapted weight W becomes W + g B A.
+    """Merge an adapter into the base's weights, so that every adapted weight W becomes W + g B A.
 
-    The differences that full fine-tuning has trained are merged as well. The stand-ins are removed,
-    so the result is a plain transformers model. No other adapter may use the base afterwards.
+    Differences trained by full fine-tuning are merged as well. The stand-ins are removed, so the
+    result is a plain transformers model. Do not attach other adapters to the base afterwards.
 
     Args:
         model: A base with an adapter attached, modified in place.
@@ -50,7 +50,7 @@ def merge(model: nn.Module) -> None:
 def _merge_differences(model: nn.Module) -> None:
     """Add the differences of full fine-tuning to the base's weights.
 
-    A difference that tied weights share is added only once.
+    If several tied weights share a difference, the difference is added only once.
     """
     merged: set[nn.Parameter] = set()
     for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:

@@ -32,10 +32,11 @@ class Mixture(Routed):
         base: The module that contains the MLP's layers.
         path: Path of the module `base` in the pretrained model.
         shape: Structure of the MLP, which includes the names of the MLP's layers.
-        layout: The numbers of experts, the ranks and the routing.
-        ahead: Stand-ins, by name, for all modules of the MLP except the last layer, if the MLP's
-            layers belong directly to a decoder layer (as in OPT). The mixture then replaces only
-            the MLP's last layer. If the MLP is a module of its own, `ahead` is empty.
+        layout: The layout, which sets the numbers of experts, the ranks and the routing.
+        ahead: A mapping from names to stand-ins. If the MLP is a module of its own, the mapping is
+            empty. If the MLP's layers belong directly to a decoder layer (as in OPT), the mapping
+            contains a stand-in for each module of the MLP except the last layer. The mixture then
+            replaces only the last layer.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Mixture(Routed):
         )
 
     def _base_module(self, name: str) -> Any:
-        """Return the module with a given name from the frozen MLP."""
+        """Return the module of the frozen MLP that has a given name."""
         if not self._ahead:
             return getattr(self.base, name)
         return self._ahead[name].base if name in self._ahead else self.base
@@ -93,7 +94,7 @@ class Mixture(Routed):
         return y if residual is None else residual + y
 
     def _upward(self, name: str, tokens: Tensor, choice: Tensor | None) -> Iterator[Tensor]:
-        """Yield, for an up-projection, the tensors u, h and B that `WideExperts` takes.
+        """Yield the tensors u, h and B of an up-projection, which are arguments of `WideExperts`.
 
         For a fused up-projection, three tensors are yielded for the gate, followed by three tensors
         for the values that the gate multiplies.
@@ -136,7 +137,9 @@ class Mixture(Routed):
     # products of n*r columns are cheaper than gathering the tokens of each expert.
 
     def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
-        """Convert one matrix per expert to one matrix per slot, stacked along dimension 0.
+        """Convert a list of matrices, one per expert, to a tensor that stacks one matrix per slot.
+
+        The matrices of the slots are stacked along dimension 0.
 
         Args:
             matrices: The A or the B of each expert.
@@ -148,11 +151,11 @@ class Mixture(Routed):
         return joined.expand(self.slots, *joined.shape)
 
     def _to_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
-        """Convert the products of all n experts, (tokens, n*r), to one product per slot.
+        """Convert the products of all n experts, shaped (tokens, n*r), to one product per slot.
 
         Returns:
-            (k, tokens, r) if k = n; otherwise (k, tokens, n*r), with zeros for the experts that a
-            slot does not use.
+            A tensor shaped (k, tokens, r) if k = n. Otherwise, the tensor is shaped
+            (k, tokens, n*r) and contains zeros for the experts that a slot does not use.
         """
         per_expert = low.unflatten(1, (len(self.roles), -1))
         if choice is None:
@@ -160,7 +163,10 @@ class Mixture(Routed):
         return (per_expert * choice.unsqueeze(-1)).flatten(2)
 
     def _from_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
-        """Convert products per slot back to products of all n experts, (tokens, n*r)."""
+        """Convert one product per slot back to the products of all n experts.
+
+        The result has the shape (tokens, n*r).
+        """
         if choice is None:
             return low.transpose(0, 1).flatten(1)
         return (low.unflatten(2, (len(self.roles), -1)) * choice.unsqueeze(-1)).sum(0).flatten(1)

@@ -53,12 +53,15 @@ Selects = Callable[[Parameter], bool]
 
 
 def of_roles(*roles: Role) -> Selects:
-    """Return a predicate that selects the parameters that have one of these roles."""
+    """Return a predicate that selects the parameters with one of the given roles."""
     return lambda parameter: parameter.role in roles
 
 
 def trained(parameter: Parameter) -> bool:
-    """Return whether training may change a parameter, that is, whether its role is not `frozen`."""
+    """Return whether training can change a parameter.
+
+    Training can change all parameters except those with the role `frozen`.
+    """
     return parameter.role != "frozen"
 
 
@@ -73,7 +76,9 @@ def trained_beside(weight: Tensor) -> dict[str, Any]:
 
 
 def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: Selects) -> None:
-    """Set the initial values of parameters, in place, according to their `start`.
+    """Set the initial values of parameters in place.
+
+    The attribute `start` of a parameter specifies the distribution of its initial values.
 
     `kaiming` stands for the Kaiming uniform distribution (a = sqrt 5), and `normal` for the normal
     distribution with mean 0 and standard deviation 0.02.
@@ -84,9 +89,9 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
         parameters: Parameters, modified in place.
         seed: The run's seed.
         client: The client's name.
-        common: Selects the parameters whose initial values are equal on all clients. The initial
-            values of frozen parameters are always equal on all clients. The initial values of all
-            other parameters depend on the client's name.
+        common: A predicate that selects the parameters whose initial values are equal on all
+            clients. The initial values of frozen parameters are always equal on all clients. The
+            initial values of all other parameters depend on the client's name.
     """
     for parameter in parameters:
         is_common = parameter.role == "frozen" or common(parameter)
@@ -101,7 +106,7 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
 
 
 def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Return a mapping from names to parameters, sorted by name."""
+    """Return a mapping from the names of parameters to the parameters, sorted by name."""
     return {p.name: p for p in sorted(parameters, key=lambda p: p.name)}
 
 

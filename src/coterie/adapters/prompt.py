@@ -56,9 +56,10 @@ class PromptAdapter(Trainable):
 
 
 class SoftPrompt(nn.Module):
-    """The vectors of a soft prompt, computed as `start + embedding`, both (tokens, dim).
+    """A module that computes the vectors of a soft prompt as `start + embedding`.
 
-    Only `embedding` is trained. `start` is zero, or contains the embeddings of a text's tokens.
+    Both summands have the shape (tokens, dim). Only `embedding` is trained. `start` is zero, or
+    contains the embeddings of the tokens of a text.
     """
 
     start: Tensor
@@ -69,7 +70,7 @@ class SoftPrompt(nn.Module):
         self.register_buffer("start", torch.zeros(tokens, dim), persistent=False)
 
     def forward(self, prompt_tokens: Tensor) -> Tensor:
-        """Map the prompt's token ids (batch, tokens) int64 to vectors (batch, tokens, dim)."""
+        """Map the prompt's int64 token ids (batch, tokens) to vectors (batch, tokens, dim)."""
         return self.start[prompt_tokens] + self.embedding(prompt_tokens)
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ class SoftPrompt(nn.Module):
 
 
 def soft_prompt(base: nn.Module, tokens: int, seed: int, std: float) -> PromptAdapter:
-    """Create a soft prompt whose vectors are trained directly: prompt tuning (arXiv 2104.08691).
+    """Create a soft prompt for prompt tuning (arXiv 2104.08691), which trains the vectors directly.
 
     Args:
         base: A causal language model; it may be on the meta device.
@@ -104,9 +105,10 @@ def soft_prompt(base: nn.Module, tokens: int, seed: int, std: float) -> PromptAd
 
 
 def prompt_encoder(base: nn.Module, tokens: int, hidden: int | None, seed: int) -> PromptAdapter:
-    """Create a soft prompt that an MLP computes from an embedding: P-tuning (arXiv 2103.10385).
+    """Create a soft prompt for P-tuning (arXiv 2103.10385).
 
-    The MLP has two hidden layers. Initial values have PyTorch's default distributions.
+    An MLP with two hidden layers computes the vectors of the prompt from a trained embedding.
+    Initial values have PyTorch's default distributions.
 
     Args:
         base: A causal language model; it may be on the meta device.

@@ -21,14 +21,14 @@ describe the options in the error message."""
 
 
 class PromptModel(PeftModelForCausalLM):
-    """PEFT's model of a base with a soft prompt, with two corrections.
+    """PEFT's model for a base and a soft prompt, corrected in two respects.
 
     First, generation does not count padding in position ids. PEFT ignores position ids, so padding
     between the prompt and the text would shift the text's positions.
 
-    Second, unsupported options raise errors. When generation continues from a cache, PEFT would
-    insert the prompt a second time. When an assistant model drafts several tokens, PEFT would read
-    only the last of these tokens.
+    Second, options that PEFT does not support raise errors. Without these errors, PEFT would insert
+    the prompt a second time when generation continues from a cache, and would read only the last
+    token when an assistant model drafts several tokens.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -78,7 +78,7 @@ class PromptModel(PeftModelForCausalLM):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare the inputs of a generation step.
 
-        In contrast to PEFT's method, position ids do not count padding.
+        Unlike PEFT's method, this method does not count padding in position ids.
         """
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         mask = inputs.get("attention_mask")

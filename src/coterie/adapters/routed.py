@@ -22,8 +22,9 @@ Balance = Literal["uniform", "generalist"]
 
 
 Place = tuple[str, tuple[int, int], Tensor]
-"""A module that gets a low-rank pair: its path in the base, its shape (in, out), and one of its
-weights, on whose device the pair is created."""
+"""A description of a module that gets a low-rank pair. It consists of the module's path in the
+base, the module's shape (in, out), and a weight of the module. The pair is created on the device of
+this weight."""
 
 
 class Router(StandIn):
@@ -35,8 +36,8 @@ class Router(StandIn):
     Args:
         base: The module of the base that the stand-in replaces.
         experts: Number n of experts.
-        loaded: Number of experts towards whose loads each token counts. These are the experts with
-            the highest scores for the token.
+        loaded: Number of experts per token whose loads include the token. These are the experts
+            with the highest scores for the token.
     """
 
     def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
@@ -46,28 +47,31 @@ class Router(StandIn):
         self._scores: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy, without the last scores (autograd graphs cannot be copied)."""
+        """Return the state to copy.
+
+        The last scores are left out, because autograd graphs cannot be copied.
+        """
         return {**self.__dict__, "_scores": None}
 
     def routing(self) -> Tensor:
-        """Return each expert's mean weight in the last forward pass: (n,).
+        """Return a tensor shaped (n,) with each expert's mean weight in the last forward pass.
 
         The mean is over all tokens except padding.
         """
         raise NotImplementedError
 
     def load_balance(self, form: Balance = "uniform") -> Tensor:
-        """Return the load-balance loss of the last forward pass, which is 1 for a balanced load.
+        """Return the load-balance loss of the last forward pass.
 
-        Let n be the number of experts, f_j the load of expert j (the expert's share of the tokens,
-        without gradient), and P_j the mean softmax score of expert j. The uniform loss is
-        `n sum_j f_j P_j`. The generalist loss is `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j` (CoMiGS,
-        eq. 5, scaled as in CoMiGS' released code).
+        The loss is 1 if the load is balanced. Let n be the number of experts, f_j the load of
+        expert j (the expert's share of the tokens, without gradient), and P_j the mean softmax
+        score of expert j. The uniform loss is `n sum_j f_j P_j`. The generalist loss is
+        `2 f_0 P_0 + 2 (n-1) sum_{j>0} f_j P_j` (CoMiGS, eq. 5, scaled as in CoMiGS' released code).
 
         Args:
-            form: The distribution of load that counts as balanced. `uniform`: all experts have
-                equal loads. `generalist`: the first expert has half of the load, and the other
-                experts share the other half equally.
+            form: The distribution of load that counts as balanced. `uniform` means that all experts
+                have equal loads. `generalist` means that the first expert has half of the load, and
+                that the remaining experts share the second half equally.
         """
         f, P = self._loads()
         n, fP = len(f), f * P
@@ -76,11 +80,11 @@ class Router(StandIn):
         return 2 * fP[0] + 2 * (n - 1) * fP[1:].sum()
 
     def _loads(self) -> tuple[Tensor, Tensor]:
-        """Compute the loads f and the mean scores P, both (n,); see `load_balance`."""
+        """Compute the loads f (n,) and the mean scores P (n,), which `load_balance` defines."""
         raise NotImplementedError
 
     def _keep(self, scores: Tensor) -> None:
-        """Store the scores (tokens, n) of a forward pass, without padding.
+        """Store the scores (tokens, n) of a forward pass, except the scores of padding.
 
         The scores' autograd graph is stored only if the load-balance loss has a gradient.
         """
@@ -94,15 +98,15 @@ class Router(StandIn):
 
 
 class Routed(Router):
-    """A block of the base with low-rank experts, and a router that computes the experts' weights.
+    """A block of the base to which low-rank experts and a router are added.
 
-    Each token has k *slots*, one for each expert that is chosen for the token. With dropout, a
-    separate mask is applied to the input of each expert's A.
+    The router computes the experts' weights. Each token has k *slots*, one for each expert that is
+    chosen for the token. With dropout, a separate mask is applied to the input of each expert's A.
 
     Args:
         base: The block.
         path: Path of the block in the base. The path is part of the router's name.
-        layout: The numbers of experts, the ranks and the routing.
+        layout: The layout, which sets the numbers of experts, the ranks and the routing.
         places: The modules for which each expert has a low-rank pair, keyed by the pair's name.
     """
 
@@ -129,9 +133,10 @@ class Routed(Router):
             self.router = nn.Parameter(A.new_zeros(layout.experts, A.shape[1]))
 
     def _factors(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the A (r, in) and B (out, r) of every expert's pair with this name.
+        """Return the factors of the low-rank pair that has a given name, for every expert.
 
-        The factors include residuals and are padded with zeros to the largest rank r.
+        The result consists of a list of all A (r, in) and a list of all B (out, r). The factors
+        include residuals, and are padded with zeros to the largest rank r.
         """
         pairs = [cast(LoraPair, expert.get_submodule(name)) for expert in self.experts]
         rank = max(pair.rank for pair in pairs)
@@ -139,16 +144,21 @@ class Routed(Router):
         return [A for A, _ in factors], [B for _, B in factors]
 
     def _low(self, tokens: Tensor, As: list[Tensor]) -> Tensor:
-        """Multiply (tokens, in) by every expert's A and concatenate the products: (tokens, n*r)."""
+        """Multiply tokens by every expert's A, and concatenate the products.
+
+        The tokens have the shape (tokens, in), and the result has the shape (tokens, n*r).
+        """
         if not drops(self.dropout):
             return tokens @ torch.cat(As).to(tokens.dtype).t()
         lows = [dropout(tokens, self.dropout) @ A.to(tokens.dtype).t() for A in As]
         return torch.cat(lows, dim=1)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the slots' weights (k, tokens, 1) and one-hot choices of experts (k, tokens, n).
+        """Return the weights of the slots and the choices of experts.
 
-        The choices are None if k = n, as slot s then always belongs to expert s.
+        The weights have the shape (k, tokens, 1). The choices are one-hot and have the shape
+        (k, tokens, n). If k = n, the choices are None, because slot s then always belongs to expert
+        s.
         """
         n = len(self.roles)
         if self.router is None:
@@ -162,11 +172,11 @@ class Routed(Router):
         return weights.t().unsqueeze(-1), F.one_hot(chosen.t(), n)
 
     def _weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and indices of the k experts with the highest scores: (tokens, k).
+        """Return the weights and indices of the k experts with the highest scores.
 
-        The weights are a softmax over the k highest scores. For k = 1, this softmax would always be
-        1 and have no gradient. The weight is then taken from the softmax over all experts, as in
-        CoMiGS' released code.
+        Both tensors have the shape (tokens, k). The weights are a softmax over the k highest
+        scores. For k = 1, this softmax would always be 1 and have no gradient. The weight is then
+        taken from the softmax over all experts, as in CoMiGS' released code.
         """
         best, chosen = logits.topk(self.slots, dim=-1)
         if self.slots == 1:
@@ -179,7 +189,10 @@ class Routed(Router):
         return torch.zeros_like(logits).scatter(1, chosen, weights).mean(0)
 
     def first_experts(self) -> Tensor:
-        """Return the index of the expert with the highest score for each token: (tokens,)."""
+        """Return the index of each token's highest-scoring expert.
+
+        The result has the shape (tokens,).
+        """
         return self._last_scores().argmax(-1)
 
     def _loads(self) -> tuple[Tensor, Tensor]:

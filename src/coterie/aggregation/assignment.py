@@ -3,9 +3,9 @@
 FedAMoLE (arXiv 2411.19128) calls this method reverse selection-based expert assignment (RSEA). For
 each module with experts, the method maximises `sum P * D` over D in {0, 1}^(E x C), where P is the
 relevance of E experts for C clients. Each expert is assigned to k_c clients, and each client gets
-k_e to b experts. This is a bounded transportation problem. Its constraint matrix is totally
-unimodular and its bounds are integers, so every vertex of the linear relaxation is integral.
-Therefore, the simplex method finds an exact optimum.
+at least k_e and at most b experts. This optimisation is a bounded transportation problem. The
+constraint matrix is totally unimodular and the bounds are integers, so every vertex of the linear
+relaxation is integral. Therefore, the simplex method finds an exact optimum.
 """
 
 import math
@@ -28,7 +28,10 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of an assignment: clients per expert, and experts per client, in each module."""
+    """Bounds on the number of clients per expert, and on the number of experts per client.
+
+    The bounds apply to the assignment in each module.
+    """
 
     clients_per_expert: int
     """The exact number of clients per expert (k_c), at least 1."""
@@ -40,8 +43,9 @@ class Bounds:
     def refuse(self, experts: int, clients: int) -> None:
         """Raise CoterieError if E experts cannot be assigned to C clients within the bounds.
 
-        Every expert is assigned to k_c clients, and every client gets k_e to b experts (see the
-        attributes). This is possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
+        Every expert is assigned to k_c clients, and every client gets at least k_e and at most b
+        experts. The attributes of this class contain k_c, k_e and b. An assignment is possible if
+        and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
 
         Args:
             experts: The number E of experts.
@@ -89,9 +93,10 @@ class Bounds:
     def homogeneous(self, experts: int, clients: int) -> "Bounds":
         """Return bounds that distribute the experts as evenly as possible among the clients.
 
-        The number of clients per expert is not changed. The numbers of experts of any two
-        clients differ by at most 1. This is the homogeneous ablation of FedAMoLE's paper. The
-        bounds are feasible unless `clients_per_expert` exceeds the number of clients.
+        The number of clients per expert is not changed. Any two clients get equal numbers of
+        experts, or numbers that differ by 1. These bounds are used in the homogeneous ablation of
+        FedAMoLE's paper. The bounds are feasible unless `clients_per_expert` exceeds the number of
+        clients.
         """
         share = experts * self.clients_per_expert
         return replace(self, least=share // clients, most=-(-share // clients))
@@ -100,13 +105,14 @@ class Bounds:
 def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: int) -> np.ndarray:
     """Compute the relevance of each expert for each client (FedAMoLE, equation 20).
 
-    The relevance is the softmax over clients c of `e_j . t_c / sqrt(dim)`.
+    The relevance of expert j is the softmax of the scores `e_j . t_c / sqrt(dim)` over all clients
+    c.
 
     Args:
         expert_embeddings: Mean embeddings e of the experts, (experts, r); r is the embedding width.
         token_embeddings: Mean embeddings t of the clients' tokens, (clients, r).
-        dim: The dimension whose square root divides the scores. This is either the layer's width,
-            as in FedAMoLE's paper, or the embedding width r.
+        dim: The dimension by whose square root the scores are divided: either the layer's width, as
+            in FedAMoLE's paper, or the embedding width r.
 
     Returns:
         The relevance P, (experts, clients), float64. Each row sums to 1.
@@ -124,10 +130,10 @@ def relevance_of_known(
     unknown embedding gets the mean embedding of the other clients.
 
     Args:
-        experts: The mean embedding of each expert, (r,), or None if it is unknown.
-        clients: The mean embedding of each client's tokens, (r,), or None if it is unknown. At
-            least one client's embedding must be known.
-        dim: The dimension whose square root divides the scores; see `relevance`.
+        experts: The mean embedding of each expert, (r,), or None if the embedding is unknown.
+        clients: The mean embedding of each client's tokens, (r,), or None if the embedding is
+            unknown. At least one client's embedding must be known.
+        dim: The dimension by whose square root the scores are divided; see `relevance`.
 
     Returns:
         The relevance, (experts, clients), float64.
@@ -188,11 +194,11 @@ def assign_all(scores: Mapping[str, np.ndarray], bounds: Bounds) -> dict[str, np
     threads.
 
     Args:
-        scores: The scores of each module, by module name; see `assign`.
+        scores: A mapping from the name of each module to scores; see `assign`.
         bounds: The bounds of every assignment.
 
     Returns:
-        The assignments, by module name.
+        A mapping from the name of each module to the assignment.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         assignments = pool.map(lambda matrix: assign(matrix, bounds), scores.values())

@@ -35,9 +35,9 @@ SUBJECTS: Mapping[Kind, str] = {
     "norm": "the norm of its {}",
     "weight": "its number of tokens",
 }
-"""Descriptions of the three kinds of sizes in messages: the change of a group of parameters, the
-norm of a group of other tensors, and the weight of an upload. The setting `largest_KIND` is the
-bound for the sizes of the kind KIND."""
+"""Descriptions of the three kinds of sizes, for messages. The kinds are the change of a group of
+parameters, the norm of a group of other tensors, and the weight of an upload. The setting
+`largest_KIND` is the bound for the sizes of the kind KIND."""
 Size = tuple[float, int]
 """The L2 norm of a group, and the number of elements of the group."""
 SAMPLED = 64
@@ -49,7 +49,7 @@ class Measure:
     """The sizes of one upload."""
 
     sizes: Mapping[tuple[Kind, str], Size]
-    """The sizes by kind and group. For the kind `weight`, the group is an empty string."""
+    """The sizes, keyed by kind and group. For the kind `weight`, the group is an empty string."""
     direction: Mapping[str, Tensor] = field(default_factory=dict)
     """A sample of the elements of each parameter's change. The sample is scaled so that its norm
     estimates the norm of the whole change. The keys consist of group, name and shape."""
@@ -67,7 +67,7 @@ class Bound:
 
 
 class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Exclusion or scaling of uploads that are much larger than the round's median."""
+    """A transform that excludes or scales uploads that are much larger than the round's median."""
 
     name: ClassVar[str] = "bounds"
     summary: ClassVar[str] = "exclusion of uploads that are much larger than the round's median"
@@ -120,7 +120,7 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
 
     Args:
         upload: The decoded upload.
-        reference: The parameters with which the client started the round, by group and name.
+        reference: The client's parameters at the start of the round, keyed by group and name.
         weight: The client's weight.
     """
     sizes: dict[tuple[Kind, str], Size] = {("weight", ""): (weight, 1)}
@@ -147,14 +147,16 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
 def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
     """Compute the size of each client's upload as a multiple of the median size.
 
-    The ratio is computed for the norms and for the root mean squares (the norms divided by the
-    square roots of the numbers of elements), and the smaller ratio is returned. This is fair to
-    clients with different ranks or numbers of experts: with AdamW, the norm of a change grows with
-    the number of elements; with SGD, each element changes more if the rank is smaller. Zeros are
-    ignored in the medians.
+    Two ratios are computed, and the smaller one is returned. The first ratio is the norm divided by
+    the median norm. The second ratio is the root mean square divided by the median root mean
+    square. Here, a root mean square is a norm divided by the square root of the number of elements.
+    The smaller ratio is fair to clients with different ranks or numbers of experts. With AdamW, the
+    norm of a change grows with the number of elements. With SGD, each element changes more if the
+    rank is smaller. Sizes that are zero are ignored in the medians.
 
     Args:
-        sizes: The norm and the number of elements of each client's upload, by client.
+        sizes: A mapping from each client to the norm and the number of elements of the client's
+            upload.
     """
     norms = {name: norm for name, (norm, _) in sizes.items()}
     rms = {name: norm / math.sqrt(count) for name, (norm, count) in sizes.items()}
@@ -163,10 +165,11 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
 
 
 def _compared(measures: Mapping[str, Measure]) -> dict[tuple[Kind, str], dict[str, Size]]:
-    """Return the sizes to compare with each other.
+    """Return the sizes that must be compared with each other.
 
     Returns:
-        For each kind of size (see `SUBJECTS`) and each group, the size of every client's upload.
+        A mapping from each kind of size (see `SUBJECTS`) and each group to the sizes of all
+        clients' uploads.
     """
     keys = sorted({key for measure in measures.values() for key in measure.sizes})
     return {
@@ -179,7 +182,7 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
 
     Args:
         upload: The decoded upload.
-        reference: The parameters with which the client started the round, by group and name.
+        reference: The client's parameters at the start of the round, keyed by group and name.
         scales: The scaling factor of each group that must be scaled; see `Bound.scales`.
 
     Returns:
@@ -201,10 +204,10 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
     """Compute metrics that help to detect hostile clients.
 
     Returns:
-        Two metrics for each upload that contains parameters, by client. `ratio` is the largest
-        change of a group as a multiple of the round's median. `cosine` is the cosine similarity of
-        the client's change and the sum of the other clients' normalised changes, or None if no
-        other client changed the same parameters.
+        A mapping from each client whose upload contains parameters to two metrics. `ratio` is the
+        largest change of a group as a multiple of the round's median. `cosine` is the cosine
+        similarity of the client's change and the sum of the other clients' normalised changes, or
+        None if no other client changed the same parameters.
     """
     ratios: dict[str, float] = {}
     for (kind, _), sizes in _compared(measures).items():
@@ -222,9 +225,9 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 
 
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
-    """Return a tensor minus `start`, if `start` contains a value for every element of the tensor.
+    """Return a tensor minus `start`, or the tensor itself.
 
-    Otherwise, return the tensor itself.
+    `start` is subtracted if it contains a value for every element of the tensor.
     """
     # A client with a smaller rank has only the first rows or columns of the server's tensor.
     tensor = tensor.double()
@@ -240,14 +243,15 @@ def _unit(direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _cosine(unit: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> float | None:
-    """Return the cosine similarity of one client's change and the sum of the other changes.
+    """Return the cosine similarity of one client's change and the sum of other clients' changes.
 
     Args:
-        unit: The client's normalised change, by key.
-        total: The sum of all clients' normalised changes, by key.
+        unit: A mapping from keys to the client's normalised changes.
+        total: A mapping from keys to the sums of all clients' normalised changes, including this
+            client's changes.
 
     Returns:
-        The similarity over the keys of `unit`; None if the other clients have none of these keys.
+        The similarity over the keys of `unit`. None if no other client changed these parameters.
     """
     dot, squares = 0.0, 0.0
     for key, vector in unit.items():

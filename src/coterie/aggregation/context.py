@@ -19,12 +19,12 @@ class Memory:
     """The state of a transform. Hooks may replace tensors, but must not modify tensors in place."""
 
     groups: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """Tensors by group and name."""
+    """Tensors keyed by group and name."""
     values: dict[str, Json] = field(default_factory=dict)
-    """JSON values by name."""
+    """JSON values keyed by name."""
 
     def copied(self) -> "Memory":
-        """Return a shallow copy, which shares the tensors."""
+        """Return a shallow copy that shares the tensors with the original."""
         return Memory(dict(self.groups), dict(self.values))
 
     def state(self) -> State:
@@ -33,7 +33,7 @@ class Memory:
 
     @classmethod
     def of(cls, state: State) -> "Memory":
-        """Create a memory from a state that the method `state` returned."""
+        """Create a memory from a state returned by `state()`."""
         return cls(dict(state.groups), dict(state.values))
 
 
@@ -63,13 +63,13 @@ class Context:
     def generator(self, purpose: str, update: Groups) -> torch.Generator:
         """Return a random generator for one update; only this client can reproduce the generator.
 
-        The seed depends on a secret of the client and on the digest of the update. An upload that
-        is repeated after a crash therefore has the same noise as before, but a different upload has
+        The seed depends on a secret of the client and on the digest of the update. If an upload is
+        repeated after a crash, it therefore has the same noise as before. A different upload has
         new noise.
 
         Args:
             purpose: A name that distinguishes this generator from other generators for the update.
-            update: The tensors to protect, by group and name.
+            update: The tensors to protect, keyed by group and name.
 
         Returns:
             A generator on the CPU.
@@ -83,7 +83,7 @@ class Context:
         If the same update is released again in the same exchange, no further budget is spent.
 
         Args:
-            update: The tensors to release, without noise, by group and name.
+            update: The tensors to release, before noise is added, keyed by group and name.
             noise: Noise multiplier: the noise's standard deviation divided by the sensitivity.
             releases: The number of releases with this noise in the run.
 
@@ -116,7 +116,7 @@ class Contribution:
     client: str
     """The name of the client."""
     groups: Groups
-    """The tensors to reduce, by group and name."""
+    """The tensors to reduce, keyed by group and name."""
     weight: float = 1.0
     """The client's weight in the mean."""
 

@@ -23,8 +23,8 @@ def with_defaults(
 ) -> tuple[Transform, ...]:
     """Return all transforms of a run.
 
-    The listed transforms come first, followed by the transforms that other keys of the section
-    `aggregation` configure.
+    The listed transforms come first. The transforms configured by other keys of the section
+    `aggregation` follow.
 
     Args:
         spec: The section `aggregation` of the run file.

@@ -39,14 +39,14 @@ class ClientTransforms:
         self.secrets = Secrets()
         self.memories: Memories = {}
         self.received: Groups = {}
-        """The tensors that the client last received, decoded, by group and name."""
+        """The decoded tensors that the client last received, keyed by group and name."""
         self.server_values: Mapping[str, Json] = {}
-        """The values that `tell` added to the last download, by transform."""
+        """The values that `tell` added to the last download, keyed by transform."""
         self.remembers = bool(pipeline.stages_with(*ON_CLIENT))
         """Whether the transforms have a state to save."""
 
     def declared(self, message: Message, tokens: int) -> Message:
-        """Extend a client's first message, or an upload, with the values that transforms declare.
+        """Extend a client's first message, or an upload, with the values declared by transforms.
 
         Args:
             message: The message that the method returned.
@@ -77,7 +77,7 @@ class ClientTransforms:
         return replace(upload, groups=self.pipeline.encode(upload.groups, self.received, contexts))
 
     def answer(self, phase: str, exchange: int) -> Message:
-        """Return the client's upload for an additional phase that a transform declares."""
+        """Return the client's upload for an additional phase declared by a transform."""
         stage = self.pipeline.stage_of(phase)
         answer = stage.call("answer", phase, self._contexts(exchange, "up").of(stage))
         return Message(exchange, values={stage.transform.name: answer})
@@ -113,7 +113,7 @@ class ClientMemory:
 
     memories: Memories = field(default_factory=dict)
     received: Groups = field(default_factory=dict)
-    """The tensors that the client last received, decoded. Empty if downloads are not encoded."""
+    """The decoded tensors that the client last received. Empty if downloads are not encoded."""
 
 
 class ServerTransforms:
@@ -122,7 +122,8 @@ class ServerTransforms:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.memories = {stage.key: Memory() for stage in pipeline.stages_with(*ON_SERVER)}
-        """States that belong to no client, by transform; empty if no transform needs such a state.
+        """A mapping from transforms to states that belong to no client. The mapping is empty if no
+        transform needs a state of this kind.
         """
         self._final = self.memories
         """The value of `memories` after the last completed exchange."""
@@ -130,12 +131,13 @@ class ServerTransforms:
         self.clients: tuple[str, ...] = ()
         self.client_memories: dict[str, ClientMemory] = {}
         self._pending: dict[str, ClientMemory] = {}
-        """New states, by client. They become permanent in `commit` if the upload is accepted."""
+        """New states, keyed by client. In `commit`, the states of clients whose uploads are
+        accepted become permanent."""
         self._sent: dict[str, Message] = {}
         self._joined: dict[str, dict[str, Any]] = {}
-        """The results of `Transform.join`, by transform and client."""
+        """The results of `Transform.join`, keyed by transform and client."""
         self._limits: dict[str, dict[str, Any]] = {}
-        """The limits of the exchange's uploads, by client and transform."""
+        """The limits of the exchange's uploads, keyed by client and transform."""
 
     def join(self, client: str, hello: Message) -> None:
         """Add a client.
@@ -154,7 +156,11 @@ class ServerTransforms:
         self.memories = _copied(self._final)
 
     def download(self, client: str, message: Message) -> Message:
-        """Encode a download. Repeated calls in an exchange return the message of the first call."""
+        """Encode a download.
+
+        If the method is called again in the same exchange, it returns the message of the first
+        call.
+        """
         if not self.pipeline.active:
             return message
         if client not in self._sent:
@@ -205,7 +211,7 @@ class ServerTransforms:
         return replace(upload, groups=groups)
 
     def collect(self, client: str, message: Message) -> None:
-        """Process a client's upload in an additional phase that a transform declares.
+        """Process a client's upload in an additional phase declared by a transform.
 
         Raises:
             MessageError: If the upload is invalid.
@@ -235,12 +241,12 @@ class ServerTransforms:
         return groups
 
     def measure(self, client: str, upload: Message, reference: Groups) -> dict[str, Any]:
-        """Measure an upload with each transform's `measure`, and return the results by transform.
+        """Return the results of all transforms' `measure` for an upload, keyed by transform.
 
         Args:
             client: The client that sent the upload.
             upload: The decoded upload.
-            reference: The parameters with which the client started the round, by group and name.
+            reference: The client's parameters at the start of the round, keyed by group and name.
         """
         return {
             stage.key: stage.call(
@@ -253,10 +259,10 @@ class ServerTransforms:
         """Determine which uploads are excluded, and store the limits of the other uploads.
 
         Args:
-            measures: The results of `measure`, by client.
+            measures: The results of `measure`, keyed by client.
 
         Returns:
-            The reason for the exclusion of each excluded upload, by client.
+            A mapping from each client whose upload is excluded to the reason for the exclusion.
         """
         refused: dict[str, str] = {}
         self._limits = {}
@@ -275,8 +281,8 @@ class ServerTransforms:
         Args:
             client: The client that sent the upload.
             upload: The decoded upload.
-            reference: A function that returns the parameters with which a client started the
-                round, by group and name.
+            reference: A function that takes a client's name. It returns the client's parameters at
+                the start of the round, keyed by group and name.
         """
         if limits := self._limits.get(client):
             start = reference(client)
@@ -316,8 +322,8 @@ class ServerTransforms:
         The method is called once per completed round.
 
         Args:
-            mean: The reduced uploads, by group and name.
-            before: The server's parameters that the mean will replace, by group and name.
+            mean: The reduced uploads, keyed by group and name.
+            before: The server's parameters that the mean will replace, keyed by group and name.
         """
         for stage in self.pipeline.stages_with("on_mean"):
             after = stage.call("on_mean", mean, before, self.memories[stage.key])
@@ -328,7 +334,7 @@ class ServerTransforms:
         return mean
 
     def commit(self, counted: Iterable[str]) -> None:
-        """Make the exchange's states permanent.
+        """Make the states of the current exchange permanent.
 
         Args:
             counted: The clients whose uploads are accepted. The states of other clients are not
@@ -339,7 +345,7 @@ class ServerTransforms:
             self.client_memories |= {client: self._pending[client] for client in counted}
 
     def leave(self, client: str) -> None:
-        """Remove a client and the states of transforms for this client."""
+        """Remove a client and the states that transforms have for this client."""
         self.client_memories.pop(client, None)
         for clients in self._joined.values():
             clients.pop(client, None)
@@ -384,7 +390,7 @@ def _divided(
 
 
 def _measures_of(stage: str, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of one transform's `measure`, by client."""
+    """Return the results of one transform's `measure`, keyed by client."""
     return {client: measures[client][stage] for client in sorted(measures)}
 
 

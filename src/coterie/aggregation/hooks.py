@@ -14,7 +14,8 @@ def run_hook(
 
     Raises:
         CoterieError: If the hook raises an exception. A CoterieError is raised unchanged. Any other
-            exception is replaced by an `error` that names the transform and the hook.
+            exception is replaced by an exception of the class `error` that names the transform and
+            the hook.
     """
     try:
         return getattr(transform, hook)(*args)

@@ -10,7 +10,7 @@ class LowRankSum:
 
     At first, the concatenated factors B_i and A_i are stored. As soon as the factors have more
     elements in total than the sum, which is an (out, in) matrix, only the sum is stored. The
-    required memory is therefore bounded, whatever the number of products.
+    required memory is therefore bounded for any number of products.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LowRankSum:
         """The total weight of the products, which the caller of `add` must update."""
 
     def add(self, B: Tensor, A: Tensor) -> None:
-        """Add the product of B, (out, r), and A, (r, in). The rank r may differ between calls."""
+        """Add the product of B (out, r) and A (r, in). Each call can have a different rank r."""
         B, A = B.double(), A.double()
         if self._sum is not None:
             self._sum.addmm_(B, A)
@@ -35,8 +35,8 @@ class LowRankSum:
         """Compute the singular value decomposition of the sum.
 
         Returns:
-            The tensors U, (out, k), S, (k,), and V^T, (k, in), where k is the number of singular
-            values. The singular values S are in descending order.
+            The tensors U (out, k), S (k,) and V^T (k, in), where k is the number of singular
+            values. The singular values in S are in descending order.
         """
         if self._sum is not None:
             return torch.linalg.svd(self._sum, full_matrices=False)
@@ -53,7 +53,8 @@ class LowRankSum:
         If the rank exceeds the number of singular values, the factors are padded with zeros.
 
         Returns:
-            B = U S, (out, rank), and A = V^T, (rank, in).
+            B (out, rank) and A (rank, in). B contains the first columns of U S, and A contains the
+            first rows of V^T; see `svd`.
         """
         U, S, Vt = self.svd()
         B, A = (U * S)[:, :rank], Vt[:rank]
@@ -62,7 +63,7 @@ class LowRankSum:
 
 
 def product_norm(B: Tensor, A: Tensor) -> float:
-    """Compute the Frobenius norm of the product of B, (out, r), and A, (r, in).
+    """Compute the Frobenius norm of the product of B (out, r) and A (r, in).
 
     The product itself, an (out, in) matrix, is not computed.
     """
@@ -71,11 +72,11 @@ def product_norm(B: Tensor, A: Tensor) -> float:
 
 
 class PaddedMean:
-    """The weighted mean of tensors of different sizes, which are padded with zeros to equal sizes.
+    """The weighted mean of tensors that differ in size and are padded with zeros to equal sizes.
 
     Args:
-        before: The previous value, at least as large as each tensor. Elements that no tensor
-            covers keep their previous values.
+        before: The previous value of the mean. In each dimension, it must be at least as large as
+            any added tensor. Elements that no tensor covers keep their previous values.
     """
 
     def __init__(self, before: Tensor) -> None:

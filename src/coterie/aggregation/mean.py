@@ -16,13 +16,14 @@ from coterie.aggregation.transform import Contribution, Transform
 from coterie.messages import Groups, Message, Schema, Shapes, check_shapes
 
 HELD = "held"
-"""Key for the number of clients that uploaded each tensor, in the values of an aggregate."""
+"""Key in the values of an aggregate. The value is the number of clients that uploaded each tensor.
+"""
 
 
 def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
     """Compute the weighted mean `sum_k w_k x_k / sum_k w_k` of each tensor x.
 
-    The sums are over the clients k whose uploads contain the tensor; w_k is a client's weight.
+    The sums are over the clients k whose uploads contain the tensor. The weight of client k is w_k.
 
     This is federated averaging (McMahan et al., arXiv 1602.05629). Sums are in float64, and the
     result is in float32.
@@ -45,7 +46,7 @@ def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
 
 
 class Aggregation:
-    """The aggregation of uploads with a run's schema, transforms and reduction.
+    """The aggregation of uploads according to a run's schema, transforms and reduction.
 
     All engines and all methods use this class.
 
@@ -74,7 +75,7 @@ class Aggregation:
         Args:
             client: The client's name.
             upload: The decoded upload.
-            expected: The shapes that the upload must have, by group and name.
+            expected: The shapes that the upload must have, keyed by group and name.
 
         Raises:
             MessageError: If the shapes differ from `expected`, or a transform rejects the upload.
@@ -85,15 +86,15 @@ class Aggregation:
         return Contribution(client, upload.only(self._means).groups, weight)
 
     def each(self, upload: Message) -> Message:
-        """Return the fields of an upload that the method's server-side object receives."""
+        """Return only those fields of an upload that the method's server-side object receives."""
         return upload.only(self._each)
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
         """Aggregate the contributions of a round.
 
         Returns:
-            A message with the aggregated tensors. The message's value `HELD` is the number of
-            clients that uploaded each tensor, by group and name.
+            A message with the aggregated tensors. The message's value `HELD` maps the group and
+            name of each tensor to the number of clients that uploaded the tensor.
         """
         held: dict[str, Counter[str]] = defaultdict(Counter)
 

@@ -62,9 +62,9 @@ class ServerOptimiser(Transform):
         """Update the moments of a tensor, and return the tensor's step.
 
         Args:
-            moments: The moments of the tensor's group, by kind (`m` or `v`) and tensor name.
+            moments: The moments of the tensor's group, keyed by kind (`m` or `v`) and tensor name.
             name: The name of the tensor.
-            delta: The mean minus the tensor's old value, which is the negative pseudo-gradient.
+            delta: The negative pseudo-gradient, which is the mean minus the tensor's old value.
         """
         spec = self.optimiser
         m = spec.momentum * moments["m"].get(name, torch.zeros_like(delta))

@@ -38,7 +38,8 @@ from coterie.privacy.secrets import Secrets
 
 T = TypeVar("T")
 Memories = dict[str, Memory]
-"""States of transforms for one client, on the client or on the server, by transform and direction.
+"""A mapping from transform and direction to the state of the transform for one client. The client
+and the server each have their own mapping.
 """
 ON_CLIENT = ("encode", "decode", "answer")
 """The hooks that run on a client and can use the transform's memory on the client."""
@@ -124,8 +125,8 @@ class Pipeline:
         """Encode the tensors of a message.
 
         Args:
-            groups: The tensors, by group and name.
-            reference: The tensors that the client last received, by group and name.
+            groups: The tensors, keyed by group and name.
+            reference: The tensors that the client last received, keyed by group and name.
             contexts: The contexts of the hooks.
         """
         stages = self.stages_encoding(contexts.way)
@@ -145,8 +146,8 @@ class Pipeline:
         If a sealed transform encoded a group, the group stays encoded (see `Transform.sealed`).
 
         Args:
-            groups: The received tensors, by group and name.
-            reference: The tensors that the client last received, by group and name.
+            groups: The received tensors, keyed by group and name.
+            reference: The tensors that the client last received, keyed by group and name.
             contexts: The contexts of the hooks.
 
         Raises:
@@ -166,7 +167,7 @@ class Pipeline:
 
     @staticmethod
     def _relative(stages: Iterable[Stage]) -> frozenset[str]:
-        """Return the groups that are encoded as differences from the reference."""
+        """Return the names of the groups that are encoded as differences from the reference."""
         plain = (stage.plain for stage in stages if not stage.transform.sealed)
         return frozenset[str]().union(*plain)
 
@@ -231,9 +232,9 @@ def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int
     A tensor is returned unchanged if the reference has no tensor of the same name and shape.
 
     Args:
-        groups: The tensors, by group and name.
+        groups: The tensors, keyed by group and name.
         names: The groups to change.
-        reference: The tensors to add, by group and name.
+        reference: The tensors to add, keyed by group and name.
         sign: 1 to add the reference, -1 to subtract it.
     """
     shifted = dict(groups)
@@ -249,7 +250,7 @@ def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int
 
 
 def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
-    """Raise CoterieError unless a hook returned tensors by group and name."""
+    """Raise CoterieError unless a hook returned a mapping from group and name to tensors."""
     if not (
         isinstance(groups, Mapping)
         and all(
@@ -262,7 +263,7 @@ def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
 
 
 def check_finite(stage: Stage, hook: str, groups: Groups) -> None:
-    """Raise CoterieError unless a hook returned finite tensors by group and name."""
+    """Raise CoterieError unless a hook returned a mapping from group and name to finite tensors."""
     check_groups(stage, hook, groups)
     if not all(is_finite(t) for tensors in groups.values() for t in tensors.values()):
         raise stage.failure(hook, "returned values that are not finite.")
@@ -273,8 +274,8 @@ def check_same_shapes(prefix: str, groups: Groups, expected: Mapping[str, Shapes
 
     Args:
         prefix: The start of the error message.
-        groups: The tensors, by group and name.
-        expected: The shapes, by group and name.
+        groups: The tensors, keyed by group and name.
+        expected: The shapes, keyed by group and name.
 
     Raises:
         CoterieError: If the groups, names or shapes differ from `expected`.
@@ -287,7 +288,7 @@ def check_same_shapes(prefix: str, groups: Groups, expected: Mapping[str, Shapes
 
 
 def shapes_of(groups: Groups) -> dict[str, Shapes]:
-    """Return the shape of each tensor, by group and name."""
+    """Return the shape of each tensor, keyed by group and name."""
     return {
         group: {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         for group, tensors in groups.items()

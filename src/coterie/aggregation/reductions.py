@@ -31,7 +31,7 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """The coordinate-wise mean after a fraction of the smallest and largest values is dropped."""
+    """The coordinate-wise mean without a fraction of the smallest and of the largest values."""
 
     name: ClassVar[str] = "trimmed_mean"
     summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"
@@ -74,7 +74,7 @@ def reduced(
             (clients, ...), and returns the reduced tensor (...).
 
     Returns:
-        The reductions, float32, by group and name.
+        The reductions, float32, keyed by group and name.
     """
     held: dict[str, dict[str, list[Tensor]]] = {}
     for contribution in contributions:

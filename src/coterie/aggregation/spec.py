@@ -16,7 +16,7 @@ from coterie.aggregation.registry import TRANSFORMS
 from coterie.registry import NamedSpec
 
 UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
-"""Settings that have no effect with an optimiser, by the optimiser's name."""
+"""A mapping from the name of each optimiser to the settings that have no effect with it."""
 
 
 class ServerOptimiserSpec(BaseModel):
@@ -80,7 +80,7 @@ class TransformSpec(NamedSpec):
 
 
 class BoundsSpec(BaseModel):
-    """Bounds of uploads, each as a multiple of the round's median."""
+    """Bounds on the sizes of uploads. Each bound is a multiple of the round's median size."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

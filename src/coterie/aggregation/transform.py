@@ -38,7 +38,7 @@ TRAIN = "train"
 
 
 class Transform(BaseModel):
-    """A modification of all uploads, downloads or means that does not depend on the method.
+    """A method-independent modification of all uploads, all downloads or all means.
 
     Subclasses set `name` and `summary`, declare their settings as pydantic fields, and override the
     hooks that they need. An exception in a hook becomes an error that names the transform and the
@@ -73,7 +73,8 @@ class Transform(BaseModel):
             schema: The fields of the transform's input.
 
         Returns:
-            The names of the groups of float32 tensors whose reduction is one of `reductions`.
+            The names of the groups that contain float32 tensors and whose reduction is in
+            `reductions`.
         """
         fields = (f for f in schema.up if f.reduce in self.reductions)
         return {f.name for f in fields if f.dtype == "float32"}
@@ -166,13 +167,14 @@ class Transform(BaseModel):
         """Encode an update before it is sent.
 
         Args:
-            update: Float32 tensors by group and name. If the client has received a tensor of the
-                same name, the transform gets the difference from the last received tensor. If
-                `sealed` is true, however, the transform gets the tensors themselves.
+            update: Float32 tensors keyed by group and name. For each tensor that the client has
+                received before, the transform gets the difference from the last received tensor of
+                the same name. If `sealed` is true, the transform always gets the tensors
+                themselves.
             context: The circumstances of the call.
 
         Returns:
-            Tensors by group and name, as `schema` declares them.
+            Tensors that match the fields declared by `schema`, keyed by group and name.
         """
         return update
 
@@ -180,11 +182,12 @@ class Transform(BaseModel):
         """Decode a received payload.
 
         Args:
-            payload: The tensors that `encode` returned, by group and name.
+            payload: The tensors that `encode` returned, keyed by group and name.
             context: The circumstances of the call.
 
         Returns:
-            The update: float32 tensors with the groups, names and shapes that `encode` got.
+            The update, which consists of float32 tensors. The groups, names and shapes of the
+            tensors are equal to those of the update that was passed to `encode`.
 
         Raises:
             MessageError: If the payload is invalid. The upload is then rejected.
@@ -192,7 +195,7 @@ class Transform(BaseModel):
         return payload
 
     def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
-        """Return a value to send to a client with its download. Runs on the server.
+        """Return a value to send with a client's download. Runs on the server.
 
         Args:
             phase: The phase of the round: `train`, or a phase from the attribute `before`.
@@ -201,8 +204,8 @@ class Transform(BaseModel):
             memory: The transform's state on the server.
 
         Returns:
-            The value that the client's hooks get as `context.server_value`. If the value is None,
-            it is not sent.
+            The value, which the client's hooks read from `context.server_value`. If the value is
+            None, no value is sent.
         """
         return None
 
@@ -234,7 +237,7 @@ class Transform(BaseModel):
         """
 
     def declare(self, tokens: int) -> Json:
-        """Return a value to send when a client joins and with each upload. Runs on the client.
+        """Return a value to send with a client's first message and each upload. Runs on the client.
 
         Args:
             tokens: The number of the client's training tokens.
@@ -266,7 +269,7 @@ class Transform(BaseModel):
 
         Args:
             upload: The decoded upload.
-            reference: The parameters with which the client started the round, by group and name.
+            reference: The client's parameters at the start of the round, keyed by group and name.
             joined: The value that `join` returned for the client.
 
         Returns:
@@ -278,12 +281,13 @@ class Transform(BaseModel):
         """Determine which uploads of an exchange are excluded or limited. Runs on the server.
 
         Args:
-            measures: The value that `measure` returned for each upload, by client.
+            measures: A mapping from each client to the value that `measure` returned for the
+                client's upload.
 
         Returns:
-            Decisions by client. If the decision is a string, the upload is excluded, and the string
-            is the reason. Any other value is passed to `bounded` as the upload's limit. Uploads
-            without a decision are neither excluded nor limited.
+            A mapping from clients to decisions. If a decision is a string, the client's upload is
+            excluded, and the string is the reason. Any other decision is passed to `bounded` as the
+            upload's limit. Uploads without a decision are neither excluded nor limited.
         """
         return {}
 
@@ -293,7 +297,7 @@ class Transform(BaseModel):
         Args:
             client: The client's name.
             upload: The decoded upload.
-            reference: The parameters with which the client started the round, by group and name.
+            reference: The client's parameters at the start of the round, keyed by group and name.
             limit: The limit of the upload.
 
         Returns:
@@ -321,10 +325,12 @@ class Transform(BaseModel):
         """Return metrics to record for an exchange's uploads. Runs on the server.
 
         Args:
-            measures: The value that `measure` returned for each upload, by client.
+            measures: A mapping from each client to the value that `measure` returned for the
+                client's upload.
 
         Returns:
-            The metrics, by client and then by metric name.
+            A nested mapping, whose outer keys are clients and whose inner keys are names of
+            metrics.
         """
         return {}
 
@@ -332,8 +338,8 @@ class Transform(BaseModel):
         """Replace the mean of a round. Runs on the server.
 
         Args:
-            mean: The reduced uploads, by group and name.
-            before: The server's parameters that the mean will replace, by group and name.
+            mean: The reduced uploads, keyed by group and name.
+            before: The server's parameters that the mean will replace, keyed by group and name.
             memory: The transform's state on the server.
 
         Returns:
@@ -343,7 +349,10 @@ class Transform(BaseModel):
 
 
 class Reduction(Transform):
-    """A transform that reduces uploads in place of the weighted mean. A run has at most one."""
+    """A transform that replaces the weighted mean by another reduction of the uploads.
+
+    A run has at most one reduction.
+    """
 
     def reduce(
         self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
@@ -356,8 +365,8 @@ class Reduction(Transform):
             memory: The transform's state on the server.
 
         Returns:
-            One tensor for each group and name that occurs in a contribution, with the same shape as
-            the uploaded tensors.
+            One tensor for each group and name that occurs in a contribution. The tensor has the
+            same shape as the uploaded tensors of this group and name.
         """
         raise NotImplementedError
 
@@ -366,10 +375,10 @@ def mapped(groups: Groups, change: Callable[[Tensor], Tensor]) -> dict[str, dict
     """Apply a function to every tensor in a mapping of groups.
 
     Args:
-        groups: Tensors by group and name.
+        groups: Tensors keyed by group and name.
         change: The function.
 
     Returns:
-        The results, by group and name.
+        The results, keyed by group and name.
     """
     return {g: {n: change(t) for n, t in tensors.items()} for g, tensors in groups.items()}

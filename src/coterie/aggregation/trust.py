@@ -15,18 +15,19 @@ ALWAYS = 2
 def trust_row(
     own: str, scores: Mapping[str, float], top: int | None = None, threshold: float | None = None
 ) -> dict[str, float]:
-    """Compute a client's trust weights: the softmax of the client's scores (PCL, equation 2).
+    """Compute a client's trust weights, which are a softmax of scores (PCL, equation 2).
 
     Args:
         own: The name of the client whose trust weights are computed.
-        scores: The scores that this client gives to all clients, including itself, by client name.
-            Clients whose score is not finite get weight 0.
+        scores: A mapping from the names of all clients, including `own`, to the scores that the
+            client `own` gives to them. Clients whose score is not finite get weight 0.
         top: The number of best scores to keep. None keeps all scores.
         threshold: The value that a score must exceed to be kept. The two best scores are always
             kept. With None, there is no threshold.
 
     Returns:
-        Weights by client, which sum to 1. If no score is finite, `own` gets weight 1.
+        A mapping from clients to weights. The weights sum to 1. If no score is finite, `own` gets
+        weight 1.
     """
     row = torch.tensor(list(scores.values()), dtype=torch.float64)
     row[~row.isfinite()] = -torch.inf
@@ -49,11 +50,13 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
     """Compute the cosine similarity of two adapters.
 
     Args:
-        a: The tensors of one adapter by name: A, (r, in), and B, (out, r).
-        b: The tensors of the other adapter.
-        by_columns: Whether to average the cosine similarities of corresponding columns. PCL's
-            released code computes the same average over rows, because it stores the transposes of
-            A and B. If false, all tensors of an adapter are concatenated into one vector.
+        a: A mapping from names to the tensors of one adapter. The tensors are the factors A (r, in)
+            and B (out, r).
+        b: The same mapping for the other adapter.
+        by_columns: Whether to average the cosine similarities of corresponding columns. If false,
+            all tensors of an adapter are concatenated into one vector. PCL's released code averages
+            over rows, which is equivalent to columns here, because that code stores the transposes
+            of A and B.
     """
     if by_columns:
         columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]
@@ -70,7 +73,8 @@ def sparse_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float
     Args:
         a: The logits of k vocabulary entries at each position, (tokens, k), and the token ids of
             these entries in ascending order, (tokens, k).
-        b: The logits and token ids to compare with; k may differ.
+        b: The logits and token ids to compare with. The number of entries per position may differ
+            from k.
     """
     (x, x_ids), (y, y_ids) = ((values.float(), ids.long()) for values, ids in (a, b))
     matches = torch.searchsorted(y_ids, x_ids).clamp(max=y_ids.shape[-1] - 1)

@@ -13,10 +13,10 @@ TOKENS = Field(
 
 
 class TokenWeights(Transform):
-    """Weighting of clients in the mean by their numbers of training tokens.
+    """A transform that weights each client in the mean with the client's number of training tokens.
 
-    A client declares its number of tokens when it joins and with each upload. The number in an
-    upload may be smaller than the number declared when the client joined, but not larger.
+    A client declares a number of tokens when the client joins, and again with each upload. The
+    number in an upload must not be larger than the number declared when the client joined.
     """
 
     name: ClassVar[str] = TOKENS.name

@@ -1,7 +1,7 @@
 """Cache of vocabulary maps: computing the map of two large vocabularies takes seconds.
 
-The cache folder is $COTERIE_CACHE, or else ~/.cache/coterie/vocabulary-maps. It may be deleted at
-any time; if it cannot be read or written, maps are recomputed.
+The cache folder is $COTERIE_CACHE, or else ~/.cache/coterie/vocabulary-maps. The folder can be
+deleted at any time. If the folder cannot be read or written, maps are recomputed.
 """
 
 import os
@@ -22,7 +22,10 @@ invalidates all cached files."""
 
 
 def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
-    """Read the map from source to target from the cache, or compute the map and cache it."""
+    """Return the vocabulary map from `source` to `target`.
+
+    If the map is not in the cache, it is computed and written to the cache.
+    """
     mapping = load_map(source, target)
     if mapping is None:
         mapping = vocabulary_map(source, target)
@@ -31,7 +34,7 @@ def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
 
 
 def load_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
-    """Read a map from the cache; return None if the file is missing or damaged."""
+    """Read a map from the cache. Return None if the map's file is missing or damaged."""
     try:
         state = State.decode(_path(source, target).read_bytes())
         mapping = VocabularyMap(state["map"]["ids"], state["map"]["distances"])
@@ -47,7 +50,7 @@ def load_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
 
 
 def save_map(source: Vocabulary, target: Vocabulary, mapping: VocabularyMap) -> None:
-    """Write a map to the cache; do nothing if the cache cannot be written."""
+    """Write a map to the cache, or do nothing if the cache cannot be written."""
     state = State({"map": vars(mapping)}, {"checksum": _checksum(mapping)})
     try:
         path = _path(source, target)

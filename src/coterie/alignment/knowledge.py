@@ -39,7 +39,8 @@ class Knowledge:
     """(p,) int32: number of the answer's characters before each position, or -1 for positions
     inside a character; see `alignment.sequence.ends`."""
     tokens: Tensor
-    """(p, k) int32: the most probable next tokens, most probable first; -1 in unused entries."""
+    """(p, k) int32: the k most probable next tokens, in descending order of probability; -1 in
+    unused entries."""
     logprobs: Tensor
     """(p, k) float16: log-probabilities of `tokens`."""
     lognorm: Tensor
@@ -59,12 +60,12 @@ class Knowledge:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors in a dictionary with their names as keys, for a message or a state."""
+        """Return a dictionary from names to all tensors, for a message or a state."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Knowledge":
-        """Create knowledge from the tensors that the method `tensors` returned."""
+        """Create knowledge from a dictionary returned by `tensors()`."""
         return cls(**{f.name: tensors[f.name] for f in fields(cls)})
 
     @classmethod
@@ -98,7 +99,7 @@ class Knowledge:
     def _is_ordered(self) -> bool:
         """Return whether all samples are unique and the positions of each sample are ordered.
 
-        In each sample, the positions must advance from the start of the answer to the answer's end.
+        In each sample, the positions must advance from the start to the end of the answer.
         """
         n, p = len(self.samples), len(self.ends)
         # Without this check, the differences below could overflow.
@@ -130,11 +131,11 @@ class Positions:
     starts: Tensor
     ends: Tensor
     answers: tuple[str, ...]
-    """The n answers, with the text that was tokenised."""
+    """The n answers, in the form in which they were tokenised."""
 
     @classmethod
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
-        """Compute the positions of samples that `data.examples` encoded with this tokenizer."""
+        """Compute the positions in samples encoded by `data.examples` with this tokenizer."""
         texts = [item.parts for item in samples.instructions]
         encoded = PartEncoder(bare_encoder(tokenizer)[0]).batch(texts)
         starts = torch.zeros(len(texts) + 1, dtype=torch.int64)
@@ -149,7 +150,7 @@ class Positions:
         )
 
     def of_samples(self, chosen: Tensor) -> Tensor:
-        """Return the indices of the positions of selected samples, sample by sample.
+        """Return the indices of all positions in selected samples, sample by sample.
 
         Args:
             chosen: Either a mask of the samples, (n,) bool, or the indices of the samples.
@@ -163,17 +164,19 @@ class Positions:
         """Return the index of each sample among the teacher's samples.
 
         Returns:
-            (n,) int64; -1 if the sample is not among the teacher's samples.
+            A tensor (n,) int64, which contains -1 for each sample that is not among the teacher's
+            samples.
         """
         return matched(self.samples, teacher.samples)
 
     def by_offsets(self, teacher: Knowledge) -> Tensor:
         """Match each of the student's p positions with a position of the teacher.
 
-        A student's and a teacher's position match if the same number of characters precedes both.
+        Two positions match if they are preceded by the same number of characters.
 
         Returns:
-            (p,) int64: the index of the teacher's position, or -1 if no position matches.
+            A tensor (p,) int64, which contains the index of the teacher's position, or -1 if no
+            position matches.
         """
         student = keyed(self.ends, self.starts, self.known(teacher))
         numbers = torch.arange(len(teacher.samples))
@@ -185,7 +188,8 @@ class Positions:
         The positions are matched by dynamic time warping; see the function `dynamic`.
 
         Returns:
-            (p,) int64: the index of the teacher's position, or -1 if no position matches.
+            A tensor (p,) int64, which contains the index of the teacher's position, or -1 if no
+            position matches.
         """
         matches = torch.full(self.ends.shape, -1, dtype=torch.int64)
         for number, teacher_number in enumerate(self.known(teacher).tolist()):
@@ -207,7 +211,7 @@ class Positions:
 def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tensor, list[str]]:
     """Return the positions in a sample, and the texts between consecutive positions.
 
-    Positions inside a character are left out. A character has such positions if the tokenizer
+    Positions inside a character are left out. A position is inside a character if the tokenizer
     splits the character into several tokens; see `alignment.sequence.ends`.
     """
     first, last = side.starts[number : number + 2].tolist()
@@ -217,7 +221,10 @@ def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tens
 
 
 def sample_keys(items: Sequence[Instruction]) -> Tensor:
-    """Return hashes by which teacher and student identify samples: (n,) int64, never negative."""
+    """Return hashes by which teacher and student identify samples.
+
+    The hashes are a tensor (n,) int64 without negative numbers.
+    """
     texts = (f"{item.prompt}\0{item.answer}".encode() for item in items)
     hashes = (blake2b(text, digest_size=8).digest() for text in texts)
     return torch.tensor([int.from_bytes(h, "big") >> 1 for h in hashes], dtype=torch.int64)

@@ -25,8 +25,8 @@ STANDS_FOR = {
     "unk": ("unk",),
     "pad": ("pad", "eos"),
 }
-"""For each role that a special token of the source may have: the roles of special tokens of the
-target to which the token may be mapped. The first of these roles that the target has is used."""
+"""A mapping from the role of a special source token to the permitted roles of the target token. If
+the target has several of the permitted roles, the first one is used."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def vocabulary_map(
 ) -> VocabularyMap:
     """Map each source token to the target token with the minimum Levenshtein distance.
 
-    Ties are resolved in favour of the lexicographically smallest bytes; among ids with the same
-    bytes, the smallest id is used. Special tokens are mapped only to special tokens with a
-    corresponding role (see `STANDS_FOR`).
+    Ties are resolved in favour of the lexicographically smallest bytes. If several target tokens
+    have these bytes, the token with the smallest id is used. A special token is mapped only to a
+    special token with a corresponding role (see `STANDS_FOR`).
 
     Args:
         source: The vocabulary to map from.
@@ -74,9 +74,10 @@ def vocabulary_map(
 
 
 def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
-    """Map the id of each special token of the source to its counterpart's id in the target.
+    """Return a mapping from the ids of special source tokens to the ids of their counterparts.
 
-    Special tokens without a counterpart are left out.
+    The counterparts are special tokens of the target. Source tokens without a counterpart are left
+    out.
     """
     mapped: dict[int, int] = {}
     for role, candidates in STANDS_FOR.items():
@@ -89,15 +90,15 @@ def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
 def _nearest(
     queries: Sequence[bytes], words: Sequence[bytes], progress: Callable[[float], None]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the nearest word for each query; if several words are nearest, use the first of them.
+    """Find the nearest word for each query. Return the first word if several are equally near.
 
     Queries are compared with words of equal length first, then with words that are one byte shorter
-    or longer, and so on. The difference in length is a lower bound of the distance, so the search
-    for a query ends when no remaining word can be nearer.
+    or longer, and so on. The difference in length is a lower bound on the distance. The search for
+    a query therefore ends when no remaining word can be nearer.
 
     Returns:
-        The index of each query's nearest word, and the edit distance in bytes between each query
-        and its nearest word.
+        Two arrays: the index of each query's nearest word, and the edit distance in bytes between
+        the query and this word.
     """
     by_length = _by_length(words)
     # A key is distance * len(words) + index, so the first of the nearest words has the minimum.
@@ -127,8 +128,8 @@ def _update_keys(
 ) -> None:
     """Compare selected queries with selected words, and update the queries' keys in place.
 
-    A query's key combines the index of the nearest word so far with the word's distance from the
-    query. The key is replaced if one of the selected words has a lower key.
+    A query's key combines the index of the nearest word found so far with the distance between the
+    query and this word. The key is replaced if one of the selected words has a lower key.
 
     Args:
         queries: All queries.

@@ -1,9 +1,9 @@
 """Alignment of a teacher's and a student's token positions in the same text.
 
 Teacher and student have different tokenizers. A text of m tokens has m + 1 positions: at position
-j, a model predicts the token that follows the first j tokens. A teacher's and a student's position
-match if the same characters precede both. The teacher's prediction can then serve as the student's
-target.
+j, a model predicts the token that follows the first j tokens. A position of the teacher and a
+position of the student match if they are preceded by the same characters. The teacher's prediction
+can then serve as the student's target.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Count the characters before each position.
 
     Args:
-        offsets: The range of characters (start, end) of each of the m tokens.
+        offsets: For each of the m tokens, the range of its characters (start, end).
 
     Returns:
-        m + 1 counts. A position inside a character has the count `WITHIN` (byte-level tokenizers
-        split an emoji into several tokens with the same offsets). If the same number of
-        characters precedes several positions, all of these positions except the last have the count
-        `WITHIN`, too. The other counts start at 0 and are strictly increasing.
+        A list of m + 1 counts. A position inside a character has the count `WITHIN`. For example,
+        byte-level tokenizers split an emoji into several tokens with the same offsets. If several
+        positions are preceded by the same number of characters, all of these positions except the
+        last also have the count `WITHIN`. All remaining counts start at 0 and are strictly
+        increasing.
     """
     counts = []
     read = 0
@@ -40,16 +41,16 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
 def matched(student: Tensor, teacher: Tensor) -> Tensor:
     """Return, for each number in `student`, the index of the same number in `teacher`.
 
-    If the numbers are counts that the function `ends` returned, each result is the teacher's
-    position that is preceded by the same number of characters. To match the positions of several
-    texts at once, pass the numbers that `keyed` computes from these counts.
+    If the numbers are counts returned by `ends()`, each result is the teacher's position that is
+    preceded by the same number of characters as the student's position. To match the positions of
+    several texts at once, first convert the counts with `keyed()`.
 
     Args:
-        student: (p,) int64; -1 matches nothing.
-        teacher: (q,) int64.
+        student: Numbers, (p,) int64. The number -1 matches nothing.
+        teacher: Numbers, (q,) int64.
 
     Returns:
-        (p,) int64; -1 if `teacher` does not contain the number.
+        A tensor (p,) int64, which contains -1 for each number that is not in `teacher`.
     """
     if not len(teacher):
         return torch.full_like(student, -1)
@@ -64,14 +65,15 @@ def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
     """Compute a unique number for each position from the text's key and the position's offset.
 
     Args:
-        ends: (p,) number of characters before each position (see the function `ends`), text by
-            text.
+        ends: (p,), the number of characters before each position, text by text. See the function
+            `ends`.
         starts: (n + 1,) int64, the index of each text's first position; the last entry is p.
-        keys: (n,) int64, a number below 2**31 that identifies each text for teacher and student
-            alike, or -1 for a text without a key.
+        keys: (n,) int64, the key of each text, or -1 for a text without a key. Teacher and student
+            must use equal keys for equal texts. Keys must be less than 2**31.
 
     Returns:
-        (p,) int64; -1 for positions inside a character and for texts without a key.
+        A tensor (p,) int64, which contains -1 for positions inside a character and for texts
+        without a key.
     """
     texts = keys.repeat_interleave(starts.diff())
     return torch.where((ends < 0) | (texts < 0), -1, texts * 2**31 + ends)

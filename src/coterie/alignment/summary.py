@@ -22,7 +22,7 @@ class Summary:
     mean: float
     """Mean edit distance in bytes over all mapped tokens."""
     histogram: tuple[int, ...]
-    """Number of tokens by edit distance in bytes: 0, 1, 2, 3, and 4 or more."""
+    """Numbers of tokens whose edit distances in bytes are 0, 1, 2, 3, and at least 4."""
 
 
 def summarise(source: Vocabulary, mapping: VocabularyMap) -> Summary:
@@ -51,7 +51,7 @@ def worst(source: Vocabulary, mapping: VocabularyMap, most: int) -> list[int]:
 
 
 def readable(token: bytes) -> str:
-    """Format a token as quoted text; invalid bytes and control characters are escaped."""
+    """Format a token as quoted text, in which invalid bytes and control characters are escaped."""
     text = token.replace(b"\\", b"\\\\").decode(errors="backslashreplace")
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return f'"{"".join(escaped)}"'

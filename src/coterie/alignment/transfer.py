@@ -28,13 +28,13 @@ class SoftTargets:
     def of(cls, targets: Tensor, k: int) -> "SoftTargets":
         """Create one-hot distributions.
 
-        The attribute `mass` is 0, because it is the probability that a teacher assigns to the
-        tokens, and no teacher is involved.
+        The attribute `mass`, which is the probability that a teacher assigns to the tokens, is 0,
+        because no teacher is involved.
 
         Args:
             targets: (p,) token ids.
-            k: Number of columns. The first column has probability 1, and all others have
-                probability 0.
+            k: Number of columns. All probabilities are 1 in the first column, and 0 in the
+                remaining columns.
         """
         probs = torch.zeros(len(targets), k)
         probs[:, 0] = 1
@@ -51,7 +51,7 @@ class SoftTargets:
         self.mass[positions] = others.mass
 
     def or_else(self, others: "SoftTargets") -> "SoftTargets":
-        """Return a copy that takes the targets from `others` at positions without any target."""
+        """Return a copy with targets from `others` at those positions that have no target."""
         has_target = (self.probs > 0).any(-1)
         return SoftTargets(
             torch.where(has_target[:, None], self.tokens, others.tokens),
@@ -70,10 +70,10 @@ def translated(
 ) -> SoftTargets:
     """Translate predictions into the student's vocabulary.
 
-    A token is left out if the student's vocabulary has no token for it, or if a more probable token
-    at the same position has been translated into the same token. Probabilities are
-    softmax(logprobs / temperature) over the remaining tokens, and 0 at positions where no token
-    remains.
+    A teacher's token is left out if the student's vocabulary has no corresponding token. It is also
+    left out if a more probable token at the same position has the same translation. Probabilities
+    are `softmax(logprobs / temperature)` over the remaining tokens. If no token remains at a
+    position, all probabilities are 0.
 
     Args:
         tokens: (p, k), the teacher's tokens in descending order of probability; -1 in unused
@@ -81,12 +81,12 @@ def translated(
         logprobs: (p, k), the log-probabilities of `tokens`.
         lognorm: (p,), the log of the sum of the k probabilities.
         ids: (teacher's vocabulary,), the student's token for each of the teacher's tokens, or -1 if
-            there is none (`VocabularyMap.ids`). None if `tokens` are already ids of the student's
-            vocabulary.
+            there is no student's token; see `VocabularyMap.ids`. If `ids` is None, `tokens` must
+            already be ids of the student's vocabulary.
         temperature: Softmax temperature.
-        vocabulary: Number of rows of the student's embedding. Tokens whose ids are not less than
-            this number are left out, because a tokenizer may have more tokens than its model has
-            embeddings. With None, there is no limit.
+        vocabulary: Number of rows of the student's embedding. A tokenizer can have more tokens than
+            its model has embeddings, so tokens whose ids are not less than this number are left
+            out. If None, no tokens are left out for this reason.
     """
     if ids is not None:
         tokens = torch.where(tokens < 0, -1, ids[tokens.long().clamp(min=0)])
@@ -115,7 +115,7 @@ def first(tokens: Tensor) -> Tensor:
 
 
 def mixed(a: SoftTargets, b: SoftTargets, weight: Tensor) -> SoftTargets:
-    """Combine two sets of targets: weight * a + (1 - weight) * b.
+    """Combine two sets of targets to `weight * a + (1 - weight) * b`.
 
     Args:
         a: Targets with k_a columns.
@@ -123,7 +123,7 @@ def mixed(a: SoftTargets, b: SoftTargets, weight: Tensor) -> SoftTargets:
         weight: (p,) or a scalar, the weight of `a`.
 
     Returns:
-        Targets with k_a + k_b columns; a token that is in both `a` and `b` occurs twice.
+        Targets with k_a + k_b columns. A token that is in both `a` and `b` occurs twice.
     """
     w = weight.expand(len(a.mass))
     probs = torch.cat([a.probs * w[:, None], b.probs * (1 - w[:, None])], -1)

@@ -1,8 +1,8 @@
 """Vocabularies as bytes, so that tokens of different tokenizer families can be compared.
 
-GPT-2 writes the token " the" as "Ġthe" and Llama as "▁the"; BERT omits the space before a word, and
-marks the continuation of a word with "##". Here, a token is represented by the bytes that the token
-adds to a text.
+For example, GPT-2 writes the token " the" as "Ġthe" and Llama as "▁the"; BERT omits the space
+before a word, and marks the continuation of a word with "##". Here, a token is represented by the
+bytes that the token adds to a text.
 """
 
 import json
@@ -26,7 +26,8 @@ NAMES = {
     "unk": ("<unk>", "[UNK]"),
     "pad": ("<pad>", "[PAD]"),
 }
-"""Usual names of special tokens, for tokenizers that do not declare their roles."""
+"""Usual names of special tokens, keyed by role. They are used if a tokenizer does not declare
+roles."""
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
 STAND_INS: dict[str, int] = {sign: byte for byte, sign in bytes_to_unicode().items()}
@@ -38,11 +39,12 @@ class Vocabulary:
     """A tokenizer's tokens, represented by the bytes that the tokens add to a text."""
 
     tokens: tuple[bytes | None, ...]
-    """The bytes that each token adds to a text, by id; None for special tokens and for tokens that
-    never occur (unused ids, and fallback tokens for bytes that also have an ordinary token)."""
+    """The bytes that each token adds to a text. The index is the token's id. The entry is None for
+    special tokens and for tokens that never occur. Tokens that never occur are unused ids, and
+    fallback tokens for bytes that also have an ordinary token."""
     roles: Mapping[str, int]
-    """Ids of the special tokens by role ("bos", "eos", "unk", "pad"); a role that the tokenizer
-    lacks is left out."""
+    """A mapping from roles ("bos", "eos", "unk", "pad") to the ids of special tokens. Roles that
+    the tokenizer lacks are left out."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | RawTokenizer) -> "Vocabulary":
@@ -81,13 +83,13 @@ def spelled(
     """Create a vocabulary from the tokens' bytes.
 
     Args:
-        spellings: The bytes of each token, by the token's id.
+        spellings: A mapping from the id of each token to the token's bytes.
         special: Ids of special tokens.
-        roles: Ids of special tokens by role, as in `Vocabulary.roles`.
-        fallback: Ids of single-byte tokens that are used only if no other token matches. Such a
-            token becomes None if an ordinary token has the same byte. Without this rule, Llama's
-            vocabulary would contain "A" twice, and "A" could be mapped to a token that Llama has
-            never been trained on.
+        roles: A mapping from roles to the ids of special tokens; see `Vocabulary.roles`.
+        fallback: Ids of single-byte tokens that are used only if no other token matches. If an
+            ordinary token has the same byte, the fallback token becomes None. Without this rule,
+            Llama's vocabulary would contain "A" twice, and "A" could be mapped to a token that
+            Llama has never been trained on.
     """
     excluded = {*special, *roles.values()}
     tokens = {i: token for i, token in spellings.items() if i not in excluded}
@@ -103,7 +105,7 @@ def roles_of(named: Mapping[str, int]) -> dict[str, int]:
     """Infer the roles of special tokens from their names.
 
     Args:
-        named: Ids of special tokens by name.
+        named: A mapping from names to the ids of special tokens.
     """
     candidates = {
         role: [named[name] for name in names if name in named] for role, names in NAMES.items()
@@ -124,13 +126,16 @@ def byte_level(token: str) -> bytes:
 
 
 def byte_piece(token: str) -> bytes | None:
-    """Return the byte that a SentencePiece token such as <0x0A> represents, or None."""
+    """Return the byte represented by a SentencePiece token such as <0x0A>.
+
+    For tokens of any other form, return None.
+    """
     match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
     return bytes.fromhex(match[1]) if match else None
 
 
 def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
-    """Read a vocabulary; if `roles` is empty, infer the roles from the special tokens' names."""
+    """Read a vocabulary. If `roles` is empty, infer the roles from the names of special tokens."""
     described = json.loads(tokenizer.to_str())
     ids = tokenizer.get_vocab(with_added_tokens=True)
     added = {token["content"] for token in described["added_tokens"]}

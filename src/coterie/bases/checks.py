@@ -1,7 +1,7 @@
 """Checks that a base is complete: its files, its weights and its tokenizer.
 
 transformers only warns if weights are missing (and draws them at random), if there are unexpected
-weights, or if a tokenizer has no tokens. Here, each of these is an error.
+weights, or if a tokenizer has no tokens. Here, each of these faults is an error.
 """
 
 import re
@@ -56,7 +56,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def check_files(folder: Path) -> None:
-    """Check the files of a base's folder that describe its model and its tokenizer.
+    """Check those files in a base's folder that describe the model and the tokenizer.
 
     Raises:
         CoterieError: A file is a Git LFS pointer, a .json file does not contain a JSON object, or
@@ -76,7 +76,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that a base's folder has all weight files and that none is damaged.
+    """Check that a base's folder has all weight files and that no weight file is damaged.
 
     Only the files' headers are read.
 
@@ -106,7 +106,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> Mapping[str, str]:
-    """Read an index file: a mapping from the name of each tensor to the name of its weight file."""
+    """Read the mapping from tensor names to names of weight files that an index file contains."""
     content = _json_object(index)
     shards = content.get("weight_map")
     if not (
@@ -156,7 +156,7 @@ def check_architecture(name: str, raw: Mapping[str, Any]) -> None:
 
     Args:
         name: The base's name in the run file.
-        raw: The content of config.json; empty if there is none.
+        raw: The content of config.json. Empty if there is no config.json.
 
     Raises:
         CoterieError: The architecture is missing or unknown.
@@ -193,7 +193,7 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Check that every weight of a loaded base comes from the checkpoint, and is finite.
+    """Check that every weight of a loaded base comes from the checkpoint and is finite.
 
     Args:
         name: The base's name in the run file.
@@ -232,10 +232,10 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
 def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
     """Yield the unexpected tensors which prove that config.json does not match the checkpoint.
 
-    An unexpected tensor is a proof if it belongs to a module of the model (for example, a bias), or
-    if the names of the tensor and of one of the model's tensors differ only in numbers (for
-    example, a tensor of an additional layer). All other unexpected tensors and the buffers of old
-    checkpoints are ignored.
+    There are two kinds of proof. The first kind is an unexpected tensor that belongs to a module of
+    the model, such as a bias. The second kind is an unexpected tensor whose name differs only in
+    numbers from the name of a tensor of the model, such as a tensor of an additional layer. All
+    other unexpected tensors are ignored. The buffers of old checkpoints are always ignored.
     """
     modules = {path for path, _ in model.named_modules() if path}
     patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}
@@ -246,9 +246,10 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
 
 
 def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each weight with its values or, if quantised, with its scales.
+    """Yield the name and the values of each weight.
 
-    Weights without floating-point values or scales are left out.
+    For a quantised weight, the scales are yielded instead of the values. Weights without
+    floating-point values or scales are left out.
     """
     for tensor, weight in model.named_parameters():
         values = weight.detach()

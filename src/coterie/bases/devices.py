@@ -10,7 +10,7 @@ from coterie.errors import CoterieError
 Device = str | tuple[str, ...]
 """The key `device` of a run file: auto, cpu, cuda, cuda:N, mps, or a tuple of several cuda:N."""
 Placement = dict[str, torch.device]
-"""The device of each module of a base, by the module's path; the path "" is the whole base."""
+"""A mapping from the paths of a base's modules to devices. The path "" is the whole base."""
 
 
 def devices_of(device: Device) -> list[torch.device]:
@@ -25,7 +25,7 @@ def devices_of(device: Device) -> list[torch.device]:
 
 
 def names_of(device: Device) -> str:
-    """Format the names of a run's devices, as they are recorded in the run folder.
+    """Format the names of a run's devices for the run folder.
 
     If the key `device` is auto, the result is the name of the device that auto selects.
     """
@@ -84,10 +84,10 @@ def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement
 def _modules(
     module: nn.Module, unsplit: Collection[str], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of each module that must stay on one device as a whole.
+    """Yield each module that must stay on one device as a whole, with the module's path.
 
-    These are the modules of the classes `unsplit`, the modules with parameters of their own, and
-    the modules without children.
+    A module must stay on one device if its class is in `unsplit`, if it has no children, or if it
+    has parameters that do not belong to a child.
     """
     children = list(module.named_children())
     if type(module).__name__ in unsplit or not children or list(module.parameters(recurse=False)):

@@ -20,7 +20,7 @@ def base_dropout(model: PreTrainedModel, rate: float, seed: int) -> Iterator[Non
 
     Args:
         model: The base.
-        rate: Dropout rate of all modules of the base; with 0, dropout stays disabled.
+        rate: Dropout rate of all modules of the base. If the rate is 0, dropout stays disabled.
         seed: Seed of torch's global generators.
 
     Raises:
@@ -65,7 +65,10 @@ def dropping_out(model: nn.Module, rate: float) -> Iterator[None]:
 
 
 def _rates(module: nn.Module) -> dict[str, float]:
-    """Return a module's dropout rates by attribute, such as `p` or Llama's `attention_dropout`."""
+    """Return a mapping from a module's attributes to dropout rates.
+
+    Examples of these attributes are `p` and Llama's `attention_dropout`.
+    """
     if isinstance(module, nn.Dropout):
         return {"p": module.p}
     numbers = {k: v for k, v in vars(module).items() if isinstance(v, float | int)}

@@ -75,7 +75,9 @@ class Base:
 
 
 def context_token(tokenizer: Tokenizer) -> int:
-    """Return the id of the token that precedes every text: beginning-of-text, else end-of-text.
+    """Return the id of the token that precedes every text.
+
+    The token is the beginning-of-text token or, if the tokenizer lacks it, the end-of-text token.
 
     Raises:
         CoterieError: The tokenizer has neither of these tokens.
@@ -100,13 +102,13 @@ def load_base(
     """Load a frozen base with dropout disabled.
 
     If `base` specifies a format, the weights have this format. Otherwise, they have the format of
-    the checkpoint, with two exceptions: float16 becomes bfloat16, and all weights become float32 if
-    `precision` is fp32. If weights are in float32 and `precision` is bf16, the linear layers are
-    cast to bfloat16.
+    the checkpoint, with two exceptions. Weights in float16 become bfloat16, and all weights become
+    float32 if `precision` is fp32. If weights are in float32 and `precision` is bf16, the linear
+    layers are cast to bfloat16.
 
     Args:
         base: A built-in base, a folder, or a name on the Hugging Face hub.
-        precision: Precision of training. With None, the base is used as it is stored, without
+        precision: Precision of training. If None, the base is used in the stored format, without
             autocast.
         window: Maximum length of samples in tokens.
         root: Folder to which relative paths refer.
@@ -114,7 +116,8 @@ def load_base(
 
     Raises:
         CoterieError: The base or a device does not exist, the base is incomplete (see
-            `coterie.bases.checks`), its context is shorter than the window, or memory runs out.
+            `coterie.bases.checks`), the base's context is shorter than the window, or memory runs
+            out.
     """
     spec = BaseSpec.model_validate(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
@@ -145,7 +148,7 @@ def load_base(
 
 
 class Bases(dict[BaseSpec, Base]):
-    """Bases for one precision; each base is loaded when it is first accessed, and then cached."""
+    """A cache of bases for one precision. Each base is loaded when it is first accessed."""
 
     def __init__(
         self, precision: Precision, window: int, root: Path = Path(), device: Device = "auto"
@@ -160,7 +163,7 @@ class Bases(dict[BaseSpec, Base]):
 
 
 def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
-    """Build a base without weights (on the meta device), which is all that a server needs."""
+    """Build a base on the meta device, without weights. A server needs no weights."""
     spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
     with torch.device("meta"):
@@ -225,7 +228,7 @@ def _shipped() -> list[str]:
 
 
 def place(name: str, root: Path) -> str:
-    """Return the folder of a built-in or local base; return any other base's name unchanged."""
+    """Return the folder of a built-in or local base, or the unchanged name of any other base."""
     folders = (EMBEDDED / name, root / name)
     # Unlike Path.is_dir, os.path.isdir accepts names that are invalid as paths.
     return next((str(folder) for folder in folders if os.path.isdir(folder)), name)

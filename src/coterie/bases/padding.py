@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Pass(NamedTuple):
-    """The mask of a forward pass, and whether the pass continues or repeats the previous pass."""
+    """A padding mask, and flags that tell whether a pass continues or repeats the previous pass."""
 
     mask: Tensor | None = None
     goes_on: bool = False
@@ -39,10 +39,9 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
     """Set the padding mask of forward passes inside the `with` block.
 
     Args:
-        mask: (batch, time) bool, False for padding; None if there is no padding.
-        goes_on: Whether the forward pass continues the batch of the previous pass, that is, reads
-            further samples of this batch. Statistics over tokens then cover all samples that have
-            been read.
+        mask: (batch, time) bool, False for padding. None if there is no padding.
+        goes_on: Whether the forward pass reads further samples of the previous pass's batch.
+            Statistics over tokens then cover all samples that have been read.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 
@@ -57,7 +56,7 @@ def repeating_batch() -> AbstractContextManager[None]:
 
 
 def real_mask(device: torch.device) -> Tensor | None:
-    """Return the current padding mask, (batch, time), on a device; None if there is no padding."""
+    """Return the current padding mask, (batch, time), on a device, or None without padding."""
     mask = _now.get().mask
     return None if mask is None else mask.to(device)
 

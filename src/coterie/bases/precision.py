@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 def autocast(precision: Precision, device_type: str) -> torch.autocast:
-    """Return the autocast context for forward passes; for fp32, the context is disabled."""
+    """Return the autocast context for forward passes. For fp32, the context is disabled."""
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -41,10 +41,10 @@ def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
     """Freeze a base's linear layers and cast them to the dtype in which autocast computes.
 
-    Without this cast, autocast would cast the layers at each use, with the same result. Embeddings,
-    norms and therefore the residual stream keep their dtype. An output head that is tied to the
-    embedding also keeps its dtype, but gets a cast copy of its weight, which the loss reads through
-    `frozen_weight`.
+    Without this cast, autocast would cast the layers at each use, with the same result. Embeddings
+    and norms keep their dtype, so the dtype of the residual stream does not change. An output head
+    that is tied to the embedding also keeps its dtype. A cast copy of the head's weight is stored
+    for the loss, which reads the copy through `frozen_weight`.
 
     Args:
         base: The base, modified in place.
@@ -69,8 +69,8 @@ def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
 def frozen_weight(linear: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return a linear layer's weight in a dtype, detached from the autograd graph.
 
-    If `cast_frozen` has stored a cast copy in this dtype, the copy is returned, unless the weight
-    is parametrized (by full fine-tuning).
+    If `cast_frozen` has stored a cast copy in this dtype, the copy is returned. The copy is
+    ignored, however, if full fine-tuning has parametrized the weight.
     """
     changed = parametrize.is_parametrized(linear)
     copy = None if changed else getattr(linear, "cast_weight", None)

@@ -30,7 +30,7 @@ class StandIn(nn.Module):
 
 @dataclass(frozen=True)
 class MlpShape:
-    """The structure of an MLP (its *shape*): the names of its modules, and whether it is gated.
+    """The *shape* of an MLP, that is, the names of the MLP's modules and whether the MLP is gated.
 
     A gated MLP computes `down(act(up[0](x)) * up[1](x))`. Any other MLP computes
     `down(act(up[0](x)))`.
@@ -79,7 +79,7 @@ def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return a module's children by name, as if no adapter were attached."""
+    """Return a mapping from names to a module's children, as if no adapter were attached."""
     children = module.named_children()
     return {name: child.base if isinstance(child, StandIn) else child for name, child in children}
 
@@ -110,7 +110,7 @@ def decoder_walk(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def layers(base: nn.Module) -> dict[str, nn.Module]:
-    """Return the decoder's layers by path, in order."""
+    """Return an ordered mapping from paths to the layers of the decoder."""
     for path, module in decoder_walk(base):
         if isinstance(module, nn.ModuleList):
             return {f"{path}.{name}": layer for name, layer in children_of(module).items()}
@@ -127,11 +127,11 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
     """Find, in each decoder layer of a base, the module to which experts can be attached.
 
     Returns:
-        A dictionary. The keys are the paths of the modules. A value consists of a module and its
-        `MlpShape`. The module is the decoder layer itself if the MLP's layers belong directly to
-        the decoder layer (as in OPT). If a module has None instead of a shape, experts can only be
-        attached beside the module. The module is then a mixture of experts, or a state-space block
-        in a layer without an MLP.
+        A mapping from the path of each module to a pair of the module and its `MlpShape`. If the
+        MLP's layers belong directly to the decoder layer (as in OPT), the module is the decoder
+        layer itself. If the shape is None, the module is not an MLP of a known shape, so experts
+        can be attached beside the module, but not inside. Examples are a mixture of experts, and a
+        state-space block in a layer without an MLP.
     """
     sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
     for path, layer in layers(base).items():
@@ -144,7 +144,7 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
 
 
 def attention_linears(base: nn.Module) -> dict[str, Linear]:
-    """Return the linear layers of all attention modules, by path in the base.
+    """Return a mapping from paths in the base to the linear layers of all attention modules.
 
     The input projections (`in_proj...`) of state-space blocks and linear attention are included.
     """
@@ -159,12 +159,14 @@ def attention_linears(base: nn.Module) -> dict[str, Linear]:
 
 
 def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
-    """Return the linear layers that match a pattern, by path; the output head never matches.
+    """Return a mapping from paths to the linear layers that match a pattern.
+
+    The output head never matches.
 
     Args:
         base: The base.
-        pattern: Regular expression for a layer's name (the last component of the layer's path) or
-            for the layer's place (see `place_of`); None selects attention.
+        pattern: Regular expression that must match either the last component of a layer's path or
+            the layer's place (see `place_of`). None selects attention.
 
     Raises:
         CoterieError: The pattern is invalid or matches no layer.
@@ -219,15 +221,15 @@ PLACES = {
     }.items()
     for end in ends
 }
-"""Places: architecture-independent names of linear layers and blocks. The keys are the last one or
-two components of a module's path."""
+"""A mapping from the last one or two components of a module's path to the module's place. A place
+is an architecture-independent name of a linear layer or block."""
 QUERY_VALUE = r"attention\.(q|v|qkv)|mixer\.in"
 """Pattern of the places that compute queries and values, and of the input projections of
 state-space blocks and linear attention."""
 
 
 def place_of(path: str) -> str:
-    """Return the place of the module at a path: its architecture-independent name.
+    """Return the place, which is an architecture-independent name, of the module at a path.
 
     An example is `mlp.up`. If `PLACES` has no entry for a path, the path's last component is the
     place.
@@ -250,7 +252,8 @@ def sizes(linear: nn.Module) -> tuple[int, int]:
 def working_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes its output from the input x.
 
-    This is autocast's dtype if autocast is enabled and x is not float64, and otherwise x's dtype.
+    If autocast is enabled and x is not float64, the result is autocast's dtype. Otherwise, it is
+    the dtype of x.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:

@@ -17,11 +17,10 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def format_of(base: BaseSpec, precision: Precision | None) -> dict[str, Any]:
-    """Return the options with which transformers loads a base in the right number format.
+    """Return the options with which transformers loads a base in the required number format.
 
-    The function `load_base` describes the format. In a quantised base, all linear layers except the
-    output head are quantised. The other weights are in fp32 if `precision` is fp32, and otherwise
-    in bf16.
+    See `load_base` for the format. In a quantised base, all linear layers except the output head
+    are quantised. The other weights are in fp32 if `precision` is fp32, and otherwise in bf16.
 
     Raises:
         CoterieError: The base is quantised, but bitsandbytes is not installed.
