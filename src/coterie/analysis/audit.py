@@ -41,12 +41,12 @@ Parameters = Mapping[str, Parameter]
 
 
 def audit_run(config: RunConfig) -> Iterator[Table]:
-    """Yield the tables of an audit: the fields of messages, then the messages of one round.
+    """Yield the tables that describe the messages of a run and the state that stays on clients.
 
-    The fields are those that the method declares; messages may contain no other fields. The round
-    is the first in which a client uploads anything; see `first_exchange`. For each client, there
-    are tables of the client's messages and of the state that stays on the client. Clients with
-    equal tables share one set of tables.
+    The first table lists the fields that the method declares. Messages may contain no other fields.
+    Further tables describe each client's messages in one round, and the state that stays on the
+    client. This round is the first in which a client uploads anything (see `first_exchange`).
+    Clients with equal tables share one set of tables.
     """
     run = start(Session(config), config)
     yield _declared(run)
@@ -74,7 +74,7 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
 
 
 def _coverage(run: LocalRun) -> Table:
-    """Return a table of the base's layers that each client's adapter covers."""
+    """Return a table of the base's layers covered by each client's adapter."""
     clients: dict[tuple[str, ...], list[ClientId]] = {}
     for name in run.clients:
         lines = run.clients.part(name).covered or ("none",)
@@ -103,7 +103,7 @@ def _kind(value: Json) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> Row:
-    """Merge rows that are equal except for the size in their last cell; keep the largest size."""
+    """Merge rows that differ only in the size in the last cell, and keep the largest size."""
     sizes = sorted({row[-1] for row in rows}, key=lambda size: (len(size), size))
     return (*rows[0][:-1], f"≤{sizes[-1]}" if len(sizes) > 1 else sizes[-1])
 
@@ -136,7 +136,7 @@ def _dtypes(field: Field) -> str:
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
-    """Yield one client's rows of all tables; each row begins with the title of the row's table."""
+    """Yield one client's rows for all tables. Each row begins with the title of the row's table."""
     side = run.clients[name]
     for way, title in WAYS.items():
         message, total = messages[way], len(run.schema.send(way, messages[way]))
@@ -220,5 +220,5 @@ def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Ro
 
 
 def size(value: Tensor | Json) -> int:
-    """Return the size in bytes of a tensor, or of a value that is encoded as JSON."""
+    """Return the size in bytes of a tensor, or of another value encoded as JSON."""
     return value.nbytes if isinstance(value, Tensor) else len(json.dumps(value).encode())

@@ -25,7 +25,7 @@ TRIALS = "trials"
 
 
 class Cells:
-    """An executor of the runs of a comparison, each of which is called a cell.
+    """An executor of cells. A cell is one run of a comparison.
 
     The executor reports progress, and counts the runs that it executes or resumes.
 
@@ -46,7 +46,7 @@ class Cells:
     def finished(
         self, session: Session, config: RunConfig, path: Path
     ) -> tuple[RunFolder, dict[str, Any]]:
-        """Execute or resume a run unless it is finished, and return the run's folder and outcome.
+        """Finish a run if it is not yet finished, and return the run's folder and outcome.
 
         Args:
             session: the session that holds the data and the base.
@@ -63,7 +63,7 @@ class Cells:
         return folder, outcome
 
     def _folder(self, session: Session, config: RunConfig, path: Path) -> RunFolder:
-        """Return the folder of a run: the existing folder if it can be reused, else a new folder.
+        """Return a run's existing folder if the folder can be reused; otherwise, create a folder.
 
         An existing folder can be reused if the texts of the run's clients and server have not
         changed since the run started.
@@ -99,7 +99,7 @@ class Tuner:
         self.session = session
 
     def trials(self, row: str, config: RunConfig) -> list[RunConfig]:
-        """Return the trials of one row of the comparison: one trial per combination of settings.
+        """Return one trial for each combination of settings, for one row of the comparison.
 
         Args:
             row: the name of the row.

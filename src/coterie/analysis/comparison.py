@@ -80,9 +80,9 @@ class Comparison:
           None if the server has no model;
         - `kept`: for each client, the rounds of the kept models, one per seed; empty if clients
           always keep the model of the last round;
-        - `difference`: the fields of a `Difference`, and under `from` the name of the reference
-          row. If the rows cannot be compared, the entry contains the reason under `unpaired`. The
-          entry is None for the reference row;
+        - `difference`: a mapping with the fields of a `Difference` and with the name of the
+          reference row (under `from`). If the rows cannot be compared, the mapping contains the
+          reason (under `unpaired`) instead of the fields. The entry is None for the reference row;
         - `at_floor`: whether the method is not significantly better than always giving the
           commonest answer.
 
@@ -185,7 +185,7 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
     Args:
         title: the table's title, to which the number of seeds is added.
         metric: the metric to show.
-        rows: the rows returned by `Comparison.summary`, by method.
+        rows: for each method, the row returned by `Comparison.summary`.
     """
     entries = list(rows.values())
     clients, servers = entries[0]["clients"], [row["server"] for row in entries]
@@ -282,7 +282,7 @@ def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def _tuned_columns(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return a column for each tuned setting: the setting's key, and each row's chosen value."""
+    """Return the key of each tuned setting, paired with a list of the values chosen in all rows."""
     chosen = [row.get("tuned", {}).get("settings", {}) for row in rows]
     keys = dict.fromkeys(key for settings in chosen for key in settings)
     return [(key, [str(settings.get(key, "")) for settings in chosen]) for key in keys]
@@ -320,23 +320,23 @@ def _beside_mean(row: Summary, metric: Metric) -> str:
 
 
 def _rounds(row: Summary) -> str:
-    """Return the range of the kept models' rounds, such as `2-5`; an empty string if unknown."""
+    """Return the range of the kept models' rounds, such as `2-5`, or an empty string if unknown."""
     rounds = sorted({round for kept in row.get("kept", {}).values() for round in kept})
     return "-".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else ""
 
 
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
-    """Return a mean; with several seeds, the standard deviation over seeds follows in brackets."""
+    """Format a mean. If there are several seeds, append the standard deviation over seeds."""
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.name]) + spread
 
 
 def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None:
-    """Describe which clients' scores are better or worse with a method than with `local`.
+    """Describe for which clients a method has better or worse scores than `local`.
 
     Args:
-        results: the results of one seed, by method, as returned by `RunFolder.outcome`. The last
-            method is compared with `local`.
+        results: for each method, the result of one run, returned by `RunFolder.outcome`. All runs
+            have the same seed. The last method is compared with `local`.
         asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
 
     Returns:

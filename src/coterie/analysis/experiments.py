@@ -70,7 +70,7 @@ class ReportedRun:
 
     @property
     def progress(self) -> str:
-        """An unfinished run's progress as a string: the seed and the number of rounds so far."""
+        """A description of an unfinished run, with the seed and the number of rounds so far."""
         return f"seed {self.config['seed']}: {self.rounds} of {self.config['rounds']} rounds"
 
     @property
@@ -87,7 +87,7 @@ class ReportedRun:
 
     @property
     def score_name(self) -> str:
-        """The name of the metric that contains the scores at the point that `reports` returns."""
+        """The name of the metric with the scores at the point of a round given by `reports`."""
         return f"{TEST}{self.reports}"
 
     def by_client(self, name: str) -> Frame:
@@ -134,16 +134,16 @@ class ReportedRun:
 
     @property
     def scores(self) -> list[Mapping[str, float]]:
-        """The final scores of all clients; for an unfinished run, all scores recorded so far."""
+        """The final scores of all clients or, for an unfinished run, all scores recorded so far."""
         if self.result is not None:
             return list(self.result[self.result["reports"]].values())
         return list(self.metrics["value"][self.metrics["name"] == self.score_name])
 
     def headline(self, metric: Metric) -> dict[str, float]:
-        """Return the final scores in the unit that tables and figures use.
+        """Return the final scores in the unit used in tables and figures.
 
         Returns:
-            A mapping from the columns of `series` to scores; empty if the run is unfinished.
+            A mapping from the columns of `series` to scores. It is empty if the run is unfinished.
         """
         if self.result is None:
             return {}
@@ -154,12 +154,12 @@ class ReportedRun:
         return {MEAN: sum(shown.values()) / len(shown), **shown, **served}
 
     def series(self, metric: Metric) -> Frame:
-        """Return the scores over rounds in the unit that tables and figures use.
+        """Return the scores over rounds in the unit used in tables and figures.
 
         Returns:
             A frame with a row per round and a column per client. Column MEAN contains the mean over
-            clients, or NaN if a client has no score in the round. Column SERVER contains the scores
-            of the server's own model, if it was scored.
+            clients, or NaN if any client has no score in the round. If the server's own model was
+            scored, column SERVER contains its scores.
         """
         scored = self.metrics["name"].isin([self.score_name, SERVER_SCORE])
         scores = components(self.metrics[scored].fillna({"client": SERVER}))
@@ -179,7 +179,7 @@ class Experiment:
 
     name: str
     runs: Mapping[str, Sequence[ReportedRun]]
-    """The runs of each label, one per seed."""
+    """For each label, the label's runs, one per seed."""
 
     @cached_property
     def all(self) -> list[ReportedRun]:
@@ -188,7 +188,7 @@ class Experiment:
 
     @cached_property
     def drawn(self) -> dict[str, list[ReportedRun]]:
-        """The runs that figures show, by label.
+        """For each label, the runs that appear in figures.
 
         For each label, these are the finished runs, or all runs if no run of the label is finished.
         Finished and unfinished runs are not averaged together, because the mean over seeds would
@@ -204,7 +204,7 @@ class Experiment:
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric that figures show: a metric that a run file names, else the default metric."""
+        """The metric of figures, which is the default metric unless a run file names another."""
         asked = (run.config["evaluation"].get("metric") for run in self.all)
         scores = (score for runs in self.drawn.values() for run in runs for score in run.scores)
         return metric_of(scores, next(filter(None, asked), None))
@@ -217,9 +217,9 @@ class Experiment:
 
     @cached_property
     def series(self) -> Frame:
-        """The scores over rounds of all runs in `drawn`, in one frame; see `ReportedRun.series`.
+        """A frame of the scores over rounds of all runs in `drawn`; see `ReportedRun.series`.
 
-        The frame has a row per label, run (counted from 0 for each label) and round.
+        There is a row for each label, run and round. Each label's runs are counted from 0.
         """
         frames = {
             (label, n): run.series(self.metric)
@@ -254,7 +254,7 @@ class Experiment:
 
     @property
     def first(self) -> list[tuple[str, ReportedRun]]:
-        """For each label, a pair of the label and the run in `drawn` that has the smallest seed."""
+        """Pairs of a label and the label's run in `drawn` that has the smallest seed."""
         return [(label, runs[0]) for label, runs in self.drawn.items()]
 
     @cached_property
@@ -290,11 +290,11 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
 
 
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
-    """Yield pairs of a name and a run folder, for all run folders at a path.
+    """Yield a pair (name, run folder) for every run folder at a path.
 
-    If the path is itself a run folder, yield the folders of the run and of the run's baselines,
-    each paired with the run's name. Otherwise, yield all run folders below the path, each paired
-    with the name of its parent folder.
+    If the path is itself a run folder, the run folders are that folder and the folders of the run's
+    baselines, and the name is the run's name. Otherwise, they are all run folders below the path,
+    and the name is the name of the run folder's parent folder.
     """
     if RunFolder(path).is_run:
         name = RunFolder(path).description["config"]["name"]  # checks the folder's format first

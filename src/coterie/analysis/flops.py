@@ -36,7 +36,7 @@ NO_LEVELS = (
 
 
 def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
-    """Return the cost of a round for each label, or the reason why the cost is unknown.
+    """Return for each label the cost of a round, or the reason why the cost is unknown.
 
     Labels whose method trains nothing or whose run has not begun are omitted.
 
@@ -63,7 +63,7 @@ def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
 
 
 def counting_base(config: RunConfig) -> Base:
-    """Load the base of a run with eager attention, whose matrix products PyTorch can count."""
+    """Load a run's base with eager attention, so that PyTorch can count the matrix products."""
     # PyTorch does not count the matrix products of quantised weights.
     spec = config.base.model_copy(update={"weights": None})
     base = load_base(spec, None, config.data.window, config.root, config.device)

@@ -92,6 +92,6 @@ def mean_score(results: Sequence[Result], key: str, point: str | None = None) ->
 
 
 def std(values: Column) -> float:
-    """Return the standard deviation of a sample; 0 for a single value."""
+    """Return the sample standard deviation of some values, or 0 for a single value."""
     # Subtracting the first value makes the deviation of equal values exactly 0.
     return float((values - values.iloc[0]).std()) if len(values) > 1 else 0.0

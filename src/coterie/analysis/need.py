@@ -83,7 +83,11 @@ class Need:
 
     @property
     def memory(self) -> int:
-        """The peak memory, including the larger of `step` and `scoring`, which never overlap."""
+        """The peak memory.
+
+        Only the larger of `step` and `scoring` is included, because a client never trains and
+        scores at the same time.
+        """
         return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
 
 
@@ -203,11 +207,11 @@ def _training(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _ids(config: RunConfig, count: int) -> Tensor:
-    """Return a batch of token ids, all of which are 0, shaped (rows, window + 1).
+    """Return a batch of token ids, shaped (rows, window + 1), in which all ids are 0.
 
     Args:
         config: the run.
-        count: the number of samples. A preference pair has two rows; other samples have one.
+        count: the number of samples. A preference pair has two rows; any other sample has one row.
     """
     rows = count * config.data.declared.rows
     return torch.zeros(rows, config.data.window + 1, dtype=torch.long)
@@ -221,7 +225,7 @@ def _evaluation(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _moments(training: TrainingSpec) -> int:
-    """Return how many tensors of a parameter's shape the optimiser keeps for each parameter."""
+    """Count the tensors in the optimiser's state of a parameter that have the parameter's shape."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimiser = build(training.optimiser, [parameter], training.learning_rate)
@@ -291,7 +295,7 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
 
 
 def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
-    """Return a table of the base's layers that adapters cover.
+    """Return a table of the base's layers covered by adapters.
 
     Args:
         spec: the base.
@@ -318,7 +322,7 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
 
 
 def need_tables(config: RunConfig) -> Iterator[Table]:
-    """Yield a table for each base of a run: the memory that a client with this base needs."""
+    """Yield a table for each base of a run, with the memory needed by a client with this base."""
     libraries = process_memory()
     names = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(names)}.items():

@@ -51,7 +51,7 @@ def sample_relevance(
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
     """Compute the relevance of clients' samples to the experts, for each label.
 
-    Labels are omitted unless their method lets experts choose clients by relevance.
+    The result contains only the labels of methods in which experts choose clients by relevance.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.
@@ -151,7 +151,8 @@ def reduce_to_plane(
         seed: the seed of t-SNE.
 
     Returns:
-        For each client, points shaped (samples, 2); and the name of the reduction.
+        A pair. The first element contains the points of each client, shaped (samples, 2). The
+        second element is the name of the reduction.
     """
     stacked = np.concatenate(list(vectors.values()))
     ends = np.cumsum([len(rows) for rows in vectors.values()])[:-1]
@@ -178,7 +179,7 @@ def _reduced(rows: np.ndarray, seed: int) -> tuple[np.ndarray, str]:
 
 
 def _tsne() -> Callable[..., Any] | None:
-    """Return scikit-learn's class TSNE; None if the optional dependency scikit-learn is missing."""
+    """Return scikit-learn's class TSNE, or None if the optional dependency is not installed."""
     try:
         from sklearn.manifold import TSNE
     except ModuleNotFoundError:

@@ -58,13 +58,13 @@ def method_table(name: str) -> Table:
 def keys(
     model: type[BaseModel], prefix: str = "", defaults: BaseModel | None = None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the key, default and meaning of every field; keys of nested models are dotted paths.
+    """Yield the key, default and meaning of every field. Keys of nested fields are dotted paths.
 
     Args:
         model: the pydantic model whose fields are listed.
         prefix: the path of a nested model, ending in a dot; empty for the outermost model.
-        defaults: an instance of the model whose values replace the fields' own defaults; None shows
-            the fields' own defaults.
+        defaults: an instance of the model. The instance's values are shown as the defaults. If
+            None, the fields' own defaults are shown.
     """
     described = descriptions(model)
     for name, field in model.model_fields.items():
@@ -97,7 +97,7 @@ def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of a field's value or list entries; None if there is no model."""
+    """Return the pydantic model of a field's value or list entries, or None if there is none."""
     # The keys of a base are listed once, for the run's own `base`.
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in NAMED:
@@ -106,10 +106,11 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
 
 
 def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
-    """Return a field's default in YAML.
+    """Return a field's default as text.
 
     Returns:
-        The default: "required" for a field that must be given, and an empty string for None.
+        The default in YAML. If the field must be given, the result is "required". If the default is
+        None, the result is an empty string.
     """
     if defaults is None and field.is_required():
         return "required"

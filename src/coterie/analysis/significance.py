@@ -67,9 +67,9 @@ def differences(
         metric: the metric to compare.
 
     Returns:
-        For each other row, the mean difference over the seeds that both rows have. If the rows
-        cannot be compared window by window, the value is an `Unpaired` exception that states the
-        reason.
+        For each other row, the difference from the reference row, averaged over the seeds for which
+        both rows have a result. If the two rows cannot be compared window by window, the value is
+        an `Unpaired` exception that states the reason.
     """
     others = {name: results for name, results in rows.items() if name != reference}
     outcomes: dict[str, Difference | Unpaired] = {}
@@ -115,8 +115,8 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
     """Compute the differences between rows and the reference row, for the runs of one seed.
 
     Args:
-        pairs: for each row, the scores by client and window.
-        reference: the scores of the reference row by client and window.
+        pairs: for each row, the scores of every client and window.
+        reference: the scores of every client and window in the reference row.
         metric: the metric to compare.
 
     Returns:
@@ -133,7 +133,7 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
 
 
 def _paired(result: Result, reference: Result, metric: Metric) -> Items:
-    """Return a result's scores by window; raise Unpaired if the reference has different windows."""
+    """Return a result's scores by window. Raise Unpaired if the reference has different windows."""
     items = _items(result, metric)
     if _texts(items) != _texts(_items(reference, metric)):
         raise Unpaired("they were scored on different clients, texts, tokens or windows")
@@ -214,8 +214,9 @@ def at_floor(
 ) -> list[str]:
     """Return the names of the rows that are not significantly better than the floor.
 
-    The floor is the score of always giving the commonest answer. If scores by sample are missing, a
-    row counts as better than the floor if the row's mean is better than the floor's mean.
+    The floor is the score of always giving the commonest answer. If the scores of single samples
+    are missing, significance is not tested. A row then counts as better if the row's mean is better
+    than the floor's mean.
 
     Args:
         rows: for each row, the results, one per seed.

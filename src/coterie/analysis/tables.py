@@ -62,7 +62,7 @@ class Table:
         return number == 0 or any(re.search("[a-z]{2}", cell) for cell in cells)
 
     def _width(self, number: int) -> int:
-        """Return a column's width in characters: at most 16 for words, which can be wrapped."""
+        """Return a column's width in characters, at most 16 if the column contains words."""
         cells = [self.columns[number], *(row[number] for row in self.rows)]
         longest = max(map(len, cells))
         return min(longest, 16) if self._is_text(number) else longest
@@ -103,13 +103,13 @@ class Table:
 
 
 def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
-    """Return a frame as a table; missing values are empty cells.
+    """Return a frame as a table, with empty cells for missing values.
 
     Args:
         title: the table's title.
         corner: the heading of the first column, which contains the names of the rows.
-        figures: the values, as a frame whose index and columns contain the names of the rows and
-            columns.
+        figures: a frame of values. The frame's index contains the names of the rows, and the
+            frame's columns have the names of the table's columns.
         form: the format specification of a value, such as ".2f".
     """
     cells = figures.map(lambda value: format(value, form), na_action="ignore").fillna("")
@@ -118,7 +118,7 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
 
 
 def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
-    """Return the metric that a table of several results shows.
+    """Return the metric to show in a table of several results.
 
     Args:
         results: the results. The scores of servers' own models are considered, too.
@@ -180,7 +180,7 @@ def run_table(
 
 
 def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
-    """Return the name of the client with the worst score; in a tie, the first such client."""
+    """Return the client with the worst score, or the first of these clients in a tie."""
     return max(scores.keys(), key=lambda client: metric.order(scores[client]))
 
 
@@ -199,7 +199,7 @@ def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
 
 
 def _round_suffix(kept: Mapping[str, int], client: str) -> str:
-    """Return the round of a client's kept model in brackets; an empty string if it is unknown."""
+    """Return the round of a client's kept model in brackets, or an empty string if unknown."""
     round = kept.get(client, kept.get(EVERYONE))  # EVERYONE is the only client of a pooled run
     return "" if round is None else f" ({round})"
 

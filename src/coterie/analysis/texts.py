@@ -27,7 +27,7 @@ LENGTH = 90
 
 @dataclass(frozen=True)
 class Coloured:
-    """A text, with the expert to which one client's router sends each token at one layer.
+    """A text and, for each token, the expert chosen by one client's router at one layer.
 
     `model_of` is the name of the client whose model has the router. `text_of` is the name of the
     text.
@@ -154,8 +154,8 @@ def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict
     The first token of every text is the context token, which is omitted from the returned tokens.
 
     Returns:
-        The token ids of all texts, shaped (tokens,), and a mapping from each layer's path to the
-        indices of the tokens' experts, shaped (tokens,).
+        The token ids of all texts, and a mapping from each layer's path to the index of every
+        token's expert. Ids and indices are shaped (tokens,).
     """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH + 1)
     ids, chosen = [], []

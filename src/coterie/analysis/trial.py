@@ -14,7 +14,7 @@ from coterie.runs import RunFolder
 from coterie.training.context import ClientId
 
 Messages = dict[ClientId, dict[Way, Message]]
-"""For each client, the hello (the client's first message), one upload and the next download."""
+"""For each client, the hello (the client's first message), an upload and the next download."""
 
 
 def start(session: Session, config: RunConfig) -> LocalRun:

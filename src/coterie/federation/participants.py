@@ -42,7 +42,7 @@ class Participant:
     data: ClientData
     """The training, validation and test text as tokens."""
     tests: dict[ClientId, Split]
-    """The texts that the participant's model is scored on, by the name of each text's owner."""
+    """The texts on which the participant's model is scored; the keys are the owners' names."""
     public: Split | None = None
     """The public text, if the run has one."""
     labels: Mapping[str, int] | None = None
@@ -65,8 +65,8 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            A mapping with the digest of the data (`data`); the numbers of tokens, samples and other
-            units in each split; and, unless `labels` is None, the number of records per label.
+            A mapping with the digest of the data (`data`) and the counts of tokens, samples and
+            other units per split. It also contains record counts per label if `labels` is not None.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -82,10 +82,10 @@ class Participant:
 
 
 def digest_of(splits: Iterable[Split]) -> str:
-    """Hash the tokens of splits and the boundaries of their samples.
+    """Hash the tokens of splits and the boundaries between samples.
 
     Args:
-        splits: The splits; their order affects the hash.
+        splits: The splits. The order of the splits affects the hash.
 
     Returns:
         A hexadecimal hash.
@@ -207,7 +207,7 @@ def gathered(
 
 
 def served(config: RunConfig) -> Participant | None:
-    """Read the data and load the base of a deployment's server.
+    """Load the data and the base of a deployment's server.
 
     Args:
         config: The run.
@@ -230,7 +230,7 @@ def served(config: RunConfig) -> Participant | None:
 def _tokenizers(
     config: RunConfig, tokenizer: Tokenizer, names: Sequence[str]
 ) -> dict[str, Tokenizer]:
-    """Load each participant's tokenizer; participants with the same base share one tokenizer."""
+    """Return each participant's tokenizer; load only one tokenizer for each base."""
     loaded = {config.base: tokenizer}
     for name in names:
         base = config.base_of(name)
@@ -247,7 +247,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 
     Args:
         config: The run.
-        set_aside: The records that `divide` set aside for the public text; None if there are none.
+        set_aside: The records set aside by `divide` for the public text; None if there are none.
     """
     if set_aside is not None:
         return set_aside.train
@@ -259,7 +259,7 @@ def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] 
 def _public(
     config: RunConfig, tokenizers: Mapping[str, Tokenizer], items: list[Any] | None
 ) -> Mapping[str, Split | None]:
-    """Tokenise the public text for all participants; those with the same base share the result."""
+    """Return the public text for each participant, tokenised only once for each base."""
     if items is None:
         return dict.fromkeys(tokenizers)
     bases = {config.base_of(name): tokenizer for name, tokenizer in tokenizers.items()}
@@ -297,8 +297,8 @@ def described_templates(
         tokenizers: The tokenizer of each base.
 
     Returns:
-        The name and the hash of each base's template, under the key `chat_templates`; an empty
-        mapping if the data are not conversations.
+        A mapping with the name and hash of each base's template under the key `chat_templates`, or
+        an empty mapping if the data are not conversations.
     """
     if not config.data.chats:
         return {}
@@ -310,7 +310,7 @@ def described_templates(
 def _plain(item: Any) -> Any:
     """Return the content of a text or sample as JSON values that do not depend on the machine.
 
-    The result omits the record's location and the field values that a template has rendered.
+    The result omits a sample's location `where`, and the template's input values `fields`.
     """
     if isinstance(item, str):
         return item
@@ -320,7 +320,7 @@ def _plain(item: Any) -> Any:
 def _server(
     config: RunConfig, tokenizer: Tokenizer, public: Split | None, set_aside: Texts[Any] | None
 ) -> Participant:
-    """Create the participant for a server that has its own model, trained on the public text.
+    """Create the participant for a server whose own model is trained on the public text.
 
     The participant's `tests` are empty if there is no text on which to score the server's model.
     """

@@ -22,7 +22,7 @@ PUBLIC = "The public text"
 
 @dataclass(frozen=True)
 class Reading:
-    """The texts of all clients, in the order of the clients' names, and the texts' tokens."""
+    """The texts and tokens of all clients, in the order of the clients' names."""
 
     texts: Mapping[ClientId, Texts[Any]]
     """Each client's documents or samples."""
@@ -37,16 +37,18 @@ class Reading:
     public: Sequence[Any] = ()
     """The documents or samples of the public text."""
     public_split: Split | None = None
-    """The public text, tokenised with the first client's tokenizer; None if the run has none."""
+    """The public text, tokenised with the first client's tokenizer; None without a public text."""
 
     def quality(
         self, config: RunConfig, most: int, progress: Progress = lambda done, of: None
     ) -> Quality:
-        """Measure the quality of the texts: duplicates, special tokens and omitted records.
+        """Measure the quality of the texts.
+
+        The measurements include duplicates, special tokens and omitted records.
 
         Args:
             config: The run.
-            most: The maximum total number of characters to search for near duplicates.
+            most: The maximum number of characters, in total, that are searched for near duplicates.
             progress: Called during the search with the amount of work done and the total amount.
 
         Returns:
@@ -77,7 +79,7 @@ class Reading:
 
 
 def _sources(config: RunConfig) -> list[tuple[str, str]]:
-    """List the files and folders that a run file names, as pairs (owner, path).
+    """List the files and folders named in a run file, as pairs (owner, path).
 
     The owner is a label for messages, such as "Client anna".
     """

@@ -15,7 +15,7 @@ class Reference:
     """The reference model's log-likelihoods of n pairs of answers, and the settings of the loss."""
 
     logprobs: Tensor
-    """The log-likelihoods of each pair's chosen and rejected answer: (n, 2) float64, in nats.
+    """The float64 log-likelihoods of the chosen and rejected answers, shaped (n, 2), in nats.
 
     The log-likelihood of an answer includes the answer's end token.
     """
@@ -24,10 +24,10 @@ class Reference:
     label_smoothing: float
     """The assumed probability that the chosen and rejected answers of a pair are swapped."""
     rounding: Tensor
-    """The largest margin that rounding errors alone can cause for each pair: (n,) float64."""
+    """The largest margins that rounding errors alone can cause, shaped (n,), float64."""
 
     def only(self, rows: Tensor | slice) -> Self:
-        """Return the reference for selected pairs; `rows` is an index tensor or a slice."""
+        """Return the reference for the pairs selected by `rows`, an index tensor or a slice."""
         return replace(self, logprobs=self.logprobs[rows], rounding=self.rounding[rows])
 
 
@@ -35,18 +35,18 @@ class Rewards(NamedTuple):
     """The rewards of the two answers in each of n pairs."""
 
     values: Tensor
-    """The rewards of each pair's chosen and rejected answer: (n, 2)."""
+    """The rewards of the chosen and rejected answers, shaped (n, 2)."""
     rounding: Tensor
-    """The largest margin that rounding errors alone can cause for each pair: (n,)."""
+    """The largest margins that rounding errors alone can cause, shaped (n,)."""
 
     @property
     def margins(self) -> Tensor:
-        """The reward of each chosen answer minus the reward of the rejected answer: (n,)."""
+        """The rewards of the chosen answers minus those of the rejected answers, shaped (n,)."""
         return self.values[:, 0] - self.values[:, 1]
 
     @property
     def preferred(self) -> Tensor:
-        """The accuracy on each pair: (n,).
+        """The accuracy on each pair, shaped (n,).
 
         The accuracy is 1 if the chosen answer has the higher reward, and 0 if the rejected answer
         has the higher reward. It is 0.5 if the two rewards are equal up to rounding errors, as they
@@ -60,7 +60,7 @@ class Rewards(NamedTuple):
         """Return the mean rewards, margin and accuracy over all pairs of a training step.
 
         Args:
-            parts: The rewards of the pieces into which the step's batch was split.
+            parts: A `Rewards` object for each piece into which the step's batch was split.
 
         Returns:
             The mean rewards `chosen` and `rejected`, the mean `margin`, and the `accuracy`.
@@ -83,8 +83,8 @@ def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
     model.
 
     Args:
-        logprobs: The trained model's log-likelihoods of the chosen and rejected answers: (n, 2), in
-            nats.
+        logprobs: The log-likelihoods of the chosen and rejected answers under the trained model, in
+            nats, shaped (n, 2).
         reference: The reference for the same pairs.
 
     Returns:
@@ -103,11 +103,11 @@ def preference_losses(rewards: Tensor, label_smoothing: float) -> Tensor:
     preferences and relationship to IPO", 2023).
 
     Args:
-        rewards: The rewards of each pair's chosen and rejected answer: (n, 2).
+        rewards: The rewards of the chosen and rejected answers, shaped (n, 2).
         label_smoothing: The assumed fraction eps of pairs whose two answers are swapped.
 
     Returns:
-        The loss of each pair: (n,).
+        The loss of each pair, shaped (n,).
     """
     h, eps = rewards[:, 0] - rewards[:, 1], label_smoothing
     return -(1 - eps) * F.logsigmoid(h) - eps * F.logsigmoid(-h)

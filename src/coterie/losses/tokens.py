@@ -22,7 +22,7 @@ from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
-"""The largest number of logits computed at a time, by device type (24 million take 96 MB)."""
+"""The largest number of logits computed at once on each device type (24 million take 96 MB)."""
 PIECE_COST = {"cpu": 50, "cuda": 1000}
 """The number of padding tokens that cost as much as splitting a batch into one more piece.
 
@@ -31,18 +31,18 @@ Every operation has a fixed cost per piece, so some padding is cheaper than one 
 
 
 class Batch(NamedTuple):
-    """Samples for a loss: the model reads tokens 0 .. time-1 and predicts tokens 1 .. time."""
+    """Samples for a loss. The model reads tokens 0 .. time-1 and predicts tokens 1 .. time."""
 
     ids: Tensor
-    """The token ids: (batch, time + 1) int64."""
+    """The token ids, shaped (batch, time + 1), int64."""
     counted: Tensor | None = None
-    """A mask of the tokens in ids[:, 1:] that count for the loss: (batch, time) bool; None: all."""
+    """A (batch, time) mask of tokens in ids[:, 1:] that count for the loss; None selects all."""
     real: Tensor | None = None
-    """A mask of the tokens in ids[:, :-1] that are not padding: (batch, time) bool; None: all."""
+    """A (batch, time) mask of tokens in ids[:, :-1] that are not padding; None selects all."""
 
     @property
     def terms(self) -> int:
-        """The number of tokens that count towards the loss, which is the mean over these tokens."""
+        """The number of tokens that count for the loss. The loss is the mean over these tokens."""
         return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
 
     def to(self, device: torch.device) -> Self:
@@ -56,15 +56,15 @@ class Batch(NamedTuple):
     def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:
         """Split the batch into pieces of samples of similar length.
 
-        Each piece is truncated to the length of its longest sample. The split minimises the number
-        of tokens, padding included, plus `cost` tokens per piece. A batch without masks is one
-        piece.
+        Each piece is truncated to the length of its longest sample. The split minimises the sum of
+        the number of tokens, including padding, and `cost` times the number of pieces. A batch
+        without masks is one piece.
 
         Args:
             cost: The cost of a piece, in tokens.
 
         Yields:
-            The row numbers of a piece's samples in this batch, and the piece.
+            For each piece, the row numbers of its samples in this batch, and the piece itself.
         """
         all_rows = torch.arange(len(self.ids), device=self.ids.device)
         if self.counted is None or self.real is None:
@@ -81,7 +81,7 @@ class Batch(NamedTuple):
             yield rows, type(self)(self.ids[rows, : time + 1], counted, real)
 
     def only(self, rows: Tensor | slice) -> Self:
-        """Return a batch of selected samples; `rows` are row numbers or a slice."""
+        """Return a batch of the samples selected by `rows`, which are row numbers or a slice."""
         return self._make(None if part is None else part[rows] for part in self)
 
     def split(self, size: int) -> Iterator[Self]:
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return a pair: the mean cross-entropy, and None in place of further measurements.
+        """Return the mean cross-entropy, and None because there are no further measurements.
 
         The mean is a scalar with a gradient, in nats per token.
         """
@@ -138,9 +138,9 @@ def language_model_loss(
 
     Args:
         model: The model.
-        ids: (batch, time + 1) int64; the model reads tokens 0 .. time-1 and predicts 1 .. time.
-        counted: A mask of the tokens that count towards the loss, as in `Batch`; None: all tokens.
-        real: A mask of the tokens that are not padding, as in `Batch`; None: no padding.
+        ids: The token ids, shaped (batch, time + 1), int64; see `Batch`.
+        counted: A mask of the tokens that count for the loss, as in `Batch`; None selects all.
+        real: A mask of the tokens that are not padding, as in `Batch`; None selects all.
 
     Returns:
         A scalar with a gradient, in nats per token.
@@ -164,11 +164,11 @@ def soft_target_loss(
     Args:
         model: The model.
         batch: Samples with n tokens that count towards the loss.
-        targets: The k target tokens for each of the n tokens: (n, k) int64.
-        probs: The probability of each target: (n, k) float32, where each row sums to 1; or a
-            scalar, which is the probability of every target.
+        targets: The k target tokens for each of the n tokens, shaped (n, k), int64.
+        probs: The probability of each target, shaped (n, k), float32, where each row sums to 1. A
+            scalar is the probability of every target.
         temperature: The divisor of the model's logits.
-        weights: The factors by which the losses are multiplied before the mean: (n,); None: 1.
+        weights: Factors shaped (n,), applied to the losses before the mean; None applies none.
 
     Returns:
         A scalar with a gradient, in nats per token.
@@ -178,9 +178,9 @@ def soft_target_loss(
 
 
 def sample_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute each sample's negative log-likelihood, with a gradient: (samples,), in nats.
+    """Compute each sample's negative log-likelihood in nats, with a gradient.
 
-    The value is the sum over the sample's tokens that count towards the loss.
+    The result is shaped (samples,). Each value is a sum over the tokens that count for the loss.
     """
     return _all_losses(model, batch).sum(1)
 
@@ -192,22 +192,22 @@ def token_losses(
     counted: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Compute the negative log-likelihood of each token that counts, without a gradient.
+    """Compute each token's negative log-likelihood, without a gradient.
 
     Args:
         model: The model.
-        ids: (batch, time + 1) int64; the model reads tokens 0 .. time-1 and predicts 1 .. time.
-        counted: A mask of the tokens that count towards the loss, as in `Batch`; None: all tokens.
-        real: A mask of the tokens that are not padding, as in `Batch`; None: no padding.
+        ids: The token ids, shaped (batch, time + 1), int64; see `Batch`.
+        counted: A mask of the tokens that count for the loss, as in `Batch`; None selects all.
+        real: A mask of the tokens that are not padding, as in `Batch`; None selects all.
 
     Returns:
-        (batch, time) float32, in nats; 0 for tokens that do not count towards the loss.
+        A float32 tensor shaped (batch, time), in nats, with 0 for tokens that do not count.
     """
     return _all_losses(model, Batch(ids, counted, real)).float()
 
 
 def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute each token's negative log-likelihood: (batch, time); 0 where `counted` is False."""
+    """Return losses shaped (batch, time), with 0 for the tokens where `counted` is False."""
     losses = _hard_losses(model, batch)
     if batch.counted is None:
         return losses.view(batch.ids[:, 1:].shape)
@@ -215,7 +215,7 @@ def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the negative log-likelihood of each of the n tokens that count: (n,)."""
+    """Return losses shaped (n,), one for each of the n tokens that count for the loss."""
     targets = _select_counted(batch.ids[:, 1:].flatten(), batch.counted)[:, None]
     return _soft_target_losses(model, batch, targets, targets.new_ones(()).float())
 
@@ -223,7 +223,7 @@ def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
 def _soft_target_losses(
     model: PreTrainedModel, batch: Batch, targets: Tensor, probs: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Compute each token's cross-entropy: (n,). `soft_target_loss` explains the arguments."""
+    """Return cross-entropies shaped (n,); `soft_target_loss` explains the arguments."""
     probs = probs.expand(targets.shape)
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
@@ -247,7 +247,7 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
         batch: The samples.
 
     Yields:
-        The logits for consecutive tokens: (tokens, vocabulary), float32 or float64.
+        The logits for consecutive tokens, shaped (tokens, vocabulary), in float32 or float64.
     """
     head = _plain_head(model)
     if head is None:
@@ -262,8 +262,8 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
 class _HeadLosses(torch.autograd.Function):
     """The cross-entropy of tokens to soft targets, through a frozen output head.
 
-    Inputs: hidden states (tokens, dim), the head's weight (vocabulary, dim), and targets and their
-    probabilities, both (tokens, k). Output: (tokens,).
+    The inputs are hidden states shaped (tokens, dim), the head's weight shaped (vocabulary, dim),
+    and targets and probabilities, both shaped (tokens, k). The output is shaped (tokens,).
     """
 
     @staticmethod
@@ -316,7 +316,7 @@ def _pieces(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
-    """Select the rows that `counted` marks in a (batch * time, ...) tensor; None marks all rows."""
+    """Select the rows of a (batch * time, ...) tensor where `counted` is True; None selects all."""
     return rows if counted is None else rows[counted.flatten()]
 
 
@@ -328,7 +328,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
         batch: The samples.
 
     Returns:
-        (tokens, dim), in the dtype of the head's computation and on the device of `batch.ids`.
+        States shaped (tokens, dim), in the head's working dtype, on the device of `batch.ids`.
     """
     decoder = decoder_of(model)
 
@@ -340,9 +340,9 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the logits for the tokens that count with a forward pass: (tokens, vocabulary).
+    """Run a forward pass, and return (tokens, vocabulary) logits for the tokens that count.
 
-    Logits at the positions of a soft prompt that the model puts before the tokens are omitted.
+    If the model puts a soft prompt before the tokens, logits at the prompt's positions are omitted.
     """
 
     def logits(ids: Tensor) -> Tensor:
@@ -356,11 +356,11 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """Apply a function to a batch in pieces of samples of similar length, to reduce padding.
 
     Args:
-        compute: A function from ids (samples, time) to values (samples, time, dim).
+        compute: A function of ids shaped (samples, time) that returns (samples, time, dim) values.
         batch: The samples.
 
     Returns:
-        The values for the tokens that count, in the order of the batch: (tokens, dim).
+        Values shaped (tokens, dim) for the tokens that count, in the order of the batch.
     """
     numbers = torch.arange(batch.ids[:, 1:].numel(), device=batch.ids.device)
     numbers = numbers.view_as(batch.ids[:, 1:])
@@ -379,8 +379,8 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     """Return the output head if the logits are exactly the head's weight times the hidden state.
 
-    Return None for models that add a bias to the logits, or scale or cap the logits, and for PEFT
-    models, which may place a soft prompt before the tokens.
+    Return None for models that scale, cap or add a bias to the logits. Also return None for PEFT
+    models, because they may place a soft prompt before the tokens.
     """
     if not isinstance(model, PreTrainedModel):
         return None
@@ -392,7 +392,7 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 def _divided(values: Tensor, temperature: float) -> Tensor:
-    """Divide values by a temperature; if the temperature is 1, return `values`, not a copy."""
+    """Divide values by a temperature, without copying the values if the temperature is 1."""
     return values if temperature == 1 else values / temperature
 
 

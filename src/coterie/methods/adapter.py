@@ -44,14 +44,14 @@ DESCRIPTIONS: dict[Role, str] = {
     "weight": "differences from the base's weights",
     "prompt": "soft prompt, or the encoder that computes it",
 }
-"""Descriptions of shared parameters for a method's schema, by the parameters' role."""
+"""For each role, the description of shared parameters of this role in a method's schema."""
 
 
 class AdapterMethod(Method):
     """A method that trains an adapter and averages the shared parameters over the clients.
 
     By default, the parts `mlp`, `attention`, `lora` and `router` of the settings determine the
-    adapter; a method may lack any of these parts.
+    adapter. A method need not have all of these parts.
     """
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
@@ -142,7 +142,7 @@ class AdapterMethod(Method):
         return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
 
     def levels(self, client: "AdapterClient") -> list[Level]:
-        """Return the levels of a client's training: sets of parameters with one optimiser each.
+        """Return the levels of a client's training, each with its own parameters and optimiser.
 
         Args:
             client: The client-side object, whose adapter has already been created.
@@ -218,7 +218,7 @@ class AdapterClient(ClientSide, Generic[M]):
         self.adapter = method.adapter(context.base.model, context.seed, context.name)
         parameters = self.adapter.parameters()
         self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
-        """The tensors of the shared parameters, by name."""
+        """A mapping from the name of each shared parameter to the parameter's tensor."""
         self.buffers: dict[str, dict[str, Tensor]] = {}
         """Groups of tensors, other than the adapter, that must survive a restart.
 
@@ -285,14 +285,14 @@ class AdapterClient(ClientSide, Generic[M]):
 
 
 class AdapterServer(ServerSide, Generic[M]):
-    """A server that replaces each shared parameter with its mean over clients in every exchange."""
+    """A server that replaces each shared parameter with the clients' mean in every exchange."""
 
     def __init__(self, method: M, context: ServerContext) -> None:
         self.method = method
         # The initial values depend on the run's seed alone, so the server can draw them as well.
         # If clients' ranks differ, the server holds the tensors of the highest rank.
         self.shared: dict[str, Tensor] = {}
-        """The shared tensors, by name."""
+        """A mapping from the name of each shared tensor to the tensor."""
         self.parameters: dict[str, Parameter] = {}
         """The parameter that describes each shared tensor, by the tensor's name."""
         for client in method.representatives(context.clients) if method.shared_roles else ():
@@ -326,7 +326,7 @@ class AdapterServer(ServerSide, Generic[M]):
             hello: The message that the client sent to join.
 
         Returns:
-            The shape of each tensor, by the tensor's name.
+            A mapping from the name of each tensor to the tensor's shape.
 
         Raises:
             MessageError: The hello has no shapes, or shapes that the server does not expect.

@@ -90,7 +90,7 @@ class FedProx(FedAvg):
 
 
 class FFALora(AdapterMethod):
-    """Federated averaging of B only: A is frozen at initial values that are equal on all clients.
+    """Federated averaging of B alone. A is frozen at initial values that are equal on all clients.
 
     All clients have the same A, so mean(B) A is exactly the mean of the clients' products B A.
     """

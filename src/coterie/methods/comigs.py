@@ -79,7 +79,7 @@ JOINT, PHASED = Router(), PhasedRouter()
 def _preset(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
     """Return the class variables and default settings of a preset.
 
-    A preset whose experts are all specialists shares nothing: its `shared_roles` is empty.
+    If all experts are specialists, the preset shares nothing and has empty `shared_roles`.
     """
     sharing = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
     return {"summary": summary, "mlp": mlp, "router": router, **sharing}
@@ -97,7 +97,7 @@ PRESETS = {
     "fedavg-moe": _preset(Generalists(), JOINT, f"two experts {AVERAGED}; {TOGETHER}"),
     "local-moe": _preset(Specialists(), JOINT, f"two experts; {TOGETHER}; nothing is sent"),
 }
-"""The class variables and default settings of every preset, by the preset's name."""
+"""A mapping from each preset's name to the preset's class variables and default settings."""
 PRESETS["pfedmoe"]["paper"] = "arXiv 2402.01350"
 for name, original in (
     ("comigs-tr", "comigs-1g1s"),

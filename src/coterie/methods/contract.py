@@ -47,7 +47,7 @@ class RunFacts:
     public: bool
     """Whether the run has public data."""
     bases: Mapping[ClientId, BaseSpec] = field(default_factory=dict)
-    """The base of each client, by the client's name."""
+    """A mapping from each client's name to the client's base."""
     server: bool = False
     """Whether the server has a model of its own."""
     instructions: bool = False
@@ -74,7 +74,7 @@ class ServerContext:
     log: Log
     training: TrainingSpec
     own: ClientContext | None = None
-    """The training context of a server that has its own model, else None.
+    """The server's training context if the server has its own model, else None.
 
     The context's name is `server`, and its training text is the public text.
     """
@@ -152,7 +152,7 @@ class Method(BaseModel):
 
     @property
     def mixes_bases(self) -> bool:
-        """Whether clients may have different bases. By default, True if clients upload nothing."""
+        """Whether clients may have different bases; by default, only if clients upload nothing."""
         return not self.schema().up
 
     @property
@@ -208,9 +208,9 @@ class Method(BaseModel):
             message: An upload or a download.
 
         Returns:
-            A mapping from the name of an item to the number of such items, such as
-            `{"public sample": 1000}`. By default, the mapping is empty, and reports state no size
-            per item.
+            A mapping from the name of a kind of item to the number of items of this kind, for
+            example `{"public sample": 1000}`. By default, the mapping is empty, and reports state
+            no size per item.
         """
         return {}
 
@@ -226,16 +226,18 @@ class Method(BaseModel):
 
     @classmethod
     def parts(cls) -> dict[str, BaseModel]:
-        """Return the defaults of the parts of the settings; a part is a section with several keys.
+        """Return the defaults of the parts of the settings.
+
+        A part is a section with several keys.
 
         Returns:
-            The default value of each part, by the part's name.
+            A mapping from the name of each part to the part's default value.
         """
         fields = cls.model_fields.items()
         return {name: f.default for name, f in fields if isinstance(f.default, BaseModel)}
 
     def described(self) -> dict[str, Any]:
-        """Return the method in the form that `method` has in a run file.
+        """Return the value of the key `method` in a run file that uses this method.
 
         Returns:
             The method's name and its settings, as JSON values.

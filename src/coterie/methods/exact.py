@@ -40,8 +40,8 @@ def with_residuals(averaged: Schema) -> Schema:
         averaged: The schema of the method, in which uploaded LoRA pairs are averaged.
 
     Returns:
-        A schema in which downloads also contain residuals, and in which the server receives each
-        client's LoRA pairs in addition to their mean.
+        A schema in which downloads also contain residuals. The server receives each client's LoRA
+        pairs in addition to the mean of all pairs.
     """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
     residual = MessageField(
@@ -56,14 +56,14 @@ def residual_shapes(
     """Return the shapes that the residuals in a download must have.
 
     Args:
-        parameters: The parameters of the client's adapter, by name.
-        shared: The shapes of the shared tensors, by name.
+        parameters: A mapping from names to the parameters of the client's adapter.
+        shared: A mapping from the names to the shapes of the shared tensors.
         residual: The low-rank factors of the residuals, under the names of the pairs' A and B. The
             two factors of a residual must have the same rank, which may be any number. The other
             dimension of a factor must be the same as in the shared pair.
 
     Returns:
-        The shape of each factor, by the factor's name.
+        A mapping from the name of each factor to the factor's shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for a, b in pairs_of(parameters):
@@ -77,10 +77,10 @@ def residual_shapes(
 class Residuals:
     """The residuals of all shared pairs, on the server.
 
-    The residual R of a pair is the sum over all rounds of `mean_i(B_i A_i) - B A`, where B and A
-    are the means of the round. R is the same for all clients. A client starts a round with the
-    update `B A + R`, which is exactly the mean of the clients' updates at the end of the previous
-    round.
+    The residual R of a pair is the sum of `mean_i(B_i A_i) - B A` over all rounds. Here mean_i is
+    the mean over clients, and B and A are the means of the round's B_i and A_i. R is the same for
+    all clients. A client starts a round with the update `B A + R`, which is exactly the mean of the
+    clients' updates at the end of the previous round.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:

@@ -182,9 +182,9 @@ class FDLoraClient(AdapterClient[FDLora]):
     def _fuse(self, round: int) -> None:
         """Choose the weights of the shared adapter (w1) and of the private adapter (w2).
 
-        The weights are found by a gradient-free search that minimises
-        `loss + 0.05 mean(|w1|, |w2|)` on the fusion set, that is, on the training samples that are
-        held out for this search.
+        The weights minimise `loss + 0.05 mean(|w1|, |w2|)` on the fusion set, which consists of the
+        training samples that are held out for this purpose. A gradient-free search finds the
+        weights.
         """
         context, samples = self.context, self.samples
         chance = generator(context.seed, "fusion", context.name, round)

@@ -29,7 +29,7 @@ from coterie.training.schedule import Penalty
 
 
 class HetLora(RankMethod):
-    """HetLoRA: a weighted mean of zero-padded LoRA pairs, whose ranks the clients prune.
+    """HetLoRA: a weighted mean of zero-padded LoRA pairs. Clients prune the ranks of their pairs.
 
     The LoRA pair of client k on a linear layer changes the layer's weight by `g_k B_k A_k`, where
     g_k is the client's gain. For every layer, the server pads A_k and g_k B_k with zeros to the
@@ -64,8 +64,8 @@ class HetLora(RankMethod):
         """Return the weights of a client's B and A in the means over clients.
 
         Args:
-            B: The client's B, multiplied by the client's gain: (out, r).
-            A: The client's A: (r, in).
+            B: The client's B, shaped (out, r) and already multiplied by the client's gain.
+            A: The client's A, shaped (r, in).
 
         Returns:
             The weight of B and the weight of A, both positive. All clients have equal weights if
@@ -90,8 +90,8 @@ class HetLora(RankMethod):
 class HetLoraClient(RankClient[HetLora]):
     """A client that prunes the tail of a LoRA pair by setting the tail to zero.
 
-    If a row of A and the corresponding column of B are both zero, their gradients are zero, so they
-    stay zero. The current rank of a pair can therefore be derived from A.
+    If a row of A and the corresponding column of B are both zero, the gradients of this row and
+    column are zero, so both stay zero. The current rank of a pair can therefore be derived from A.
     """
 
     def receive(self, download: Message) -> None:
@@ -137,7 +137,7 @@ class HetLoraClient(RankClient[HetLora]):
 
 
 class HetLoraServer(RankServer[HetLora]):
-    """A server that averages zero-padded LoRA pairs with weights computed from their norms."""
+    """A server that averages zero-padded LoRA pairs, weighted by norms of the pairs."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
@@ -167,11 +167,11 @@ def _shrunk(experts: Tensors, initial: Shapes, pairs: Pairs) -> Shapes:
 
     Args:
         experts: The message's tensors A and B. A pair may have any rank from 1 to its initial rank.
-        initial: The shape of each tensor before any pruning, by the tensor's name.
-        pairs: The name of each pair's B, by the name of the pair's A.
+        initial: A mapping from the name of each tensor to the tensor's shape before any pruning.
+        pairs: A mapping from the name of each pair's A to the name of the pair's B.
 
     Returns:
-        The shape of each tensor, by the tensor's name.
+        A mapping from the name of each tensor to the tensor's shape.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for a, b in pairs.items():

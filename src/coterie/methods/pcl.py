@@ -74,7 +74,7 @@ class PCL(AdapterMethod):
     """formulas of the paper, or of the code that the paper's authors released"""
 
     def due(self, rounds: int) -> bool:
-        """Return whether clients exchange their adapters after this number of completed rounds."""
+        """Return whether clients exchange their adapters after `rounds` completed rounds."""
         return rounds >= self.warmup and (rounds - self.warmup) % self.every == 0
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -91,7 +91,7 @@ class PCL(AdapterMethod):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The uploaded groups that mixing and scoring need: "adapter", "update", or both."""
+        """The uploaded groups needed for mixing and scoring ("adapter", "update" or both)."""
         if self.form == "released":
             return ("adapter",)
         return ("adapter", "update") if self.scores_weights else ("update",)
@@ -113,19 +113,19 @@ class PCL(AdapterMethod):
         Args:
             client: The client whose row is computed.
             rounds: The number of completed rounds.
-            uploads: The uploads of this exchange by client, including the upload of `client`.
+            uploads: A mapping from clients, including `client`, to their uploads of this exchange.
 
         Returns:
-            The trust weight of every client in `uploads`; the weights sum to 1.
+            The trust weight of every client in `uploads`. The weights sum to 1.
         """
         raise NotImplementedError
 
     def evidence(self, context: ClientContext, rounds: int) -> Groups:
-        """Compute the groups that `evidence_fields` declares; the adapter must be attached."""
+        """Compute the groups declared in `evidence_fields`. The adapter must be attached."""
         return {}
 
     def evidence_shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
-        """Return the shapes of the tensors that `evidence` returns, by group."""
+        """Return, for each group returned by `evidence`, the shapes of the group's tensors."""
         return {}
 
 
@@ -333,7 +333,7 @@ class PCLClient(AdapterClient[PCL]):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Return each adapter's mean loss, in nats per token; for answer pairs, the DPO loss."""
+        """Return each adapter's mean loss in nats per token, or mean DPO loss for answer pairs."""
         base, model = self.context.base, self.model()
         own, losses = copied(self.shared), {}
         for peer, upload in uploads.items():

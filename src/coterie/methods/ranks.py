@@ -36,7 +36,7 @@ Pairs = dict[str, str]
 
 
 class RankClient(AdapterClient[R], Generic[R]):
-    """A client whose messages contain the LoRA pairs of the experts in a separate group."""
+    """A client whose messages have a separate group for the LoRA pairs of experts."""
 
     def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
@@ -109,11 +109,11 @@ class RankServer(AdapterServer[R], Generic[R]):
 
         Args:
             client: The client's name.
-            experts: The uploaded tensors A and B, by their names.
+            experts: The uploaded A and B of all pairs, as a mapping from names to tensors.
 
         Returns:
-            The shape of each tensor, by the tensor's name. By default, the shapes that the client's
-            hello declared.
+            A mapping from the name of each tensor to the tensor's shape. By default, the shapes are
+            those declared in the client's hello.
         """
         held = self.held[client]
         return {name: held[name] for a in self.ranks[client] for name in (a, self.pairs[a])}
@@ -124,8 +124,8 @@ class RankServer(AdapterServer[R], Generic[R]):
         Args:
             client: The client's name.
             a: The name of the pair's A.
-            B: The pair's B, already multiplied by the client's gain: (out, r) float64.
-            A: The pair's A: (r, in).
+            B: The pair's B, shaped (out, r), float64. B is already multiplied by the client's gain.
+            A: The pair's A, shaped (r, in).
         """
         raise NotImplementedError
 
@@ -259,7 +259,7 @@ class FlexLoraServer(RankServer):
 
 
 def pruned_rank(rank: int, gamma: float) -> int:
-    """Return the rank that a pair of rank r has after pruning: floor(gamma r), but at least 1."""
+    """Return max(1, floor(gamma * rank)), the rank of a LoRA pair after pruning."""
     return max(1, math.floor(gamma * rank))
 
 
@@ -267,8 +267,8 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
     """Compute `||B_tail||_F ||A_tail||_F` of a LoRA pair at the pair's current rank.
 
     Args:
-        A: The pair's A: (r, in).
-        B: The pair's B: (out, r).
+        A: The pair's A, shaped (r, in).
+        B: The pair's B, shaped (out, r).
         gamma: The fraction of the current rank that does not belong to the tail.
 
     Returns:
@@ -279,7 +279,7 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
-    """Return a function for HetLoRA's penalty: `weight` times the sum of `tail` over all pairs."""
+    """Return a function for HetLoRA's penalty, the sum of `tail` over all pairs times `weight`."""
     pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 
     def tails() -> Tensor:
@@ -290,7 +290,7 @@ def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalt
 
 
 def present_rank(A: Tensor) -> int:
-    """Return a pruned pair's current rank: the number of A's rows up to the last non-zero row."""
+    """Return a pruned pair's current rank, counting rows of A up to the last non-zero row."""
     rows = A.detach().any(dim=1).nonzero()
     return int(rows[-1]) + 1 if len(rows) else 1
 

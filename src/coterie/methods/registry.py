@@ -47,19 +47,19 @@ _CLASSES = {
     "fedamole.method:FedAMoLE": "fedamole",
     "fedmkt.method:FedMKT": "fedmkt fedmkt-fedavg llm2slm",
 }
-"""The names of the built-in methods, by the file and class (`FILE:CLASS`) that implement them.
+"""For each file and class (`FILE:CLASS`), the names of the built-in methods that it implements.
 
 A name that differs from the class's `name` is the name of a preset in the file's table `PRESETS`.
 """
 OWN = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-"""The file and class of each built-in method, by its name. Tables list methods in this order."""
+"""A mapping from each built-in method's name to the file and class, in the order of tables."""
 
 K = TypeVar("K", bound=type)
 _presets: "dict[str, type[Method]]" = {}
 
 
 def register(kind: K) -> K:
-    """Register a method, so that run files can use its name in this process.
+    """Register a method in this process, so that run files can use the method's name.
 
     The function can be used as a decorator.
 
@@ -91,7 +91,7 @@ def register(kind: K) -> K:
 
 
 def _builtin(name: str) -> "type[Method]":
-    """Return the class of a built-in method; the class of a preset is derived on first use."""
+    """Return the class of a built-in method. The class of a preset is derived on first use."""
     file, _, kind = OWN[name].partition(":")
     module = import_module(f"coterie.methods.{file}")
     method = getattr(module, kind)
@@ -103,12 +103,13 @@ def _builtin(name: str) -> "type[Method]":
 
 
 def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type[Method]":
-    """Derive a class that differs from `kind` only in class variables and settings' defaults.
+    """Derive a class that differs from `kind` only in class variables and in default settings.
 
     Args:
         kind: The class that implements the method.
         name: The method's name in run files.
-        changes: The new values of class variables and new defaults of settings, by their names.
+        changes: A mapping. A key is the name of a class variable or of a setting. The value is the
+            variable's new value or the setting's new default.
 
     Returns:
         The derived class.
@@ -124,8 +125,8 @@ def preset(kind: "type[Method]", name: str, changes: Mapping[str, Any]) -> "type
 def fine_tuned(name: str) -> dict[str, dict[str, str]]:
     """Return the entry of the preset NAME-ft in the table `PRESETS`.
 
-    The preset differs from the method NAME only in the models that it reports: the models after
-    local training.
+    The preset reports the scores of the models after local training. In all other respects, it is
+    equal to the method NAME.
     """
     summary = f"like {name}, but reports each client's model after local training"
     return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
@@ -152,8 +153,8 @@ def method_from(value: object) -> "Method":
     """Create a method from the value of `method` in a run file.
 
     Args:
-        value: A method's name; or a mapping with `name` and settings; or a method, which is
-            returned unchanged.
+        value: A method's name, or a mapping that contains `name` and settings. A method is also
+            accepted and is returned unchanged.
 
     Returns:
         The method.
@@ -185,7 +186,7 @@ def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
         kind: The class of the other method.
 
     Returns:
-        The settings to copy, by the names of the parts of `kind`.
+        A mapping from the names of parts of `kind` to the settings to copy.
     """
     defaults, settings = kind.parts(), {}
     for name, default in type(method).parts().items():
@@ -200,6 +201,6 @@ def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
 
 
 def _common_fields(a: BaseModel, b: BaseModel) -> set[str]:
-    """Return the names of the fields of the nearest common base class of two settings objects."""
+    """Find the nearest common base class of two settings objects, and return its fields' names."""
     base = next(k for k in type(a).__mro__ if isinstance(b, k) and issubclass(k, BaseModel))
     return set(base.model_fields)

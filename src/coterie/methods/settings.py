@@ -166,15 +166,15 @@ class Trusted(Settings):
         return self
 
     def row(self, own: str, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return one client's trust weights: the softmax of the scores of the chosen clients.
+        """Return one client's trust weights, a softmax over the scores of the chosen clients.
 
         Args:
             own: The client's own name.
-            scores: The score of every client that uploaded, by name.
+            scores: For each client that uploaded, the client's score.
 
         Returns:
-            The weight of every client in `scores`, which is 0 for a client that is not chosen. The
-            weights sum to 1.
+            The weight of every client in `scores`. Clients that are not chosen have the weight 0.
+            The weights sum to 1.
         """
         return trust_row(own, scores, self.top, self.threshold)
 
@@ -193,7 +193,7 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
 
 
 def for_client(counts: PerClient, client: ClientId, key: str) -> int:
-    """Return the number that applies to one client, from a setting that may differ by client.
+    """Return one client's number from a setting that may have a different number per client.
 
     Args:
         counts: The value of the setting.
@@ -221,10 +221,10 @@ def for_client(counts: PerClient, client: ClientId, key: str) -> int:
 
 
 def check_names(part: Settings | None, where: str, clients: tuple[ClientId, ...]) -> None:
-    """Raise CoterieError if a setting with one number per client names an unknown client.
+    """Raise CoterieError if a setting that maps clients to numbers contains an unknown client.
 
     Args:
-        part: The part of the method's settings; None if the method has none or the part is null.
+        part: The part of the settings; None if the part is null or the method lacks the part.
         where: The name of the part, for the error message.
         clients: The names of the run's clients.
     """

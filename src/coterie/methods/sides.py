@@ -63,7 +63,7 @@ class ClientSide:
             exchange: The number of the exchange; the first is 0.
 
         Returns:
-            The message to send after training, with no other fields than those in `Schema.up`.
+            The message to send after training. It may contain only fields in `Schema.up`.
         """
         return Message(exchange)
 
@@ -80,7 +80,7 @@ class ClientSide:
         """Return the client's trained parameters.
 
         Returns:
-            The parameters, by their names. A parameter for which `Method.shared` returns False
+            A mapping from names to parameters. A parameter for which `Method.shared` returns False
             never leaves the client.
         """
         return {}
@@ -139,7 +139,7 @@ class ServerSide:
     def leave(self, client: ClientId) -> None:
         """Delete a client's data when the client leaves the run, between two rounds.
 
-        Aggregates of past rounds, to which the client has contributed, do not change. By default,
+        Aggregates of past rounds do not change, even if the client contributed to them. By default,
         the client is removed from the state that `state` returns. A class that stores clients' data
         outside this state must override `leave`.
 
@@ -176,8 +176,8 @@ class ServerSide:
             client: The client's name.
 
         Returns:
-            For every group whose reduction in the schema is `mean`, the shapes of the group's
-            tensors, by the tensors' names.
+            A nested mapping of shapes. The outer keys are the groups whose reduction in the schema
+            is `mean`, and the inner keys are the names of tensors.
         """
         return {}
 
@@ -191,7 +191,8 @@ class ServerSide:
             client: The client's name.
 
         Returns:
-            The tensors by group and name. By default, all groups of the download.
+            A nested mapping of tensors. The outer keys are groups, and the inner keys are the names
+            of tensors. By default, the mapping contains all groups of the download.
         """
         return self.download(client).groups
 
@@ -202,7 +203,8 @@ class ServerSide:
         the aggregate. Aggregates of other groups, such as statistics, are used unchanged.
 
         Returns:
-            The parameters by group and name.
+            A nested mapping of parameters. The outer keys are groups, and the inner keys are the
+            names of parameters.
         """
         return {}
 
@@ -213,9 +215,9 @@ class ServerSide:
 
         Args:
             client: The client's name.
-            upload: The client's upload. Its `values` are complete. Its `groups` contain only the
-                groups of tensors whose reduction in the schema is `each`; the engine aggregates the
-                other groups.
+            upload: The client's upload. The attribute `values` is complete. The attribute `groups`
+                contains only the groups whose reduction in the schema is `each`, because the engine
+                aggregates all other groups.
 
         Raises:
             MessageError: The upload is refused.
@@ -226,8 +228,8 @@ class ServerSide:
 
         Args:
             mean: The aggregates of the fields whose reduction in the schema is `mean`.
-            held: For each tensor of `mean`, the number of clients whose uploads contained it, by
-                group and name.
+            held: For each tensor of `mean`, the number of clients whose uploads contained the
+                tensor. The keys are the same groups and names as in `mean`.
         """
         self.exchange += 1
 
@@ -243,8 +245,9 @@ class ServerSide:
         """Return everything that must survive a restart.
 
         Returns:
-            A state in which the key of each client's data is the client's name, either in
-            `State.parts` or in a mapping in `State.values`, so that `leave` can delete the data.
+            A state in which each client's data are stored under the client's name, so that `leave`
+            can delete the data. The data must be in `State.parts` or in a mapping in
+            `State.values`.
         """
         return State(values={"round": self.exchange})
 

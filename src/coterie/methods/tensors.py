@@ -14,7 +14,7 @@ def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
 
 
 def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return zeros of each tensor's shape, dtype and device, under the tensor's name."""
+    """Map each tensor's name to zeros with the tensor's shape, dtype and device."""
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 

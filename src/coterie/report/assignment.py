@@ -22,11 +22,11 @@ from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 
 
 def holdings(run: ReportedRun) -> Frame:
-    """Return which client held which expert, as recorded by a run's server.
+    """Return a run's record of which client held which expert.
 
     Returns:
-        A frame of booleans with a column per expert, and a row per round, layer (given by its
-        path) and client. Rounds for which the record lacks a layer are omitted.
+        A frame of booleans. There is a column for each expert, and a row for each combination of
+        round, path of a layer, and client. Rounds for which the record lacks a layer are omitted.
     """
     by_layer = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*map(set, by_layer.values())))
@@ -66,7 +66,7 @@ def shared(held: Frame) -> Frame:
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield figures of the experts that clients hold, for each label whose method assigns experts.
+    """Yield figures of the experts held by clients, for labels whose method assigns experts.
 
     The figures show the run with the smallest seed.
     """
@@ -145,7 +145,7 @@ def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> 
 
 
 def _ids(held: Column) -> str:
-    """Format the numbers of the experts that a client holds, such as `0, 3, 7`."""
+    """Format the numbers of the experts held by a client, such as `0, 3, 7`."""
     return ", ".join(map(str, np.flatnonzero(held))) or "none"
 
 

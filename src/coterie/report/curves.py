@@ -56,10 +56,11 @@ def _title(experiment: Experiment) -> str:
 
 
 def _last(experiment: Experiment) -> Frame:
-    """Return the final scores, with a row per label and run, and columns as in `Experiment.series`.
+    """Return a frame of the final scores, with a row per label and run.
 
-    A finished run's final scores are the scores in its result, which belong to the kept models if
-    clients keep their best models. An unfinished run's final scores are its latest scores.
+    The columns are the same as in `Experiment.series`. The final scores of a finished run are the
+    scores in the run's result. If clients keep their best models, these are the scores of the kept
+    models. The final scores of an unfinished run are the run's latest scores.
     """
     last = experiment.series.groupby(["label", "run"], sort=False).last()
     for label, runs in experiment.drawn.items():
@@ -156,7 +157,7 @@ def _steps(run: ReportedRun, level: str) -> Column:
 
     Args:
         run: the run.
-        level: the name of the metric: LOSS, followed by the name of the level of the schedule.
+        level: the name of the metric, which is LOSS followed by the name of the schedule's level.
 
     Returns:
         A series, indexed by the number of the update (counted from 1).
@@ -222,7 +223,7 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a heat map for each method with finished runs that differ in the routers' schedule."""
+    """Yield a heat map for each method whose finished runs differ in the routers' schedule."""
     records, metric = [], experiment.metric
     for run in experiment.all:
         router = run.config["method"].get("router") or {}

@@ -16,9 +16,8 @@ HEIGHT = 0.42
 def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
     """Yield a bubble chart of how much data each client has.
 
-    If the run recorded class labels, there is a bubble for each client and class label, which shows
-    the number of records. Otherwise, there is a bubble for each client and split, which shows the
-    number of tokens.
+    If the run recorded class labels, each bubble shows the number of records of one client and one
+    class label. Otherwise, each bubble shows the number of tokens of one client and one split.
     """
     entries = next((run.clients for run in experiment.all if not run.config["pooled"]), {})
     for key, unit in (("labels", "records"), ("tokens", "tokens")):

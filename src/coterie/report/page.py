@@ -83,8 +83,8 @@ def write_report(
         paths: run folders, or folders that contain run folders.
         out: the folder to write to.
         with_texts: whether to show the clients' private texts.
-        layer: the layer that figures of single layers show: "first", "middle", "last", or the
-            number of a layer, counted from 1. None selects the first, the middle and the last
+        layer: the layer to show in figures of single layers. This is "first", "middle", "last", or
+            the number of a layer, counted from 1. None selects the first, the middle and the last
             layer.
         with_samples: whether to draw figures in which each point is a private sample of a client.
         texts_from: a folder of .txt files to show instead of the clients' texts. None shows the
@@ -183,7 +183,7 @@ def _html(sections: Sequence[Section], private: str) -> str:
 
 @cache
 def _svg(picture: Picture, theme: Theme, narrow: bool = False) -> bytes:
-    """Render a figure as SVG. The SVG is cached, because the page and a file both contain it."""
+    """Render a figure as SVG. The SVG is cached, because both the page and a file contain it."""
     return picture.render(Canvas(theme, narrow), "svg")
 
 

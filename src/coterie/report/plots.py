@@ -17,7 +17,7 @@ SPREAD = "Bands and bars: ±1 standard deviation over seeds."
 
 
 def scale_of(metric: Metric) -> str:
-    """Return a caption's words for a logarithmic scale; an empty string if the scale is linear."""
+    """Return words for a caption if the metric has a logarithmic scale, else an empty string."""
     return "; logarithmic scale" if metric.logarithmic else ""
 
 
@@ -81,7 +81,7 @@ def over_rounds(
     metric: Metric,
     y: str,
 ) -> Figure:
-    """Draw scores over rounds: one panel for the mean and one per client, with a line per label.
+    """Draw scores over rounds in several panels, with a line per label in each panel.
 
     Args:
         canvas: the canvas to draw on.
@@ -148,11 +148,12 @@ def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: 
 def of_pairs(
     canvas: Canvas, matrices: Mapping[str, Frame], low: float, high: float, label: str
 ) -> Figure:
-    """Draw matrices with a row and a column per client, each in a panel, with a common colour bar.
+    """Draw each matrix in a panel, and add one colour bar for all panels.
 
     Args:
         canvas: the canvas to draw on.
-        matrices: the matrix of each panel, by the title of the panel.
+        matrices: a mapping from the title of each panel to the panel's matrix, which has a row and
+            a column per client.
         low: the value that has the first colour of the colour map.
         high: the value that has the last colour of the colour map.
         label: the label of the colour bar.

@@ -22,7 +22,7 @@ TITLE = "Samples and experts"
 def relevance(
     results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
 ) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label whose method lets experts choose clients by relevance.
+    """Yield a figure of relevance for each label in `results`.
 
     Args:
         results: the return value of `sample_relevance`.

@@ -81,7 +81,10 @@ SMALLEST_SEED = "From the run with the smallest seed."
 
 @dataclass(frozen=True)
 class Look:
-    """A label's colour (an index in `Theme.colours`), marker and dash pattern in all figures."""
+    """The colour, marker and dash pattern of a label in all figures.
+
+    The colour is an index in `Theme.colours`.
+    """
 
     colour: int
     marker: str
@@ -89,7 +92,7 @@ class Look:
 
 
 def looks(labels: Sequence[str]) -> dict[str, Look]:
-    """Assign a look to every label; all looks differ unless there are more labels than markers."""
+    """Assign a look to every label. Looks can repeat only if there are more labels than markers."""
     used = {FIXED[label] for label in labels if label in FIXED}
     free = [n for n in range(2, len(LIGHT.colours)) if n not in used]
     free.sort(key=lambda n: n in FIXED.values())  # colours of absent FIXED methods come last
@@ -257,7 +260,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A figure that cannot be drawn from the runs: its title, and the reason why."""
+    """The title of a figure that cannot be drawn from the runs, and the reason."""
 
     title: str
     why: str

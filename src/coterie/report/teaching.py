@@ -34,7 +34,10 @@ vocabulary, averaged over the aligned positions.
 
 @dataclass(frozen=True)
 class Lessons:
-    """The records of distillation of one run, by learner and round (rounds are counted from 1)."""
+    """The records of distillation of one run.
+
+    There is one record for each learner and round. Rounds are counted from 1.
+    """
 
     clients: Sequence[str]
     public: int | None
@@ -72,7 +75,10 @@ def lessons(run: ReportedRun) -> Lessons:
 
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label whose run with the smallest seed recorded distillation."""
+    """Yield a figure for each label with records of distillation.
+
+    For each label, only the run with the smallest seed is considered.
+    """
     by_label = {label: lessons(run) for label, run in experiment.first}
     pictures = [_picture(label, records) for label, records in by_label.items() if records.rounds]
     reason = "no run recorded distillation between a server and its clients"
@@ -125,7 +131,10 @@ def _bars(axis: Axes, canvas: Canvas, records: Lessons) -> None:
 
 
 def _lines(axis: Axes, canvas: Canvas, records: Lessons) -> None:
-    """Draw a line per client: the number of samples on which the client learnt from the server."""
+    """Draw a line per client.
+
+    A line shows the number of samples on which the client learnt from the server.
+    """
     for n, client in enumerate(records.clients):
         by_round = sorted(records.learnt.get(client, {}).items())
         counts = {round: lesson["samples"] for round, lesson in by_round}
@@ -157,7 +166,7 @@ def _table(records: Lessons) -> Table:
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Return a record's table cells.
+    """Return the cells that show a record in the table.
 
     Returns:
         The number of samples, the share of aligned positions, and the share of the teacher's

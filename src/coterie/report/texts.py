@@ -32,7 +32,7 @@ class TextPicture(Picture):
     """Texts routed by several models at one layer. The page shows them as text, not as an image."""
 
     texts: Mapping[str, Mapping[str, Coloured]] = field(default_factory=dict)
-    """For each text's name, a mapping from clients to the text as routed by the client's model."""
+    """For each text's name, a mapping from clients to the text as routed by that client's model."""
 
     @property
     def columns(self) -> list[str]:
@@ -49,7 +49,7 @@ class TextPicture(Picture):
 def texts(
     results: Mapping[str, Sequence[Coloured] | CoterieError],
 ) -> Iterator[TextPicture | LeftOut]:
-    """Yield a figure for each selected layer of each label whose runs have routers.
+    """Yield a figure for each label and layer in `results`.
 
     Args:
         results: the return value of `coloured_texts`.
@@ -106,7 +106,7 @@ ACROSS = 34
 
 
 def _draw(canvas: Canvas, grid: TextPicture) -> Figure:
-    """Draw a panel per text and model; with many models, the figure is wider than the page."""
+    """Draw a panel for each text and model. With many models, the figure is wider than the page."""
     tints, rows, columns = TINTS[canvas.theme.name], list(grid.texts), grid.columns
     lines = {
         row: {model: wrapped(text.pieces, ACROSS) for model, text in by_model.items()}

@@ -5,7 +5,7 @@ from torch import Tensor
 from coterie.adapters import AmoleAdapter
 
 Held = dict[str, list[int]]
-"""The numbers of a client's domain experts in ascending order, by the path of the adapted layer."""
+"""For the path of each adapted layer, the ascending numbers of a client's domain experts."""
 
 
 def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:

@@ -36,17 +36,17 @@ class FedAMoLEServer(ServerSide):
         adapter = AmoleAdapter(context.base, layout, context.seed, all_experts)
         self.parameters, self.values = adapter.parameters(), values_of(adapter)
         self.expert_means: dict[str, Tensor] = {}
-        """The latest mean embedding of each expert, by the name that `expert_name` returns."""
+        """A mapping from names returned by `expert_name` to the experts' latest mean embeddings."""
         self.token_means: dict[ClientId, Tensors] = {}
-        """The latest mean token embeddings of each client, by layer."""
+        """For each client, a mapping from layers to the client's latest mean token embeddings."""
         self.received_means: dict[ClientId, Tensors] = {}
         """The mean token embeddings that were uploaded in the round in progress."""
         self.joined: set[ClientId] = set()
         """The clients that experts can choose."""
         self.assigned: dict[ClientId, Held] = {}
-        """The experts assigned to each client, by the client's name and by layer."""
+        """For each client, a mapping from layers to the experts assigned to the client."""
         self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
-        """The exchange and participants that `assigned` is for; -1 and () before any assignment."""
+        """The exchange and participants of the latest assignment; -1 and () if there is none."""
 
     def join(self, client: ClientId, hello: Message) -> None:
         self.joined.add(client)
@@ -97,7 +97,7 @@ class FedAMoLEServer(ServerSide):
         return {(path, j) for path, held in self.assigned[client].items() for j in held}
 
     def _held_by(self, client: ClientId) -> dict[str, Tensor]:
-        """Return a client's tensors: the shared parameters and the domain experts' parameters."""
+        """Return the shared parameters and the parameters of a client's domain experts."""
         experts, parameters = self._experts_of(client), self.parameters
         return {
             name: tensor
@@ -123,7 +123,7 @@ class FedAMoLEServer(ServerSide):
         }
 
     def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
-        """Return the relevance of every expert of a layer for every client: (experts, clients).
+        """Return the relevance of a layer's experts for the clients, shaped (experts, clients).
 
         Scores are random if the setting `assignment` is random or random-once, or if no client has
         uploaded embeddings yet.
@@ -144,8 +144,8 @@ class FedAMoLEServer(ServerSide):
             path: The path of the layer.
 
         Returns:
-            The LoRA rank r if the setting `router.score_scale` is rank, else the layer's input
-            width d.
+            The LoRA rank r if the setting `router.score_scale` is rank. Otherwise, the layer's
+            input width d.
         """
         rank, width = self.values[f"projection/{path}"].shape
         return rank if self.settings.router.score_scale == "rank" else width

@@ -32,9 +32,9 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
 
     @cached_property
     def private(self) -> Tensor:
-        """The keys of the client's private samples: (samples,) int64.
+        """The keys of the client's private samples, shaped (samples,), int64.
 
-        The client does not upload its predictions on these samples.
+        The client does not upload predictions on these samples.
         """
         data = self.context.data
         keys = keys_of(data.train, data.validation, data.test)

@@ -35,7 +35,7 @@ NO_TEACHER = -1
 LEAST_LOGPROB = -60_000.0
 """The smallest log-probability that is sent; messages store log-probabilities as float16."""
 TINY = 1e-30
-"""The smallest divisor, used at positions at which neither the label nor a teacher has weight."""
+"""The smallest divisor, used where neither the label nor a teacher has any weight."""
 MOST_LISTED = 20
 """The largest number of samples that a warning lists."""
 
@@ -59,7 +59,7 @@ class Distiller:
         places = torch.arange(len(self.samples.ids))
         sample = torch.searchsorted(self.samples.starts, places, right=True) - 1
         self.labels = self.samples.ids[places >= self.samples.answers[sample]].long()
-        """The correct next token at each position: (p,) int64."""
+        """The correct next token at each position, shaped (p,), int64."""
         head: Any = context.base.model.get_output_embeddings()
         self.vocabulary_size: int = head.weight.shape[0]
         """The number of tokens that the model can predict; the tokenizer may have more or fewer."""
@@ -117,11 +117,11 @@ class Distiller:
         rows = self.positions.known(own)
         # A sample without finite predictions has an infinite loss, so any teacher is accepted.
         self.own_losses = own.losses[rows.clamp(min=0)].masked_fill(rows < 0, torch.inf)
-        """The student's loss on each sample, in nats per byte: (n,)."""
+        """The student's loss on each sample, shaped (n,), in nats per byte."""
         self.best_losses = self.own_losses.clone()
-        """The lowest loss of the student and the teachers so far, on each sample: (n,)."""
+        """For each sample, the lowest loss so far of the student and the teachers, shaped (n,)."""
         self.teachers = torch.full_like(rows, NO_TEACHER)
-        """The number of the teacher with the lowest loss on each sample, or NO_TEACHER: (n,)."""
+        """For each sample, the number of the teacher with the lowest loss, or NO_TEACHER."""
         self.targets = SoftTargets.of(self.labels, self.settings.logits)
         """The targets at each position."""
         if self.settings.own in ("self", "mean"):
@@ -139,8 +139,8 @@ class Distiller:
         Args:
             teacher: The teacher's number.
             knowledge: The teacher's predictions.
-            ids: The map from the teacher's vocabulary to the student's vocabulary; None if
-                `knowledge` already has tokens of the student's vocabulary.
+            ids: The map from the teacher's vocabulary to the student's vocabulary. None if the
+                tokens in `knowledge` are already from the student's vocabulary.
         """
         rows = self.positions.known(knowledge)
         if (rows < 0).all():
@@ -162,8 +162,8 @@ class Distiller:
     ) -> SoftTargets:
         """Return the targets that a teacher's predictions give at the selected positions.
 
-        The target is the label at each student position to which no position of the teacher is
-        aligned, and at each position at which no translated token has a probability above 0.
+        The label is the target at a position in two cases: if no position of the teacher is aligned
+        with the position, or if no translated token has a probability above 0.
         """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
@@ -220,11 +220,12 @@ class Distiller:
         return fmean(losses)
 
     def _sample_weights(self, batch: Tensor) -> Tensor:
-        """Return the weight of each sample's distillation loss in the update on a batch: (n,).
+        """Return the weights, shaped (n,), of the samples' distillation losses in an update.
 
-        With `own: none`, a sample without a teacher has the weight 0. All other samples have the
-        same weight, chosen so that the distillation loss is the mean over the positions of the
-        batch's samples with a teacher. With any other value of `own`, all weights are 1.
+        If the setting `own` is not none, all weights are 1. If it is none, samples without a
+        teacher have the weight 0, and all other samples have the same weight. This weight is chosen
+        so that the distillation loss of the update is a mean over the positions of those samples in
+        `batch` that have a teacher.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -241,7 +242,7 @@ class Distiller:
         weights: Tensor,
         purpose: Purpose,
     ) -> Tensor:
-        """Compute the loss of the chosen samples, with weights from `_sample_weights`."""
+        """Compute the loss of the chosen samples. `weights` is returned by `_sample_weights`."""
         settings, device = self.settings, self.context.base.device
         positions = self.positions.of_samples(chosen)
         batch, targets = self.samples.batch(chosen).to(device), targets[positions]
@@ -265,8 +266,9 @@ class Distiller:
     def _mixed_targets(self) -> SoftTargets:
         """Return the targets from which the student learns.
 
-        With `own: mean`, these targets are the mean of the student's own predictions and the
-        selected targets, weighted by exp(-loss).
+        If the setting `own` is mean, these targets are the mean of the student's own predictions
+        and the selected targets, weighted by exp(-loss). Otherwise, they are the attribute
+        `targets`.
         """
         if self.settings.own != "mean":
             return self.targets
@@ -278,10 +280,10 @@ class Distiller:
         """Return how much of the teachers' predictions became targets.
 
         Returns:
-            `samples`: the number of samples with a teacher. `positions`: the fraction of these
-            samples' positions that are aligned with a position of the teacher. `mass`: the
-            teacher's probability mass that remained after the translation into the student's
-            vocabulary, averaged over the aligned positions.
+            A mapping with three keys. `samples` is the number of samples with a teacher.
+            `positions` is the fraction of these samples' positions that are aligned with a position
+            of the teacher. `mass` is the teacher's probability mass that remained after the
+            translation into the student's vocabulary, averaged over the aligned positions.
         """
         positions = self.positions.of_samples(self.teachers >= 0)
         mass = self.targets.mass[positions]
@@ -293,14 +295,14 @@ class Distiller:
         }
 
     def _per_sample(self, values: Tensor) -> Tensor:
-        """Sum values of the shape (p,) over the positions of each sample; the result is (n,)."""
+        """Sum values shaped (p,) over each sample's positions, and return sums shaped (n,)."""
         starts = self.positions.starts
         samples = torch.arange(len(self.samples)).repeat_interleave(starts.diff())
         return torch.zeros(len(self.samples)).index_add(0, samples, values)
 
 
 def keys_of(*splits: Split) -> Tensor:
-    """Return the keys (hashes) of all samples in the splits: (samples,) int64."""
+    """Return the keys (hashes) of all samples in the splits, shaped (samples,), int64."""
     samples = [split.beginnings for split in splits]
     keys = [sample_keys(part.instructions) for part in samples if part is not None]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *keys])

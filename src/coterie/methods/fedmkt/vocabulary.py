@@ -25,7 +25,7 @@ VOCABULARY = (
 
 
 def encode_vocabulary(vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """Return a vocabulary as tensors for a message; a token without bytes has the length -1."""
+    """Encode a vocabulary as tensors for a message. A token without bytes has the length -1."""
     spelling = b"".join(token or b"" for token in vocabulary.tokens)
     lengths = [-1 if token is None else len(token) for token in vocabulary.tokens]
     return {
