@@ -34,9 +34,9 @@ The date is constant, so that a resumed run reads the same texts.
 _SPACE = re.compile(r"\s*")
 _TURN_MARKER = re.compile(r"<[^<>\s]{1,40}>|<<[^<>\s]{1,40}>>|\[/?[A-Z_]{2,40}\]")
 _MARK = re.compile("\ue000([ta])([0-9]+)\ue001")
-"""A mark: the placeholder for the thinking (t) or the answer (a) of one turn of the assistant.
+"""A pattern of marks, each of which replaces the thinking (t) or the answer (a) of one turn.
 
-The mark contains the index of the turn among the assistant's turns, counted from 0.
+A mark contains the index of the turn among the assistant's turns, counted from 0.
 """
 
 
@@ -47,19 +47,19 @@ TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
 
 
 class Rendered(NamedTuple):
-    """A conversation that a chat template has rendered, split into its parts."""
+    """A rendered conversation, split into its parts."""
 
     parts: list[tuple[str, bool]]
-    """The consecutive parts of the text, each with True for an answer, or False for other text.
+    """The consecutive parts of the text, each paired with True for an answer and False otherwise.
 
     The marker that ends an answer is part of the answer.
     """
     bytes: int
-    """The number of UTF-8 bytes of all answers, without markers."""
+    """The total number of UTF-8 bytes of all answers. Markers are not included."""
 
 
 class ChatTemplate:
-    """A chat template, and the tokenizer of the base with which the template is used.
+    """A chat template, together with a base's tokenizer.
 
     Args:
         tokenizer: The base's tokenizer, which defines the special tokens.
@@ -114,15 +114,17 @@ class ChatTemplate:
 
     @property
     def around(self) -> tuple[str, str]:
-        """The space before the last answer ("" if there is none), and the marker after the answer.
+        """The texts directly before and directly after the last answer.
 
-        If the template writes no marker after the last answer, the marker is the end-of-text token.
+        The first text is a space if the template writes a space before an answer, and "" otherwise.
+        The second text is the marker after the last answer or, if the template writes no marker
+        there, the end-of-text token.
         """
         return self.lead, self.last_end or str(self.tokenizer.eos_token)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The marker after the last answer and, if different, the marker after earlier answers."""
+        """The marker after the last answer, and the marker after earlier answers if it differs."""
         return tuple(dict.fromkeys((self.around[1], self.inner_end)))
 
     @property
@@ -165,9 +167,10 @@ class ChatTemplate:
         """Return the texts that the template writes around answers.
 
         Returns:
-            Three texts: a space if the template writes a space before an answer, else ""; the
-            marker between an answer and the next turn; and the marker after the last answer, or ""
-            if there is none. Without this marker, the end-of-text token must end the last answer.
+            Three texts. The first text is a space if the template writes a space before an answer,
+            and "" otherwise. The second text is the marker between an answer and the next turn. The
+            third text is the marker after the last answer, or "" if the template writes no marker
+            there. In that case, the end-of-text token must end the last answer.
         """
         where = "A trial conversation"
         marked = self._render(_marked(TRIAL), where)
@@ -211,7 +214,7 @@ class ChatTemplate:
             ) from error
 
     def _gaps(self, marked: str, answers: int, where: str) -> list[tuple[tuple[str, int], str]]:
-        """Split a rendered conversation at the marks that replace its answers and its thinking.
+        """Split a rendered conversation at the marks that replace answers and thinking.
 
         Args:
             marked: The conversation rendered with marks; see `_MARK`.
@@ -219,12 +222,13 @@ class ChatTemplate:
             where: The conversation's location, for error messages.
 
         Returns:
-            For each mark, a pair of the mark's kind ("t" for thinking, "a" for an answer) and the
-            turn's index; and the text between this mark and the next mark. The first entry, which
-            has the kind "" and the index -1, is the text before all marks.
+            A list of entries ((kind, index), text), one for each mark. The kind is "t" for thinking
+            or "a" for an answer. The index is the index of the assistant's turn. The text is the
+            text between this mark and the next mark. The text before the first mark has an entry of
+            its own at the start of the list, with the kind "" and the index -1.
 
         Raises:
-            CoterieError: The template omits, repeats or changes a mark of an answer.
+            CoterieError: The template omits, repeats or changes the mark of an answer.
         """
         first, *rest = _MARK.split(marked)
         marks = [(kind, int(number)) for kind, number in zip(rest[::3], rest[1::3], strict=True)]
@@ -240,7 +244,7 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         """Return the start and end of each answer in a rendered conversation.
 
-        An answer includes the thinking before it, if the template renders thinking.
+        If the template renders thinking, an answer includes the thinking before it.
 
         Args:
             text: The rendered conversation.
@@ -277,11 +281,14 @@ class ChatTemplate:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> ChatTemplate:
-    """Return the chat template of the run file, or else of the base, or else of Coterie.
+    """Return the chat template that a run uses with a base.
+
+    The template is the template of the run file if there is one, or else the base's template if
+    there is one, or else Coterie's default template.
 
     Args:
         tokenizer: The base's tokenizer.
-        source: The Jinja text of `data.chat_template`, if the run file has that key; else None.
+        source: The Jinja text of `data.chat_template`, or None if the run file lacks this key.
     """
     if source is not None:
         return ChatTemplate(tokenizer, source, "data.chat_template")
@@ -333,7 +340,7 @@ def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) ->
 
 
 def _leading(marker: re.Pattern[str], text: str) -> list[str]:
-    """Return the consecutive matches of a pattern at the beginning of a text."""
+    """Match a pattern repeatedly from the beginning of a text, and return the matches."""
     markers: list[str] = []
     while match := marker.match(text, sum(map(len, markers))):
         markers.append(match[0])

@@ -29,7 +29,10 @@ def own_texts(item: Any) -> tuple[str, ...]:
     """Return the texts that the data itself contains, without the words that a template adds.
 
     Args:
-        item: A document, which is returned as it is, or an item with the property `content`.
+        item: A document (str), or an item with the property `content`.
+
+    Returns:
+        A tuple that contains only the document, or the property `content` of the item.
     """
     return (item,) if isinstance(item, str) else item.content
 
@@ -37,7 +40,7 @@ def own_texts(item: Any) -> tuple[str, ...]:
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> re.Pattern[str]:
-    """Return a pattern that matches any control token; longer tokens take precedence.
+    """Return a pattern that matches any control token, and prefers longer tokens.
 
     Control tokens are the tokenizer's special tokens and, if there is a chat template, the markers
     that the template writes around turns.

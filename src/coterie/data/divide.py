@@ -1,4 +1,4 @@
-"""Division of one data set among clients: by label, Dirichlet shares, mixtures, or evenly.
+"""Division of one data set among clients: by label, by Dirichlet shares, by mixtures, or evenly.
 
 Three steps are random: shuffling the records of each split, drawing Dirichlet shares, and splitting
 each client's text by fractions. All other steps take the shuffled records in order.
@@ -54,19 +54,19 @@ class Division(dict[str, Texts[Any]]):
 Pools = dict[str, list[int]]
 """The indices of the records with each label, in shuffled order."""
 Records = list[tuple[str, Any]]
-"""The label of each record, with the record's text or item."""
+"""Pairs of a record's label and the record's text or item."""
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
     """Divide a data set among clients.
 
-    A division by label or by mixture has one client per label, named after the label. In a division
-    by Dirichlet shares, and in an even division, the clients are named client-1, client-2, .... If
-    the run file specifies the mixtures, it also names the clients. No record is used twice, except
-    that all clients of an even division have the same validation and test splits. For plain text,
-    the shares in `divide.mixtures` are fractions of the characters; for samples, they are fractions
-    of the number of samples. A validation or test split that the data set already has is divided in
-    the proportions of the training text, unless `divide.held_out` is `uniform`.
+    A division by label or by mixture has one client per label, named after the label. In an even
+    division or a division by Dirichlet shares, the clients are named client-1, client-2, and so on.
+    If the run file specifies mixtures, it also names the clients. The shares in `divide.mixtures`
+    are fractions of the characters of plain text, or of the number of samples. No record is used
+    twice, except that all clients of an even division have the same validation and test splits. In
+    other divisions, validation and test splits that the data set already has are divided in the
+    proportions of the training text, unless `divide.held_out` is `uniform`.
 
     Args:
         spec: The run file's section `divide:`.
@@ -125,7 +125,7 @@ def _shuffled(records: Records, seed: int, purpose: str) -> Records:
 
 
 def _pools(records: Records) -> Pools:
-    """Return the indices of the records with each label, sorted by label."""
+    """Return a mapping from each label, in sorted order, to the indices of its records."""
     pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
     for number, (label, _) in enumerate(records):
         pools[label].append(number)
@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take the public set from the pools; a label's share is the mean of the clients' shares."""
+    """Take a public set from the pools, with the mean of the clients' label shares."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -161,9 +161,9 @@ def _divide_split(
 
     Args:
         spec: The run file's section `divide:`.
-        given: The labelled records of the split that is divided.
+        given: The labelled records of the split to divide.
         train: The indices of each client's training records.
-        records: The labelled records that `train` indexes.
+        records: The labelled training records, to which the indices in `train` refer.
 
     Returns:
         The texts or items of each client.
@@ -185,12 +185,12 @@ def _divide_evenly(
     fractions: Mapping[str, float],
     predefined: Mapping[str, Records],
 ) -> Division:
-    """Divide shuffled items into equal parts: one per client, and one for the public set, if any.
+    """Divide shuffled items into equal parts for the clients and the public set.
 
-    As in FedMKT, all clients have the same validation and test splits. Each of the two is the data
-    set's own split (`predefined`) or, if the data set has none, a fraction of all items that is set
-    aside first. If `divide.parts` is larger than the number of parts needed, the other parts are
-    unused. Items that remain after the division into equal parts are unused too.
+    Each client receives one part, and so does the public set if there is one. Further parts (see
+    `divide.parts`) and leftover items are unused. As in FedMKT, all clients have the same
+    validation split and the same test split. These are the splits in `predefined`. For a split that
+    is missing there, a fraction of all items is set aside before the division.
     """
     items = [item for _, item in records]
     held = {split: [item for _, item in given] for split, given in predefined.items()}
@@ -213,8 +213,7 @@ def _divide_evenly(
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
     """Order a client's records so that labels alternate in proportion to their shares.
 
-    If a limit truncates the client's text, the remaining text then has about the same label shares
-    as the whole text.
+    If a limit truncates the client's text, the text then keeps about the same label shares.
     """
     totals = Counter(records[number][0] for number in part)
     counts: Counter[str] = Counter()
@@ -227,7 +226,10 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """Return the clients' names: set in the run file, numbered, or from labels (A/B gives a-b)."""
+    """Return the clients' names.
+
+    The names are set in the run file, or numbered, or derived from labels, as a-b is from A/B.
+    """
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
     if spec.clients is not None:
@@ -249,7 +251,7 @@ def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
 def _hold_out_uniform(
     pools: Pools, clients: int, fractions: Mapping[str, float]
 ) -> dict[str, list[list[int]]]:
-    """Take each client's validation and test records from the pools; return the record indices.
+    """Take each client's validation and test records from the pools, and return their indices.
 
     In each split, every client has the same number of records of every label. The fractions are
     fractions of all records in the pools.
@@ -274,7 +276,7 @@ def _hold_out_uniform(
 
 
 def _divide(spec: DivideSpec, pools: Pools, seed: int) -> list[list[int]]:
-    """Divide the records of the pools; return the record indices of each client."""
+    """Divide the records of the pools, and return the indices of each client's records."""
     if spec.by == "label":
         return list(pools.values())
     if spec.by == "mixture":
@@ -296,8 +298,8 @@ def _by_dirichlet(
         pools: The record indices of each label.
         clients: The number of clients.
         alpha: The concentration of the Dirichlet distribution.
-        balanced: Whether a client receives no further labels once it has an even share of all
-            records (records / clients), as in FedAMoLE.
+        balanced: Whether a client that already has an even share of all records (records / clients)
+            receives no records of further labels, as in FedAMoLE.
         seed: The run's seed.
 
     Raises:
@@ -330,8 +332,8 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     """Divide the records so that each client's text is mostly of one label.
 
     A fraction `own_share` of a client's records has the client's label. The client's other records
-    are spread evenly over the other labels. Every client has about as many records as there are
-    with the rarest label, because all clients together use equally many records of every label.
+    are spread evenly over the other labels. All clients together use the same number of records of
+    every label, so each client has about as many records as the rarest label.
     """
     if len(pools) == 1:
         raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
@@ -349,7 +351,7 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
 def _client_mixtures(
     mixtures: Mapping[str, Mapping[str, float]], pools: Pools
 ) -> list[Mapping[str, float]]:
-    """Return each client's label shares, sorted by client; refuse labels without records."""
+    """Refuse labels without records, and return the clients' label shares, sorted by client."""
     for client, shares in sorted(mixtures.items()):
         for label in shares:
             if label not in pools:
@@ -361,13 +363,13 @@ def _client_mixtures(
 
 
 Mixtures = Sequence[Mapping[str, float]]
-"""The label shares of each client: fractions of characters for text, of samples otherwise."""
+"""The label shares of each client, as fractions of the characters or of the samples."""
 
 
 def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """Return the largest number of characters per client for which no label runs out of records.
+    """Return the largest size of a client's text for which no label runs out of records.
 
-    For samples, which have the length 1, this is a number of samples.
+    The size is the sum of `lengths`: a number of characters, or a number of samples.
     """
     sizes: list[float] = []
     for label, pool in pools.items():
@@ -377,7 +379,7 @@ def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float
 
 
 def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
-    """Take records with `size` characters in total per client; return the records' indices.
+    """Take records with a total length of about `size` for each client, and return their indices.
 
     Because records are not divided, each label's share is exact only to within one record. Labels
     alternate. If a limit truncates a client's text, the remaining text therefore has the label

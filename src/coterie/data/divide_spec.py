@@ -34,7 +34,7 @@ class SourceSpec(Spec):
 
 
 class DivideSpec(Spec):
-    """The run file's section `divide:`: one labelled data set, divided among clients."""
+    """The run file's section `divide:`, which divides one labelled data set among clients."""
 
     source: str | dict[Label, str | SourceSpec]
     """file, folder, or hub name of a data set; or a mapping of each label to a file, a folder or a
@@ -86,7 +86,7 @@ class DivideSpec(Spec):
 
     @property
     def taken(self) -> int:
-        """The number of equal parts needed: one per client, and one for the public set, if any."""
+        """The number of equal parts that the clients and the public set (if any) need."""
         return (self.clients or 0) + bool(self.public)
 
     @model_validator(mode="after")

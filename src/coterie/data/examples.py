@@ -24,27 +24,31 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Examples:
-    """A split of n samples, which have N tokens in total.
+    """A split of n samples with N tokens in total.
 
-    A prompt with an answer is encoded as the base's context token (beginning-of-text, or else
-    end-of-text), the prompt, the answer and the end-of-text token, in this order. A conversation is
-    encoded as the chat template renders it, up to the end of the last answer.
+    The encoding of a prompt with an answer begins with the base's context token, which is the
+    beginning-of-text token or, if there is none, the end-of-text token. The prompt, the answer and
+    the end-of-text token follow. A conversation is encoded as the chat template renders it, up to
+    the end of the last answer.
     """
 
     ids: Tensor
-    """The tokens of all samples, concatenated: (N,) int32."""
+    """The concatenated tokens of all samples, as an int32 tensor shaped (N,)."""
     counted: Tensor
-    """Whether a token counts towards the loss (answers and their end tokens do): (N,) bool."""
+    """A mask of the tokens that count towards the loss, as a bool tensor shaped (N,).
+
+    The tokens of answers count, and so do the tokens that end answers.
+    """
     tokens: Tensor
-    """The number of tokens of each sample: (n,) int64."""
+    """The number of tokens of each sample, as an int64 tensor shaped (n,)."""
     last: Tensor
-    """The number of tokens of each sample's last answer: (n,) int64."""
+    """The number of tokens of each sample's last answer, as an int64 tensor shaped (n,)."""
     sizes: Tensor
-    """The number of UTF-8 bytes of each sample's answers: (n,) int64."""
+    """The number of UTF-8 bytes of each sample's answers, as an int64 tensor shaped (n,)."""
     items: tuple[Instruction | Conversation, ...]
     """The samples as text."""
     too_long: int = 0
-    """The number of samples, or of exchanges in conversations, that were left out as too long."""
+    """The number of samples, or of exchanges in conversations, that were too long and left out."""
     cut: int = 0
     """The number of conversations that were cut into several samples."""
     template: ChatTemplate | None = None
@@ -56,15 +60,15 @@ class Examples:
 
     @cached_property
     def starts(self) -> Tensor:
-        """The index of each sample's first token, followed by N: (n + 1,) int64.
+        """The index of each sample's first token, followed by N, the total number of tokens.
 
-        N is the total number of tokens.
+        The tensor is int64 and shaped (n + 1,).
         """
         return torch.nn.functional.pad(self.tokens.cumsum(0), (1, 0))
 
     @cached_property
     def answers(self) -> Tensor:
-        """The index of the first token of each sample's last answer: (n,) int64."""
+        """The index of each last answer's first token, as an int64 tensor shaped (n,)."""
         return self.starts[1:] - self.last
 
     @property
@@ -86,7 +90,10 @@ class Examples:
 
     @property
     def lengths(self) -> Tensor:
-        """The number of tokens of each sample that count towards the loss: (n,) int64."""
+        """The number of tokens per sample that count towards the loss.
+
+        The tensor is int64 and shaped (n,).
+        """
         return torch.nn.functional.pad(self.counted.cumsum(0), (1, 0))[self.starts].diff()
 
     @property
@@ -96,12 +103,12 @@ class Examples:
 
     @property
     def beginnings(self) -> "Examples":
-        """The samples that the model reads without preceding text: the whole split."""
+        """The whole split, because the model reads every sample without preceding text."""
         return self
 
     @property
     def needs_reference(self) -> bool:
-        """False: the loss of samples does not use a reference model."""
+        """False, because the loss of samples does not use a reference model."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> "Examples":
@@ -109,11 +116,11 @@ class Examples:
         return self
 
     def samples(self, window: int, step: int) -> "Examples":
-        """Return the split itself: batches consist of whole samples, regardless of the window."""
+        """Return the split itself. Batches consist of whole samples, regardless of the window."""
         return self
 
     def without(self, taken: Tensor, window: int) -> "Examples":
-        """Return the samples in order, without the samples that have the indices `taken`."""
+        """Return all samples in order, except those with the indices `taken`."""
         return self.only(left_of(taken, len(self)))
 
     def few(self, most: int, window: int, context: int) -> "Examples":
@@ -125,7 +132,7 @@ class Examples:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of samples, samples left out, and conversations that were cut."""
+        """Return the numbers of samples, of samples left out, and of conversations cut."""
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
@@ -134,7 +141,7 @@ class Examples:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split: tokens, samples' boundaries, and choices."""
+        """Yield the tokens, the samples' boundaries and the choices, which identify the split."""
         yield self.ids.numpy().tobytes()
         yield self.starts.numpy().tobytes()
         yield self.answers.numpy().tobytes()
@@ -143,10 +150,10 @@ class Examples:
         yield repr([item.choices for item in self.items]).encode()
 
     def prompts(self, base: Base) -> list[Tensor]:
-        """Return the prompt of each sample: the token ids before its last answer.
+        """Return the token ids of each sample's prompt, which is all text before the last answer.
 
-        A prompt consists of the tokens that it has in the sample, unless one token spans the
-        boundary between the prompt and the answer. In that case, the prompt is encoded on its own.
+        The token ids are the same as in the sample, unless one token spans the boundary between the
+        prompt and the answer. In that case, the prompt is encoded on its own.
         """
         encoder, first = PartEncoder(bare_encoder(base.tokenizer)[0]), base.context_token
         prompts: list[Tensor] = []
@@ -157,7 +164,7 @@ class Examples:
         return prompts
 
     def measured(self, scorer: "Scorer") -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses on the samples and their choices, and its generated answers."""
+        """Return a model's losses on the samples and choices, and the model's generated answers."""
         rows, other_owners = with_choices(scorer.base, self, scorer.window)
         nats, count = scorer.losses(rows, scorer.batch), len(self)
         has_choices = [bool(item.choices) for item in self.items]
@@ -193,7 +200,7 @@ class Examples:
 
 
 def joined(parts: Sequence[S]) -> S:
-    """Concatenate several streams, or several splits of samples or pairs.
+    """Concatenate splits of the same type, which are all streams, samples or pairs.
 
     Tensors and tuples are concatenated, integers are added, and dataclasses are joined field by
     field. All other fields are copied from the first part.
@@ -225,9 +232,9 @@ class Encoding:
     window: int
     """The maximum number of predicted tokens. A sample may have at most window + 1 tokens."""
     limit: int | None
-    """The maximum number of samples (for plain text: of tokens) to encode; None: no maximum.
+    """The maximum number of samples to encode, or of tokens for plain text. None means no maximum.
 
-    Items are encoded in order until the maximum is reached; the remaining items are left out.
+    Items are encoded in order until the maximum is reached. The remaining items are left out.
     """
     owner: str
     """The words with which an error message begins, such as "The train text of client anna"."""
@@ -237,14 +244,14 @@ class Encoding:
     """The name of the split: train, validation, test or public."""
 
     def nothing(self, items: Sequence[Any], fitting: str, kind: str) -> CoterieError:
-        """Return the error for a split without any sample. Its message is "OWNER has no ...".
+        """Return the error "OWNER has no ..." for a split without any sample.
 
         Args:
             items: The items of the split.
-            fitting: The end of the message if all items are too long: a description of an item that
-                would fit, and a remedy, as in "pair of at most 8 tokens; raise data.window".
-            kind: The end of the message if there are no items: the plural noun for an item, and a
-                remedy, as in "pairs; add some".
+            fitting: A description of an item that would fit, and a remedy, such as "pair of at most
+                8 tokens; raise data.window". The message ends with them if all items are too long.
+            kind: The plural noun for an item, and a remedy, such as "pairs; add some". The message
+                ends with them if there are no items.
         """
         missing = fitting if items else kind
         if not items and self.split != "public":  # which has a path of its own
@@ -253,7 +260,7 @@ class Encoding:
 
     @property
     def larger_fraction(self) -> str:
-        """Advice, for an error message, on how to give the split more of a client's text."""
+        """Advice on how to give the split more of a client's text, for an error message."""
         return "lower data.fractions" if self.split == "train" else "raise data.fractions"
 
 
@@ -298,7 +305,9 @@ def samples_of(
 
 
 def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
-    """Append one row per wrong choice of a sample: the sample's prompt with that wrong choice.
+    """Append one row for each wrong choice of each sample.
+
+    The row consists of the sample's prompt and the wrong choice.
 
     Args:
         base: The base whose tokenizer encodes the choices.
@@ -307,8 +316,8 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
             tokens; at least one of these tokens belongs to the choice.
 
     Returns:
-        The samples followed by the added rows; and, for each added row, the index of the sample to
-        which the choice belongs: (added,) int64.
+        The samples followed by the added rows; and an int64 tensor shaped (added,), which contains
+        for each added row the index of the sample to which the choice belongs.
     """
     owners: list[int] = []
     texts: list[Sequence[str]] = []
@@ -339,7 +348,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
 
 
 class Scorer(Protocol):
-    """A model to evaluate, with the window and the batch size; the argument of `Split.measured`."""
+    """A model to evaluate, with a window and a batch size, as passed to `Split.measured`."""
 
     @property
     def base(self) -> Base:
@@ -357,7 +366,7 @@ class Scorer(Protocol):
         ...
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the total loss of each row's answers, in nats: (rows,) float64.
+        """Return the total loss of each row's answers in nats, a float64 tensor shaped (rows,).
 
         Args:
             rows: Samples.
@@ -366,7 +375,7 @@ class Scorer(Protocol):
         ...
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each token, in nats: (batch, time) float32."""
+        """Return the loss of each token in nats, as a float32 tensor shaped (batch, time)."""
         ...
 
     def texts(self, rows: Examples) -> Sequence[str]:

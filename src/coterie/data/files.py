@@ -32,7 +32,7 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Record:
-    """A record of a file: the values of the fields, and the record's location for messages."""
+    """The values of a record's fields, and the record's location for error messages."""
 
     where: str
     """The record's location in error messages, such as "Client anna: line 3 of notes.jsonl"."""
@@ -42,7 +42,7 @@ class Record:
     """The advice with which an error message about a missing field ends."""
 
     def __post_init__(self) -> None:
-        """Replace NaN and infinity with None: some programs write them for empty cells."""
+        """Replace NaN and infinity, which some programs write for empty cells, with None."""
         for name, value in self.fields.items():
             if isinstance(value, float) and not math.isfinite(value):
                 self.fields[name] = None
@@ -72,7 +72,7 @@ class Record:
         Args:
             field: The field's name.
             value: The field's value.
-            expected: A description of suitable values, with a remedy: "a list; fix the record".
+            expected: A description of suitable values and a remedy, as in "a list; fix the record".
         """
         return CoterieError(f"{self.where}: field {field} contains {value!r:.60}, not {expected}.")
 
@@ -102,17 +102,19 @@ class Record:
 
 
 def resolve(root: Path, source: str) -> Path:
-    """Return the absolute path of a source in a run file; a relative path is relative to `root`."""
+    """Return the absolute path of a source. A relative path in a run file is relative to `root`."""
     return root / expanded(source)
 
 
 def find_files(path: Path, owner: str) -> list[Path]:
-    """Return the data files at a path, sorted: the path itself, or the data files in a folder.
+    """Return the data files at a path, in sorted order.
 
-    A folder's subfolders are searched too. Hidden files and folders are skipped.
+    If the path is a file, the result is this file. If the path is a folder, the folder and its
+    subfolders are searched. Hidden files and folders are skipped.
 
     Raises:
-        CoterieError: The path does not exist, or is not a data file or a folder with data files.
+        CoterieError: The path does not exist, is a folder without data files, or is a file that is
+            not a data file.
     """
     if path.is_dir():
         files, skipped = _listed(path, owner)
@@ -139,15 +141,15 @@ def skipped_files(path: Path, owner: str) -> Counter[str]:
     """Count the files of a folder that `find_files` skips.
 
     Returns:
-        The number of skipped files with each suffix, and the numbers of hidden files and folders,
-        special files, links to folders, and broken links. The counter is empty if the path is a
-        file.
+        The number of skipped files for each suffix, the number of hidden files and folders, and the
+        numbers of special files, of links to folders and of broken links. If the path is a file,
+        the counter is empty.
     """
     return _listed(path, owner)[1] if path.is_dir() else Counter()
 
 
 def _listed(folder: Path, owner: str) -> tuple[list[Path], Counter[str]]:
-    """Return a folder's data files, and counts of the files and links that are skipped."""
+    """Return a folder's data files, and the numbers of files and links that are skipped."""
 
     def refuse(error: OSError) -> None:
         raise CoterieError(
@@ -181,7 +183,7 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def listed_first(parts: Sequence[str], most: int = 5) -> str:
-    """Join the first parts, and add the number of the other parts: "anna, ben, 2 more"."""
+    """Join the first parts, and append the number of other parts, as in "anna, ben, 2 more"."""
     rest = [f"{len(parts) - most:,} more"] * (len(parts) > most)
     return ", ".join([*parts[:most], *rest])
 
@@ -276,7 +278,7 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
 
 
 def parquet_fields(file: Path) -> dict[str, int]:
-    """Return the number of values that are not null in each column of a Parquet file."""
+    """Return the number of non-null values in each column of a Parquet file."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.read_table(file)
@@ -284,7 +286,7 @@ def parquet_fields(file: Path) -> dict[str, int]:
 
 
 def _values(column: "pyarrow.Array") -> list[Any]:
-    """Return the values of a column; values that Python cannot represent are `Unreadable`."""
+    """Return the values of a column, with `Unreadable` for values that Python cannot represent."""
     try:
         return column.to_pylist()
     except Exception:  # the exception's class depends on the column's type

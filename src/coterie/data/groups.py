@@ -25,16 +25,19 @@ class GroupBatch:
     """
 
     rows: Batch
-    """The samples (a prompt with one answer) of all items, in the order of the items.
+    """The samples of all items, in the order of the items. A sample is a prompt with one answer.
 
-    The sample with an item's best answer is the item's first sample.
+    The first sample of each item contains the item's best answer.
     """
     sizes: Tensor
-    """The number of samples of each item: (n,) int64."""
+    """The number of samples of each item, as an int64 tensor shaped (n,)."""
 
     @property
     def ids(self) -> Tensor:
-        """The token ids of the samples with the items' best answers: (n, time + 1) int64."""
+        """The token ids of the samples with the best answers.
+
+        The tensor is int64 and shaped (n, time + 1).
+        """
         return self.read.ids
 
     @property
@@ -44,7 +47,7 @@ class GroupBatch:
 
     @property
     def terms(self) -> int:
-        """The number of items, over which the loss is a mean."""
+        """The number of items over which the loss is averaged."""
         return len(self.sizes)
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Any]:
@@ -54,7 +57,8 @@ class GroupBatch:
             model: The model to train.
 
         Returns:
-            The loss, a scalar with a gradient; and further measurements (`Measures`), or None.
+            The loss, a scalar with a gradient; and further measurements (`Measures`), or None if
+            there are no further measurements.
         """
         raise NotImplementedError
 
@@ -89,13 +93,13 @@ class Groups:
     """A split of n items with several answers each. A subclass defines `batch` and `measured`."""
 
     rows: Examples
-    """The samples (a prompt with one answer) of all items, in the order of the items.
+    """The samples of all items, in the order of the items. A sample is a prompt with one answer.
 
-    The sample with an item's best answer is the item's first sample. In a conversation, only the
+    The first sample of each item contains the item's best answer. In a conversation, only the
     last answer counts towards the loss.
     """
     sizes: Tensor
-    """The number of samples of each item: (n,) int64."""
+    """The number of samples of each item, as an int64 tensor shaped (n,)."""
     items: tuple[Ranking, ...]
     """The items as text."""
     too_long: int = 0
@@ -107,7 +111,7 @@ class Groups:
 
     @property
     def ids(self) -> Tensor:
-        """All tokens: (N,) int32."""
+        """All tokens, as an int32 tensor shaped (N,)."""
         return self.rows.ids
 
     @property
@@ -122,17 +126,17 @@ class Groups:
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """Empty: no item has a single right answer."""
+        """Empty, because no item has a single right answer."""
         return ()
 
     @property
     def beginnings(self) -> Examples:
-        """The samples with the best answers; the model reads each without preceding text."""
+        """The samples with the best answers. The model reads each without preceding text."""
         return self.best
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-likelihoods of a reference model are still missing; by default False."""
+        """Whether the log-likelihoods of a reference model are still missing. By default, False."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> Self:
@@ -143,11 +147,11 @@ class Groups:
         return self
 
     def samples(self, window: int, step: int) -> Self:
-        """Return the split itself: batches consist of whole items, regardless of the window."""
+        """Return the split itself. Batches consist of whole items, regardless of the window."""
         return self
 
     def without(self, taken: Tensor, window: int) -> Self:
-        """Return the items in order, without the items that have the indices `taken`."""
+        """Return all items in order, except those with the indices `taken`."""
         return self.only(left_of(taken, len(self)))
 
     def few(self, most: int, window: int, context: int) -> Self:
@@ -186,7 +190,7 @@ class Groups:
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return the fields `rows` and `sizes` of a batch with the items that `chosen` indexes."""
+        """Return the fields `rows` and `sizes` of a batch of items with the indices `chosen`."""
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
@@ -198,31 +202,38 @@ def by_item(rows: Tensor, sizes: Tensor) -> Sequence[Tensor]:
     """Split the values of all samples into one tensor per item.
 
     Args:
-        rows: A value for each sample of all items: (rows, ...).
-        sizes: The number of samples of each item: (n,).
+        rows: One value for each sample, as a tensor shaped (rows, ...).
+        sizes: The number of samples of each item, as a tensor shaped (n,).
 
     Returns:
-        For each of the n items, the values of the item's samples: (size, ...).
+        A list of n tensors. Each tensor contains the values of one item's samples, and is shaped
+        (size, ...).
     """
     counts: list[int] = sizes.tolist()
     return rows.split(counts)
 
 
 def firsts(sizes: Tensor) -> Tensor:
-    """Return the index of each item's first sample, which has the best answer: (n,) int64.
+    """Return the index of each item's first sample, which has the best answer.
 
     Args:
-        sizes: The number of samples of each item: (n,).
+        sizes: The number of samples of each item, as a tensor shaped (n,).
+
+    Returns:
+        The indices, as an int64 tensor shaped (n,).
     """
     return sizes.cumsum(0) - sizes
 
 
 def rows_of(sizes: Tensor, chosen: Tensor) -> Tensor:
-    """Return the indices of all samples of some items: (rows,) int64.
+    """Return the indices of all samples of some items.
 
     Args:
-        sizes: The number of samples of each item, for all items: (n,).
+        sizes: The number of samples of each of the n items, as a tensor shaped (n,).
         chosen: The indices of the items whose samples are returned.
+
+    Returns:
+        The indices, as an int64 tensor shaped (rows,).
     """
     counts = sizes[chosen]
     inside = torch.arange(int(counts.sum())) - firsts(counts).repeat_interleave(counts)

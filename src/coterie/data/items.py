@@ -121,7 +121,8 @@ class Conversation:
         If the conversation begins with an answer, the first exchange has no user turn.
 
         Returns:
-            The system prompt, if there is one; and the exchanges.
+            A tuple that contains the system prompt, or nothing if there is none; and a list of the
+            exchanges.
         """
         first = 1 if self.turns[0].role == "system" else 0
         parts: list[tuple[Turn, ...]] = []
@@ -164,6 +165,9 @@ class Ranking:
 
 
 def parted(content: str) -> tuple[str | None, str]:
-    """Split an answer into its initial thinking (None if there is none) and the remaining text."""
+    """Split an answer into its initial thinking and the remaining text.
+
+    If the answer does not begin with thinking, the thinking is None.
+    """
     match = _THINKING.fullmatch(content)
     return (match[1].strip(), match[2]) if match else (None, content)

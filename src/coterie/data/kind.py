@@ -27,9 +27,9 @@ class DataKind(BaseModel):
 
     A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
     `coterie.register` or loaded with `--plugin FILE.py`. The class's pydantic fields are the kind's
-    settings in the run file (`data.kind`). The class variable `offers` names the inputs that the
-    kind's splits provide for metrics: possible values of `Metric.needs`. The value "nothing"
-    stands for metrics that need no input besides the losses. The following kind, for example, reads
+    settings in the run file (`data.kind`). The class variable `offers` contains the values of
+    `Metric.needs` for which the kind's splits provide the input. The value "nothing" stands for
+    metrics that need no input besides the losses. The following kind, for example, reads
     instructions from the record fields `question` and `answer`::
 
         class Questions(DataKind):
@@ -57,9 +57,9 @@ class DataKind(BaseModel):
     summary: ClassVar[str]
     """A one-line description of a record."""
     offers: ClassVar[frozenset[Needs]] = frozenset({"nothing"})
-    """The inputs that the kind's splits provide for metrics: possible values of `Metric.needs`.
+    """The values of `Metric.needs` for which the kind's splits provide the input.
 
-    "nothing" stands for metrics that need no input besides the losses.
+    The value "nothing" stands for metrics that need no input besides the losses.
     """
     compares: ClassVar[bool] = False
     """Whether the loss compares several answers to a prompt.
@@ -119,11 +119,11 @@ class DataKind(BaseModel):
             how: The tokenizer and the settings of the encoding, such as the window and the limit.
 
         Returns:
-            The split. Items that do not fit the window are left out; `Split.counts` gives their
-            number.
+            The split. Items that do not fit the window are left out. The number of these items is
+            part of `Split.counts`.
 
         Raises:
-            CoterieError: No item is left; `how.nothing` creates the error.
+            CoterieError: No item is left. The method `how.nothing` creates the error.
         """
         raise NotImplementedError
 

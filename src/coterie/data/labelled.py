@@ -22,9 +22,9 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         root: The folder to which relative paths refer.
 
     Returns:
-        For each split, a list of pairs: the label of a record, and the record's text or item. The
-        split "train" is to be divided among the clients. The splits "validation" and "test" are
-        present only if the data set has such splits of its own.
+        For each split, a list of pairs of a record's label and the record's text or item. The split
+        "train" contains the records to divide among the clients. The splits "validation" and "test"
+        are present only if the data set has validation and test splits of its own.
 
     Raises:
         CoterieError: A source cannot be read or has no text, or a record is invalid.
@@ -67,7 +67,7 @@ def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]
 def _samples(
     specs: Mapping[str, DivideSpec], data: DataSpec, root: Path
 ) -> dict[str, list[tuple[str, Any]]]:
-    """Return, for each split, the labels and items of all records.
+    """Return, for each split, the pairs (label, item) of all records.
 
     Each piece of a .txt file becomes a record that contains the text of the piece and the label of
     the file's source. The prompt can thus contain the text, and the answer can be the label. The
@@ -93,8 +93,9 @@ def _samples(
 def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
     """Return the source of each label, sorted by label.
 
-    If the run file gives a single source for all labels, the key of this source is "" if labels are
-    not needed, or None if each record contains its own label.
+    If the run file gives a single source for all labels, the result contains only this source. Its
+    key is "" in an even division, which does not need labels. In any other division, its key is
+    None, because each record contains its own label.
     """
     if isinstance(spec.source, str):
         label = "" if spec.by == "even" else None
@@ -161,8 +162,8 @@ def _read(
 def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Record]:
     """Read one split of a Hugging Face hub data set, from the cache or over the network.
 
-    The data set stores class labels as numbers, which are replaced with the names of the classes.
-    Records without a class label are skipped.
+    The data set stores class labels as numbers. These numbers are replaced with the names of the
+    classes. Records without a class label are skipped.
     """
     missing = (
         f"divide: {name} is neither a file or folder under {root} nor an available data set "

@@ -15,50 +15,54 @@ The exponential of this value (the perplexity) is finite.
 Needs = Literal["nothing", "answers", "choices", "pairs"]
 """The input that a metric needs in addition to the losses of the items.
 
-"nothing": no further input; "answers": the answers that the model generates; "choices": the losses
-of all answers to choose from; "pairs": preferences between pairs of answers.
+The value "nothing" stands for no further input, "answers" for the answers that the model generates,
+"choices" for the losses of all answers to choose from, and "pairs" for preferences between the
+answers of a pair.
 """
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The losses of all choices of n samples.
+    """A model's losses on all choices of n samples.
 
     The first n rows are the samples with their right answers. Each of the other rows is a sample
     whose answer is replaced with a wrong choice.
     """
 
     nats: "Tensor"
-    """The loss of each row's answer, in nats: (rows,) float64."""
+    """The loss of each row's answer in nats, as a float64 tensor shaped (rows,)."""
     tokens: "Tensor"
-    """The number of tokens of each row's answer: (rows,) int64."""
+    """The number of tokens of each row's answer, as an int64 tensor shaped (rows,)."""
     owners: "Tensor"
-    """The index of each row's sample: (rows,) int64. The first n values are 0 .. n-1."""
+    """The index of each row's sample, as an int64 tensor shaped (rows,).
+
+    The first n values are 0 .. n-1.
+    """
     given: Sequence[bool]
-    """Whether each sample has answers to choose from: n values."""
+    """For each of the n samples, whether the sample has answers to choose from."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model's losses and answers on the n items of a split: windows, samples or pairs."""
+    """A model's losses and answers on the n items (windows, samples or pairs) of a split."""
 
     nats: "Tensor"
-    """The negative log-likelihood of each item, in nats: (n,) float64."""
+    """The negative log-likelihood of each item in nats, as a float64 tensor shaped (n,)."""
     tokens: "Tensor"
-    """The number of predicted tokens of each item: (n,) int64."""
+    """The number of predicted tokens of each item, as an int64 tensor shaped (n,)."""
     answers: Sequence[str] = ()
     """The right answer of each item if the items are samples; otherwise empty."""
     texts: Sequence[str] = ()
-    """The answer that the model generated for each item; empty if none were generated."""
+    """The answer that the model generated for each item; empty if it generated no answers."""
     choices: Choices | None = None
     """The losses of all choices; None if no sample has choices."""
     preferred: Sequence[float] = ()
-    """For each pair, 1 if the chosen answer has the higher reward, 0.5 for a tie, else 0.
+    """For each pair, 1 if the chosen answer has the higher reward, 0.5 for a tie, and 0 otherwise.
 
     For an item with more than two answers, the value is the mean over all pairs of its answers.
     """
     loss: float | None = None
-    """The mean of the training loss; None if that loss is the cross-entropy of tokens."""
+    """The mean training loss, or None if the training loss is the cross-entropy of tokens."""
 
     def offers(self, needs: Needs) -> bool:
         """Return whether the measurements include the input that a metric needs.
@@ -76,13 +80,13 @@ class Measured:
 
 
 def finite(nats: "Tensor", tokens: "Tensor") -> "Tensor":
-    """Replace each loss that is not finite with `WORST` times the number of tokens.
+    """Replace each infinite or NaN loss with `WORST` times the number of tokens.
 
     Losses are not finite if a model has diverged. They are replaced because results are stored as
     JSON, which has neither NaN nor infinity.
 
     Args:
-        nats: The loss of each text or answer, in nats: (n,).
-        tokens: The number of tokens of each text or answer: (n,).
+        nats: The loss of each text or answer in nats, as a tensor shaped (n,).
+        tokens: The number of tokens of each text or answer, as a tensor shaped (n,).
     """
     return nats.where(nats.isfinite(), WORST * tokens)

@@ -21,15 +21,15 @@ A shingle is a substring of a text in lower case with single spaces between word
 COMMON = 50
 """If more than this many records contain a shingle, the shingle proposes no pairs of records.
 
-This bounds the number of comparisons.
+This limit bounds the number of comparisons.
 """
 FEW = 3
 """If at most this many records contain a shingle, the shingle is never boilerplate."""
 AGREEING = 0.25
-"""The share of agreeing records below which the common text of a pair is boilerplate.
+"""If the share of agreeing records is below this value, the common text of a pair is boilerplate.
 
-The share is computed over the other records that contain the common text. Where the two
-records of the pair differ, an agreeing record contains the shingles of one of the two.
+The share is computed over the other records that contain the common text. A record agrees if, where
+the two records of the pair differ, it contains the shingles of one of these two records.
 """
 BANDS, ROWS = 20, 5
 """The number of MinHash bands and the number of rows per band.
@@ -50,14 +50,18 @@ contents.
 def near_pairs(
     records: Sequence[Sequence[str]], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[tuple[int, int]]:
-    """Return the indices (a, b), a < b, of all pairs of near duplicates, sorted.
+    """Return the indices of all pairs of near duplicates.
 
     Two records are near duplicates if all their corresponding parts are near duplicates. MinHash
-    (A. Broder, 1997) proposes pairs of records, whose similarity is then computed exactly.
+    (A. Broder, 1997) proposes pairs of records. The similarity of each proposed pair is then
+    computed exactly.
 
     Args:
-        records: The parts of each record; no two records are equal.
+        records: The parts of each record. No two records are equal.
         progress: A callback that receives the number of compared records and the total number.
+
+    Returns:
+        Pairs (a, b) of indices with a < b, in sorted order.
     """
     from datasketch import MinHash, MinHashLSH  # imports SciPy, which takes half a second
 
@@ -68,7 +72,7 @@ def near_pairs(
     values, counts = numpy.unique(numpy.concatenate(wholes), return_counts=True)
 
     def held(shingles: Hashes) -> NDArray[numpy.int64]:
-        """Return, for each shingle, the number of records that contain it."""
+        """Return, for each shingle, the number of records that contain the shingle."""
         return counts[numpy.searchsorted(values, shingles)]
 
     def are_near(a: Sequence[Hashes], b: Sequence[Hashes]) -> bool:

@@ -32,7 +32,7 @@ class PartEncoder:
     its name, such as <|end|>, even if the spaces are in another part.
 
     Args:
-        encoder: A tokenizer that adds no special tokens (`bare_encoder`).
+        encoder: A tokenizer that adds no special tokens, as returned by `bare_encoder`.
     """
 
     def __init__(self, encoder: Tokenizer) -> None:
@@ -71,7 +71,7 @@ class PartEncoder:
         return [id for part in before for id in part.ids]
 
     def _offsets(self, encoding: Encoding, text: str) -> list[tuple[int, int]]:
-        """Return each token's span of characters, without the spaces that special tokens strip."""
+        """Return each token's span of characters, excluding spaces around special tokens."""
         if not self._stripping:
             return encoding.offsets
         return [
@@ -81,7 +81,7 @@ class PartEncoder:
 
 
 def _unstripped(token: AddedToken | None, text: str, start: int, end: int) -> tuple[int, int]:
-    """Return a token's span of characters, without the spaces that the token strips."""
+    """Return a token's span of characters, excluding the spaces around the token's name."""
     if token is None or text[start:end].isspace():
         return start, end
     if token.lstrip:
@@ -94,7 +94,7 @@ def _unstripped(token: AddedToken | None, text: str, start: int, end: int) -> tu
 def _divided(
     ids: list[int], offsets: Sequence[tuple[int, int]], parts: Sequence[str]
 ) -> list[Part]:
-    """Divide the tokens of a text among its parts; every second part is an answer."""
+    """Divide the tokens of a text among its parts. Every second part is an answer."""
     borders = [0, *accumulate(map(len, parts))]
     places = [0]
     for number, border in enumerate(borders[1:-1], start=1):

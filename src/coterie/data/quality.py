@@ -28,7 +28,7 @@ from coterie.errors import CoterieError
 SHORT = 20
 """A text with fewer characters than this is reported as very short."""
 AT_START = 2_000_000
-"""The maximum number of characters in which a run searches for near duplicates when it starts.
+"""The maximum number of characters that a run searches for near duplicates when it starts.
 
 The search through this number of characters takes about 1 s.
 """
@@ -40,17 +40,20 @@ SEE = "; run `coterie data FILE` for details"
 """The text at the end of each line that `sentences` returns."""
 
 Kind = Literal["repeats", "in_training", "in_others"]
-"""The kind of a duplicate, which depends on where the original is: the text that is duplicated.
+"""The kind of a duplicate, which depends on where the original text is.
 
-"repeats": the original is earlier in the same split; "in_training": the original is in the training
-text of the same client; "in_others": the original is in the training text of another client.
+The original is earlier in the same split ("repeats"), in the training text of the same client
+("in_training"), or in the training text of another client ("in_others").
 """
 KINDS: tuple[Kind, ...] = ("repeats", "in_training", "in_others")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a text: the client, the split, and the number in the split, counted from 1."""
+    """The client and the split that contain a text, and the text's number in the split.
+
+    The texts of a split are numbered from 1.
+    """
 
     client: str
     split: str
@@ -115,9 +118,9 @@ class Quality:
     special: list[SpecialTokens]
     survey: Survey
     compared: int | None
-    """The number of characters per split in which near duplicates were searched for.
+    """The number of characters of each split that were searched for near duplicates.
 
-    None: near duplicates were searched for in all characters.
+    None means that all characters were searched.
     """
     deduplicated: bool
     """Whether `data.deduplicate` is on."""
@@ -147,9 +150,9 @@ def quality(
     Args:
         texts: The texts of each client.
         data: The tokens of each client.
-        most: The maximum total number of characters in which near duplicates are searched for. If
-            the texts are longer, the search is limited to the start of each split, with an equal
-            number of characters for every split. Exact duplicates are searched for in all texts.
+        most: The maximum total number of characters to search for near duplicates. If the texts are
+            longer, only the start of each split is searched, with the same number of characters for
+            every split. All texts are searched for exact duplicates.
         survey: The counts of unused fields, skipped files and empty records.
         special: The counts of special tokens.
         removed: For each client, the number of texts that `data.deduplicate` removed. None if
@@ -224,7 +227,7 @@ def sentences(report: Quality) -> list[str]:
 
 
 def _total(counts: Mapping[str, int]) -> str:
-    """Format the sum of counts and the first counts: "3 (anna train 2, ben test 1)"."""
+    """Format the sum of counts and the first counts, as in "3 (anna train 2, ben test 1)"."""
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,}" + (f" ({listed_first(parts)})" if parts else "")
 
@@ -250,14 +253,14 @@ def find_copies(
 ) -> list[Copy]:
     """Find all texts that are exact or near duplicates of other texts.
 
-    There are three kinds of duplicate, which depend on where the original is; see `Kind`. For each
-    text, at most one duplicate of each of these kinds is reported: an exact duplicate if there is
-    one, or else a near duplicate. Exact duplicates are equal except for surrounding white space.
+    The kind of a duplicate depends on where the original is; see `Kind`. A text is reported at most
+    once for each kind. It is reported as an exact duplicate if possible, or else as a near
+    duplicate. Exact duplicates are equal except for surrounding white space.
 
     Args:
-        splits: A mapping of pairs (client, split) to the texts of the client's split.
-        compared: The number of characters at the start of each split in which near duplicates are
-            searched for. None: near duplicates are searched for in all characters.
+        splits: A mapping from each pair (client, split) to the texts of this split.
+        compared: The number of characters at the start of each split that are searched for near
+            duplicates. None means that all characters are searched.
         progress: A callback that receives the number of compared texts and the total number.
     """
     numbers: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
@@ -289,7 +292,7 @@ def find_copies(
 def _near(
     items: Mapping[str, Item], progress: Progress = lambda done, of: None
 ) -> defaultdict[str, list[str]]:
-    """Return the near duplicates of each text. `items` maps each text to its item."""
+    """Return the near duplicates of each text. The argument `items` maps texts to items."""
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
     for a, b in near_pairs(list(map(own_texts, items.values())), progress):
@@ -299,12 +302,14 @@ def _near(
 
 
 def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kind, Place]:
-    """Return the place of the first original of a possible duplicate, for each kind of duplicate.
+    """Return a mapping from each kind of duplicate to the place of the first original.
+
+    A kind is left out if there is no original of this kind.
 
     Args:
         place: The place of the possible duplicate.
-        numbers: For each client and split, the number of the first text that equals, or nearly
-            equals, the text at `place`.
+        numbers: A mapping from each pair (client, split) to the number of the split's first text
+            that is equal, or nearly equal, to the text at `place`.
     """
     originals: dict[Kind, Place] = {}
     for (client, split), number in numbers.items():
@@ -319,10 +324,10 @@ def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kin
 
 
 def without_held_out(texts: Texts[Any], owner: str) -> tuple[Texts[Any], int]:
-    """Remove the training texts that duplicate, exactly or nearly, a validation or test text.
+    """Remove the training texts that are exact or near duplicates of validation or test texts.
 
-    From a document, only the pieces that are duplicates are removed; the text before, between and
-    after these pieces becomes separate documents.
+    From a document, only the pieces that are duplicates are removed. The texts before, between and
+    after these pieces become separate documents.
 
     Args:
         texts: A client's texts.

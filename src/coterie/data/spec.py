@@ -55,7 +55,7 @@ class Limits(ClientLimits):
 
 
 class Fractions(Spec):
-    """The fractions of a text's characters (or of samples) set aside for validation and test."""
+    """The fractions of the characters, or of the samples, set aside for validation and test."""
 
     validation: float = Field(default=0.1, gt=0, lt=1)
     """fraction set aside for validation"""
@@ -218,7 +218,7 @@ class DataSpec(Spec):
 
     @property
     def fields(self) -> list[str]:
-        """The field or fields that hold a record's text, as a list."""
+        """The list of the fields that contain a record's text."""
         return [self.text] if isinstance(self.text, str) else self.text
 
     @property
@@ -236,7 +236,7 @@ class DataSpec(Spec):
     def declared(self) -> type[DataKind]:
         """The class that declares the kind's class variables, such as `compares`.
 
-        For a built-in kind, the class only has the settings, and cannot read or encode records.
+        For a built-in kind, the class has only the settings, and cannot read or encode records.
         """
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)
@@ -264,7 +264,7 @@ class DataSpec(Spec):
         return (self._own if self.kind is None else self.bound).chats
 
     def of(self, name: str) -> "DataSpec":
-        """Return the section for one client: the key `limits` contains that client's limits."""
+        """Return the section for one client, with that client's limits under the key `limits`."""
         client_limits = self.limits_of.get(name, ClientLimits()).model_dump(exclude_none=True)
         limits = self.limits.model_copy(update=client_limits)
         return self.model_copy(update={"limits": limits, "limits_of": {}})
@@ -276,7 +276,7 @@ class DataSpec(Spec):
     @field_validator("messages", "preferences", mode="before")
     @classmethod
     def _are_on(cls, given: Any) -> Any:
-        """Convert `true` to an empty mapping, so that defaults are used, and `false` to None."""
+        """Convert `true` to an empty mapping, which selects the defaults, and `false` to None."""
         if isinstance(given, bool):
             return {} if given else None
         return given

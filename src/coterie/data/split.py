@@ -1,4 +1,4 @@
-"""Protocols of splits and batches: training and evaluation use them for every kind of data."""
+"""Protocols of splits and batches, which training and evaluation use for every kind of data."""
 
 import builtins
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from coterie.losses.tokens import Batch
 
 
 class Measures(Protocol):
-    """Measurements that a loss makes in addition to the loss's value, such as rewards of pairs."""
+    """Measurements that accompany the value of a loss, such as the rewards of pairs."""
 
     @staticmethod
     def figures(parts: Any) -> dict[str, float]:
@@ -35,12 +35,12 @@ class AnyBatch(Protocol):
 
     @property
     def ids(self) -> Tensor:
-        """The token ids of each sample: (samples, time + 1) int64."""
+        """The token ids of each sample, as an int64 tensor shaped (samples, time + 1)."""
         ...
 
     @property
     def terms(self) -> int:
-        """The number of terms over which the loss is a mean, such as tokens or pairs."""
+        """The number of terms over which the loss is averaged, such as tokens or pairs."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Samples(Protocol):
         """Return the samples with the given indices.
 
         Args:
-            chosen: The indices of the samples: (samples,) int64.
+            chosen: The indices of the samples, as an int64 tensor shaped (samples,).
         """
         ...
 
@@ -131,12 +131,12 @@ class Split(Scored, Protocol):
 
     @property
     def ids(self) -> Tensor:
-        """The tokens of the whole split, concatenated: (N,) int32."""
+        """The concatenated tokens of the whole split, as an int32 tensor shaped (N,)."""
         ...
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """The samples as text, if the samples have right answers; otherwise empty."""
+        """The samples as text, if the samples have right answers, or else an empty tuple."""
         ...
 
     @property
@@ -166,10 +166,11 @@ class Split(Scored, Protocol):
     def samples(self, window: int, step: int) -> Samples:
         """Return the samples from which training batches are drawn.
 
+        Only streams use the arguments.
+
         Args:
             window: The number of tokens that are predicted in a window of a stream.
-            step: The distance in tokens between the starts of a stream's windows. Both arguments
-                are ignored by all splits except streams.
+            step: The distance in tokens between the starts of a stream's windows.
         """
         ...
 
@@ -177,7 +178,8 @@ class Split(Scored, Protocol):
         """Return the split without some of its samples.
 
         Args:
-            taken: The indices, in `samples(window, window + 1)`, of the samples to leave out.
+            taken: The indices of the samples to leave out. The indices refer to the samples that
+                `samples(window, window + 1)` returns.
             window: The number of tokens that are predicted in a window of a stream.
         """
         ...
@@ -204,13 +206,13 @@ class Split(Scored, Protocol):
         """Return the counts that the run folder records in addition to the number of tokens.
 
         Returns:
-            A mapping of names to counts, such as the number of samples, and the number of samples
-            that were left out as too long.
+            A mapping of names to counts, such as the number of samples, or the number of samples
+            left out because they are too long.
         """
         ...
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the texts or items in which duplicates are searched for.
+        """Return the texts or items that are searched for duplicates.
 
         Args:
             items: The documents or items from which the split was encoded.

@@ -12,7 +12,7 @@ from coterie.data.spec import DataSpec
 from coterie.data.templates import names_in
 
 Counts = Mapping[str, Mapping[str, int]]
-"""For each field and owner, a number of records; or, for each suffix and owner, a number of files.
+"""Numbers of records for each field and owner, or numbers of files for each suffix and owner.
 
 The outer mapping has fields or suffixes as its keys. The inner mappings have owners as their keys,
 for example "Client anna".
@@ -21,7 +21,7 @@ for example "Client anna".
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts of the fields, files and records in clients' files that the run does not read.
+    """Counts of clients' fields, files and records that the run does not read.
 
     Hub data sets are not examined.
     """
@@ -40,14 +40,14 @@ def survey(
     """Count the unused fields, skipped files and empty records of clients' files.
 
     Args:
-        sources: The owner and the path of each source, such as ("Client anna", "notes.jsonl").
+        sources: Pairs of an owner and a path, such as ("Client anna", "notes.jsonl").
         data: The run file's section `data:`.
-        divide: The run file's section `divide:`, if any.
+        divide: The run file's section `divide:`, or None if there is no such section.
         root: The folder to which relative paths refer.
 
     Returns:
-        The number of empty records; for each unused field, the number of records with a value in
-        the field; and the number of skipped files.
+        The number of empty records, the number of records with a value in each unused field, and
+        the number of skipped files.
     """
     used = data.bound.used()
     if divide is not None:
@@ -73,7 +73,7 @@ def survey(
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
-    """Count the records of a file that have a value in a field, and the blank records.
+    """Count the records with a value in each field of a file, and the blank records.
 
     Blank records are counted only for plain text. For samples, a record without text is an error.
 

@@ -1,4 +1,4 @@
-"""Prompt templates: Jinja text that uses the fields of a record, and built-in templates."""
+"""Prompt templates: built-in templates, and Jinja text that uses the fields of a record."""
 
 import math
 from collections.abc import Mapping
@@ -48,7 +48,8 @@ def inlined(template: str, root: Path) -> str:
         root: The folder to which a relative path refers.
 
     Returns:
-        A name or Jinja text unchanged; for a path, the text of the file without a final newline.
+        The unchanged template if it is a name or Jinja text. If the template is a path, the text of
+        the file without a final newline.
 
     Raises:
         CoterieError: The file does not exist, or the text is not valid Jinja.
@@ -91,13 +92,16 @@ def inlined_chat(template: str, root: Path) -> str:
 
 
 def _read(path: str, root: Path, key: str, alternatives: str) -> tuple[Path, str]:
-    """Return the path and the text of the file that a key of the run file names.
+    """Read a file whose path is the value of a key of the run file.
 
     Args:
         path: The value of the key.
         root: The folder to which a relative path refers.
         key: The key, for error messages.
         alternatives: Remedies other than correcting the path, for error messages.
+
+    Returns:
+        The absolute path of the file, and the text of the file.
     """
     file = resolve(root, path)
     if not file.is_file():

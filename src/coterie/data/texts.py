@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Texts(Generic[Item]):
-    """A client's three splits: lists of documents (str) or of items, such as instructions."""
+    """A client's three splits, each a list of documents (str) or of items, such as instructions."""
 
     train: list[Item]
     validation: list[Item]
@@ -34,11 +34,11 @@ class Texts(Generic[Item]):
 def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
     """Read a client's files and divide them into splits.
 
-    A validation or test split without files of its own is set aside from `path` or `train`,
-    according to `data.fractions`. A record is never divided between splits. A .txt file is divided
-    into pieces; adjacent pieces that are assigned to the same split are joined again. For plain
-    text, the fractions are fractions of all characters. For samples, they are fractions of the
-    number of records.
+    If a validation or test split has no files of its own, a fraction of the texts in `path` or
+    `train` is set aside for the split, according to `data.fractions`. The fractions are fractions
+    of all characters of plain text, or of the number of samples. A record is never divided between
+    splits. A .txt file is divided into pieces. Adjacent pieces that are assigned to the same split
+    are joined again.
 
     Args:
         spec: The client's entry in the run file.
@@ -81,7 +81,7 @@ def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -
     """Read the documents of a file or folder, each as a list of parts.
 
     The parts of a document can be assigned to different splits. A .txt file is a document with
-    several parts; a non-blank record is a document with one part.
+    several parts. A non-blank record is a document with one part.
     """
     documents: list[list[str]] = []
     kind = Text(fields=[*fields])
@@ -94,7 +94,7 @@ def read_documents(root: Path, source: str, fields: Sequence[str], owner: str) -
 
 
 def field_records(root: Path, source: str, owner: str) -> list[Record]:
-    """Read the records of a file or folder; refuse .txt files, which have no fields."""
+    """Read the records of a file or folder, and refuse .txt files, which have no fields."""
     files = find_files(resolve(root, source), owner)
     for file in files:
         if file.suffix.lower() == ".txt":
@@ -108,8 +108,8 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
     """Convert the records of all splits to items, and return the items of each split.
 
-    The splits are converted together: if the run file does not set the choices of instructions, the
-    choices are the distinct answers in all splits.
+    The splits must be converted together. If the run file does not set the choices of instructions,
+    the choices are the distinct answers in all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}
@@ -118,12 +118,12 @@ def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> d
 def split_by_fractions(
     documents: Sequence[Iterable[str]], fractions: Mapping[str, float], chance: torch.Generator
 ) -> dict[str, list[str]]:
-    """Set aside random parts of documents for some splits; the other parts are the "train" split.
+    """Set aside random parts of documents for some splits, and assign the rest to "train".
 
     Args:
         documents: The parts of each document.
-        fractions: The fraction of all characters to set aside for each split. As parts are not
-            divided, the fractions are met as closely as whole parts allow.
+        fractions: The fraction of all characters to set aside for each split. Because parts are
+            not divided, the fractions are met only as closely as whole parts allow.
         chance: The generator of the random order.
 
     Returns:
@@ -145,7 +145,7 @@ def set_aside(
     fractions: Mapping[str, float],
     chance: torch.Generator,
 ) -> dict[str, list[Item]]:
-    """Set aside random items for some splits; the other items are the "train" split.
+    """Set aside random items for some splits, and assign the rest to "train".
 
     Args:
         items: The items.

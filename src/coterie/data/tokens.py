@@ -43,8 +43,8 @@ def tokenise(
         name: The client's name, for error messages.
 
     Raises:
-        CoterieError: A split has fewer than window + 1 tokens, or no sample that fits the window,
-            or the tokenizer is unsuitable.
+        CoterieError: A split of plain text has fewer than window + 1 tokens, another split has no
+            sample that fits the window, or the tokenizer is unsuitable.
     """
     splits = {}
     for split in SPLITS:
@@ -66,9 +66,9 @@ def encoded(
         owner: The words with which an error message begins, such as "The public text".
 
     Raises:
-        CoterieError: The split has fewer than window + 1 tokens, or no sample that fits the window;
-            a text contains control tokens, although `data.special_tokens` is `refuse`; or the
-            tokenizer is unsuitable.
+        CoterieError: The split has fewer than window + 1 tokens of plain text, or no sample that
+            fits the window. The error is also raised if the tokenizer is unsuitable, or if a text
+            contains control tokens although `data.special_tokens` is `refuse`.
     """
     encoder, end = bare_encoder(tokenizer)
     kind = data.bound
@@ -85,7 +85,7 @@ def pooled(datas: Sequence[ClientData], public: Split | None = None) -> ClientDa
 
     Args:
         datas: The splits of each client.
-        public: The public set, which is appended to the training split; None if there is none.
+        public: The public set, which is appended to the training split, or None if there is none.
     """
     splits = {split: [getattr(data, split) for data in datas] for split in SPLITS}
     splits["train"] += [] if public is None else [public]

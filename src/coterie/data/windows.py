@@ -32,12 +32,12 @@ def epoch_batch(
     number: int,
     chance: Callable[[int], torch.Generator],
 ) -> AnyBatch:
-    """Return the batch with a given number; the numbering continues from one epoch to the next.
+    """Return the batch with a given number. The numbering continues from one epoch to the next.
 
     Every epoch contains each sample once, in random order. A batch can contain the end of one epoch
     and the beginning of the next epoch. The samples of a stream are consecutive windows. The first
-    window starts with the stream's first token. Up to window - 1 tokens at the stream's end are in
-    no window.
+    window starts with the stream's first token. Up to window - 1 tokens at the end of the stream
+    do not belong to any window.
 
     Args:
         tokens: The split.

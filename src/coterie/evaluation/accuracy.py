@@ -14,11 +14,13 @@ computed.
 
 
 class Accuracy(Metric):
-    """1 if a sample's right answer is likelier per token than all wrong choices, else 0.
+    """The share of samples whose right answer is likelier per token than all wrong choices.
 
-    If the right answer is one of k equally likely choices, the score is 1/k: the expected score of
-    a random tie-break. Two losses are treated as equal if they differ by no more than float32
-    rounding can cause; see `EQUAL`. If no choice has a finite loss, the score is 0.
+    The score of a sample is 1 if the right answer is the likeliest choice, and 0 otherwise. If the
+    right answer is one of k choices that are tied as the likeliest, the score is 1/k, which is the
+    expected score of a random tie-break. Choices are tied if float32 rounding can explain the
+    difference between their losses per token; see `EQUAL`. If no choice has a finite loss, the
+    score is 0.
     """
 
     name = title = "accuracy"

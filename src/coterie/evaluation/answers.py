@@ -26,7 +26,8 @@ def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: 
         batch: The number of samples per forward pass.
 
     Returns:
-        (samples,) float64. A large value replaces each loss that is not finite; see `finite`.
+        The values, as a float64 tensor shaped (samples,). Values that are not finite are replaced
+        with a large value; see `finite`.
     """
     nats = torch.zeros(len(samples), dtype=torch.float64)
     with autocast(base.precision, base.device.type):

@@ -1,4 +1,4 @@
-"""Exact evaluation: every token, or every answer, of a split is predicted once by a model."""
+"""Exact evaluation, in which a model predicts every token or answer of a split once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,19 @@ from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
 class Score:
     """A model's scores on a split.
 
-    The n items of the split are the windows of a stream of text, samples (prompts with answers, or
-    conversations), or pairs of answers. The predicted text is the whole stream, the answers of
-    the samples, or the chosen answers of the pairs. The tokens that end answers are part of the
-    predicted text.
+    The split consists of n items, which are windows of a stream of text, samples, or pairs of
+    answers. A sample is a prompt with its answer, or a conversation. The predicted text is the
+    whole stream, the answers of the samples, or the chosen answers of the pairs. The tokens that
+    end answers are part of the predicted text.
     """
 
     item_nats: Tensor
-    """The negative log-likelihood of each item's predicted text, in nats: (n,) float64."""
+    """The negative log-likelihood of each item's predicted text, in nats.
+
+    The tensor is float64 and shaped (n,).
+    """
     item_tokens: Tensor
-    """The number of predicted tokens of each item: (n,) int64."""
+    """The number of predicted tokens of each item, as an int64 tensor shaped (n,)."""
     bytes: int
     """The number of UTF-8 bytes of all predicted text."""
     shares: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
@@ -43,7 +46,7 @@ class Score:
     figures: Mapping[str, float] = field(default_factory=dict)
     """The other entries of a report, such as the number of items, and means over the items."""
     learnt: float | None = None
-    """The mean of the training loss, or None if the training loss is the tokens' cross-entropy."""
+    """The mean training loss, or None if the training loss is the cross-entropy of tokens."""
 
     @property
     def nats(self) -> float:
@@ -85,7 +88,10 @@ class Score:
         }
 
     def items(self) -> dict[str, list[Any]]:
-        """Return the values of all n items: lists under `nats`, `tokens` and the metrics' names."""
+        """Return the values of all items, as one list per key.
+
+        The keys are `nats`, `tokens` and the names of the metrics.
+        """
         figures = {"nats": self.item_nats.tolist(), "tokens": self.item_tokens.tolist()}
         return figures | {name: list(values) for name, values in self.shares.items()}
 
@@ -101,15 +107,15 @@ class ModelScorer:
     batch: int
     """The number of windows, samples or pairs per forward pass."""
     generate: int | None = None
-    """The maximum number of tokens of a generated answer. None: no answers are generated."""
+    """The maximum number of tokens of a generated answer, or None to generate no answers."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the total loss of each row's answers, in nats: (rows,) float64."""
+        """Return the total loss of each row's answers in nats, a float64 tensor shaped (rows,)."""
         return answer_losses(self.base, self.model, rows, batch)
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each token, in nats: (batch, time) float32."""
+        """Return the loss of each token in nats, as a float32 tensor shaped (batch, time)."""
         with autocast(self.base.precision, self.base.device.type):
             return token_losses(self.model, *batch.to(self.base.device)).cpu()
 
@@ -133,16 +139,16 @@ def evaluate(
 
     Args:
         base: The base of the model.
-        model: The model: the base with its adapter, if any.
+        model: The model, which is the base with an adapter, or the base alone.
         tokens: The split, usually validation or test.
         window: The maximum number of tokens that are predicted in a window or a sample.
         batch: The number of windows, samples or pairs per forward pass.
-        generate: The maximum number of tokens of the answer to generate for each prompt. None: no
-            answers are generated.
+        generate: The maximum number of tokens of a generated answer, or None to generate no
+            answers.
         metric: The name of a metric to compute in addition to the built-in metrics.
 
     Returns:
-        The scores: the losses, and all metrics whose inputs the split provides.
+        The losses, and the values of all metrics whose input is available.
     """
     measured, counts = tokens.measured(ModelScorer(base, model, window, batch, generate))
     shares = _shares(measured, metric)
@@ -154,7 +160,10 @@ def evaluate(
 
 
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
-    """Return the items' scores for every metric whose input was measured, except perplexity."""
+    """Return the scores of all items for each metric whose input was measured.
+
+    Perplexity is left out.
+    """
     names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
     # Every `Score` computes perplexity itself.
     metrics = [metric_named(name) for name in names if name != PERPLEXITY.name]
@@ -187,7 +196,8 @@ def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, 
         at_once: The number of samples per forward pass.
 
     Returns:
-        The logits, and the token ids of the logits, both sorted by token id: (samples, k).
+        The logits, and the token ids of the logits. Both tensors are shaped (samples, k) and sorted
+        by token id.
     """
     logits_and_ids = []
     with autocast(base.precision, base.device.type):
@@ -200,6 +210,6 @@ def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, 
 
 
 def _last(batch: Batch) -> Tensor:
-    """Return a mask of the last input token of each sample: (batch, time) bool."""
+    """Return a mask of each sample's last input token, as a bool tensor shaped (batch, time)."""
     real = torch.ones_like(batch.ids[:, 1:], dtype=torch.bool) if batch.real is None else batch.real
     return real & (real.cumsum(1) == real.sum(1, keepdim=True))

@@ -8,9 +8,10 @@ from coterie.evaluation.metrics import Metric
 
 
 class ExactMatch(Metric):
-    """1 if a generated answer equals the right answer, else 0.
+    """The share of generated answers that equal the right answer.
 
-    Both texts are stripped of surrounding white space and normalised to Unicode's NFC first.
+    Before the comparison, both texts are stripped of surrounding white space and normalised to
+    Unicode's NFC. The score of an item is 1 if the texts are equal, and 0 otherwise.
     """
 
     name = "exact_match"

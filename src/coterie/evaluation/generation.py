@@ -22,9 +22,9 @@ class Sampling:
 
     Attributes:
         tokens: The maximum number of new tokens.
-        temperature: The sampling temperature; 0 decodes greedily.
+        temperature: The sampling temperature. A temperature of 0 means greedy decoding.
         top_p: The threshold of nucleus sampling.
-        seed: The seed of the sampled tokens.
+        seed: The seed for the sampling of tokens.
         thinking: Whether an answer in a conversation may begin with thinking.
     """
 
@@ -35,7 +35,9 @@ class Sampling:
     thinking: bool = False
 
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
-        """Return arguments of `generate`. All other options keep the values of the model's config.
+        """Return keyword arguments for `generate`.
+
+        Options that are not among the arguments keep the values of the model's generation config.
 
         Args:
             ends: The token ids that end an answer.
@@ -93,9 +95,9 @@ def continuations(
     Args:
         base: The base of the model, with its tokenizer.
         model: The model.
-        prompts: Token ids, each (n,) with n > 0.
-        new_tokens: The maximum number of tokens to generate after a prompt; fewer are generated
-            where the model's context ends.
+        prompts: The token ids of each prompt, as a tensor shaped (n,) with n > 0.
+        new_tokens: The maximum number of tokens to generate after a prompt. Fewer tokens are
+            generated if the end of the model's context is reached.
         batch: The maximum number of prompts per forward pass. This number does not change the
             texts, except where rounding decides between two tokens.
         markers: Texts that end an answer.
@@ -117,12 +119,12 @@ def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any)
 
     Args:
         model: The model.
-        ids: The prompts' token ids, padded: (batch, time).
-        mask: 1 for a token, 0 for padding: (batch, time).
+        ids: The token ids of the padded prompts, shaped (batch, time).
+        mask: A mask shaped (batch, time), which is 1 for tokens and 0 for padding.
         options: Further keyword arguments of `generate`.
 
     Returns:
-        The prompts with the new tokens: (batch, time + new).
+        The token ids of the prompts and the new tokens, shaped (batch, time + new).
     """
     with warnings.catch_warnings():
         # PEFT warns that it ignores position ids; it computes them itself for every prompt.
@@ -134,7 +136,7 @@ def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any)
 def context_length(model: PreTrainedModel) -> int | None:
     """Return the maximum length of a model's input in tokens, excluding a PEFT soft prompt.
 
-    None means that the model's config sets no maximum.
+    The result is None if the model's config sets no maximum.
     """
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if longest is None else longest - _soft_prompt(model)
@@ -147,7 +149,7 @@ def _soft_prompt(model: PreTrainedModel) -> int:
 def _batches(
     model: PreTrainedModel, lengths: Sequence[int], new_tokens: int, batch: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Yield the prompt indices and the maximum number of new tokens of each batch.
+    """Yield, for each batch, the indices of its prompts and the maximum number of new tokens.
 
     The prompts of a batch have similar lengths.
     """
@@ -178,7 +180,7 @@ def ends_of(tokenizer: Tokenizer, markers: Sequence[str]) -> tuple[list[int], li
     Returns:
         Two lists. The first list contains the ids of the end token and of all markers that are
         single tokens of the vocabulary. The second list contains the texts of all other markers.
-        These texts must be searched for in the decoded text, because one token may contain both the
+        These texts must be searched for in the decoded text, because one token can contain both the
         end of the answer and the beginning of a marker.
     """
     end = tokenizer.eos_token_id

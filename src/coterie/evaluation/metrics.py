@@ -1,7 +1,7 @@
 """Metrics: how a model is scored, whether higher is better, and how values are formatted.
 
-A metric is a class in a file of its own: a built-in metric in this package, any other metric in a
-plugin. A built-in metric is imported when its name is first looked up. This module does not import
+A metric is a class in a file of its own. Built-in metrics are in this package. Other metrics are in
+plugins. A built-in metric is imported when its name is first looked up. This module does not import
 torch.
 """
 
@@ -25,9 +25,9 @@ LONGEST = 1e9
 class Metric:
     """A score of a model on a split: a mean over the split's items, or a function of this mean.
 
-    A subclass defines `name`, `title` and `score`, overrides the other class variables where their
-    defaults do not fit, and is registered with `coterie.register` or loaded with `--plugin
-    FILE.py`. A metric that is not a mean of scores also overrides `sums` and `value`::
+    A subclass defines `name`, `title` and `score`, and overrides any other class variable whose
+    default does not fit. The subclass is registered with `coterie.register` or loaded with
+    `--plugin FILE.py`. A metric that is not a mean of scores also overrides `sums` and `value`::
 
         class AnswerLength(Metric):
             name = "answer_length"
@@ -46,8 +46,9 @@ class Metric:
     needs: ClassVar[Needs] = "nothing"
     """The input that the metric needs in addition to the losses of the items.
 
-    "answers": generated answers; "choices": the losses of all answers to choose from; "pairs":
-    preferences. The metric is computed only on splits that provide this input.
+    The value "answers" stands for generated answers, "choices" for the losses of all answers to
+    choose from, and "pairs" for preferences. The metric is computed only on splits that provide
+    this input.
     """
     higher: ClassVar[bool] = True
     """Whether higher values are better."""
@@ -64,12 +65,12 @@ class Metric:
         The value of the metric on the split is the mean over the items that have a score.
 
         Args:
-            measured: The model's losses on n items (windows, samples or pairs), and the input that
-                `needs` names.
+            measured: The model's losses on n items (windows, samples or pairs), and the input named
+                by the attribute `needs`.
 
         Returns:
-            n scores. The score is None for an item that cannot be scored, such as a sample without
-            choices.
+            The scores of the n items. The score of an item that cannot be scored, such as a sample
+            without choices, is None.
         """
         raise NotImplementedError
 
@@ -80,9 +81,9 @@ class Metric:
         denominators.
 
         Args:
-            items: Lists with one value per item, as stored in the run folder: the scores under the
-                name of each metric, the losses under `nats`, and the numbers of tokens under
-                `tokens`.
+            items: A mapping of names to lists with one value per item, as stored in the run folder.
+                The lists of scores have the names of the metrics, the list of losses has the name
+                `nats`, and the list of the numbers of tokens has the name `tokens`.
 
         Returns:
             Two sequences of equal length: the numerators, and the denominators. By default, the
@@ -92,14 +93,15 @@ class Metric:
         return [values, [1] * len(values)]
 
     def value(self, means: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        """Convert means, computed from the sequences of `sums`, to values of the metric.
+        """Convert means to values of the metric.
 
         Args:
-            means: Sums of numerators divided by sums of denominators, of any shape.
+            means: An array of any shape. Each mean is a sum of the numerators that `sums` returns,
+                divided by a sum of the denominators.
 
         Returns:
-            The values, in the shape of `means`. By default, they are the means. For perplexity,
-            they are the exponentials of the means.
+            The values, in the shape of `means`. By default, the values are the means. The values of
+            perplexity are the exponentials of the means.
         """
         return means
 
@@ -120,7 +122,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            The value, converted to per cent if the value is a share.
+            The value in per cent if the metric is a share, or else the unchanged value.
         """
         return 100 * value if self.share else value
 
@@ -131,7 +133,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            A text such as "12.34", "83.06" for a share of 0.8306, or "1e+304".
+            A text such as "12.34" or "1e+304". For a share of 0.8306, the text is "83.06".
         """
         shown = self.shown(value)
         return f"{shown:.{self.digits}f}" if shown < LONGEST else f"{shown:.3g}"
@@ -143,7 +145,7 @@ class Metric:
             value: A value of the metric.
 
         Returns:
-            The value, or its negative if higher values are better.
+            The negated value if higher values are better, or else the unchanged value.
         """
         return -value if self.higher else value
 
@@ -162,7 +164,7 @@ OF_SCORES = (
     *("loss", "bits_per_byte", "tokens", "bytes", "nats", "of"),
     *("samples", "pairs", "dpo_loss", "reward_margin"),
 )
-"""The names of other entries of scores, which are therefore not allowed as names of metrics."""
+"""The names of entries of scores that are not metrics. A metric cannot have one of these names."""
 K = TypeVar("K", bound=type)
 
 
@@ -219,9 +221,9 @@ def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -
         asked: The name of the preferred metric, if any.
 
     Returns:
-        The metric `asked`, if all scores contain it. Otherwise, the first metric of `HEADLINES`
-        that all scores contain, or perplexity if there is no such metric. If there are no scores,
-        the metric `asked`, or perplexity if `asked` is None.
+        The metric `asked`, if all scores contain this metric. Otherwise, the first metric of
+        `HEADLINES` that all scores contain, or perplexity if there is no such metric. If `scores`
+        is empty, the metric `asked`, or perplexity if `asked` is None.
     """
     all_scores = list(scores)
     if not all_scores:

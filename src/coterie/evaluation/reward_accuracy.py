@@ -7,10 +7,11 @@ from coterie.evaluation.metrics import Metric
 
 
 class RewardAccuracy(Metric):
-    """1 if the chosen answer of a pair has the higher reward, 0.5 for a tie, else 0.
+    """The share of pairs whose chosen answer has the higher reward.
 
-    Two rewards are tied if they differ by no more than rounding can cause. For the reference model
-    itself, all pairs are tied, so the reward accuracy is 0.5.
+    The score of a pair is 1 if the chosen answer has the higher reward, 0.5 for a tie, and 0
+    otherwise. Two rewards are tied if they differ by no more than rounding can cause. For the
+    reference model itself, all pairs are tied, so the reward accuracy is 0.5.
     """
 
     name = "reward_accuracy"

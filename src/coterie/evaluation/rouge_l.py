@@ -11,7 +11,7 @@ class RougeL(Metric):
     """The F1 score of the longest common subsequence of words.
 
     The metric is from C.-Y. Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004).
-    Words are not stemmed, and may be in any script; see `UnicodeTokenizer`.
+    Words are not stemmed. Words of any script are supported; see `UnicodeTokenizer`.
     """
 
     name = "rouge_l"

@@ -23,11 +23,11 @@ _VARIATION = regex.compile(r"\p{Variation_Selector}")
 class UnicodeTokenizer(Tokenizer):
     """A tokenizer for `rouge_score` that splits a text in any script into words.
 
-    A word is a run of letters and digits. In ASCII text, the words are therefore the same as those
-    of `rouge_score`'s default tokenizer without stemming. Every emoji is a word, and so is every
-    character of a script without spaces, such as Chinese, Japanese and Thai. If a text contains no
-    such words, for example only punctuation, every character is a word, so that an answer that
-    equals the right answer never scores 0.
+    A word is a run of letters and digits. In ASCII text, the default tokenizer of `rouge_score`
+    therefore finds the same words if it does not stem. Every emoji is a word, and so is every
+    character of a script that is written without spaces between words, such as Chinese, Japanese
+    or Thai. If a text contains no words, for example because it consists of punctuation, every
+    character is treated as a word. An answer that equals the right answer therefore never scores 0.
     """
 
     def tokenize(self, text: str) -> list[str]:

@@ -14,9 +14,9 @@ from coterie.errors import CoterieError
 FIELDS = ("messages", "conversations")
 """The record fields that may contain the list of turns. The first field with a value is used."""
 FORMS = {"role": "content", "from": "value"}
-"""For each key that can contain a turn's role, the key that contains the turn's content.
+"""A mapping from each key that can contain a turn's role to the key of the turn's content.
 
-The keys `role` and `content` are OpenAI's; `from` and `value` are ShareGPT's.
+OpenAI uses the keys `role` and `content`, and ShareGPT uses the keys `from` and `value`.
 """
 ROLES: dict[str, Literal["system", "user", "assistant"]] = {
     "system": "system",
@@ -45,11 +45,11 @@ class Messages(MessagesSpec):
 
 
 def conversations(records: Sequence[Record], spec: MessagesSpec) -> list[Conversation]:
-    """Read the conversation of every record, without the turns after its last answer.
+    """Read the conversation of every record, up to the last answer of the conversation.
 
     Raises:
-        CoterieError: A record has no answer by the assistant, or contains anything other than user
-            turns, assistant turns, and a system prompt as the first turn; or a turn is not text.
+        CoterieError: A record has no answer by the assistant, or contains an invalid turn. Valid
+            turns are texts by the user or the assistant. The first turn can be a system prompt.
     """
     return [_conversation(record, spec.field) for record in records]
 
@@ -72,8 +72,8 @@ def turns_of(record: Record, field: str) -> list[Turn]:
     """Read the list of turns in a field of a record.
 
     Raises:
-        CoterieError: The field does not contain a list of valid turns, or the record has tool calls
-            or a system prompt outside the list.
+        CoterieError: The field does not contain a list of valid turns, or the record contains tool
+            calls, or the record contains a system prompt outside the list.
     """
     messages = record[field]
     if not isinstance(messages, list):
@@ -152,7 +152,7 @@ def _text(where: str, key: str, content: Any) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value is None or empty; a key with such a value is treated as missing."""
+    """Return whether a value is None or empty, so that its key is treated as missing."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
@@ -164,9 +164,9 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     """Encode conversations as the chat template renders them.
 
     A conversation of more than window + 1 tokens is cut into several samples. Each sample consists
-    of the system prompt, if there is one, and of consecutive exchanges: user turns with the
-    assistant's answers. If an exchange alone does not fit into a sample, the exchange is left out;
-    `Examples.too_long` is the number of exchanges left out.
+    of the system prompt, if there is one, and of consecutive exchanges. An exchange consists of
+    user turns and the assistant's answers to these turns. If an exchange does not fit into a sample
+    on its own, the exchange is left out. `Examples.too_long` is the number of exchanges left out.
 
     Raises:
         CoterieError: No sample is left.
@@ -177,7 +177,7 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
     cut = too_long = 0
 
     def encode(item: Conversation) -> Sample | None:
-        """Return a conversation as a sample, or None if it has more than window + 1 tokens."""
+        """Return a conversation as a sample, or None if the sample exceeds window + 1 tokens."""
         rendered = template.rendered(item)
         texts, are_answers = zip(*rendered.parts, strict=True)
         ids = ids_of(texts)

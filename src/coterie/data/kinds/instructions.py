@@ -17,7 +17,7 @@ from coterie.errors import CoterieError
 EARLIER = ("system", "history")
 """The record fields whose turns precede the prompt if the template is `chat`."""
 MOST_CHOICES = 20
-"""The maximum number of distinct answers of a task for which these answers become choices."""
+"""If a task has more distinct answers than this, the answers are not used as choices."""
 
 
 class Instructions(InstructionSpec):
@@ -42,17 +42,18 @@ def instructions(
 ) -> list[Instruction] | list[Conversation]:
     """Read the prompt, the answer and the choices of every record of one source.
 
-    If the run file does not set the choices, a record's choices are the distinct answers of all
-    records with the same value in the field `instruction`. Records without this field form one
-    group. If a group has only one distinct answer, or more than `MOST_CHOICES`, there are no
-    choices.
+    If the run file does not set the choices, the records with the same value in the field
+    `instruction` form a group. Records without this field form one group, too. The choices of a
+    record are the distinct answers of its group. If a group has only one distinct answer, or more
+    than `MOST_CHOICES` distinct answers, its records have no choices.
 
     Returns:
-        One instruction per record, in order; or one conversation per record if the template is
-        `chat`.
+        One item per record, in order. The items are conversations if the template is `chat`, and
+        instructions otherwise.
 
     Raises:
-        CoterieError: A record lacks a field, or the answer is blank, or neither string nor number.
+        CoterieError: A record lacks a field, or an answer is blank, or an answer is neither a
+            string nor a number.
     """
     answers = [_answer(record, spec.answer) for record in records]
     tasks = [str(record.fields.get("instruction")) for record in records]
@@ -104,7 +105,7 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
 
 
 def _answer(record: Record, answer: str) -> str:
-    """Return a record's answer: the value of a field, or a rendered template."""
+    """Return a record's answer, which is the value of a field or a rendered template."""
     value = render(answer, record.fields, record.where) if is_text(answer) else record[answer]
     return _text(record, answer, value)
 
@@ -148,7 +149,8 @@ def _choices(record: Record, answer: str, setting: Sequence[str] | str) -> tuple
 def examples(items: Sequence[Instruction], how: Encoding) -> Examples:
     """Encode instructions as samples.
 
-    Samples that do not fit the window are left out; `Examples.too_long` is their number.
+    Samples that do not fit the window are left out. `Examples.too_long` is the number of samples
+    left out.
 
     Raises:
         CoterieError: No sample is left.

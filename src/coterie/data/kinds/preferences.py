@@ -129,7 +129,7 @@ def _text(record: Record, field: str) -> str:
 
 @dataclass(frozen=True)
 class PairBatch(GroupBatch):
-    """A batch of pairs for a preference loss.
+    """A batch of pairs of answers, for a preference loss.
 
     In each pair, the sample with the chosen answer is directly before the sample with the rejected
     answer.
@@ -168,7 +168,7 @@ class Pairs(Groups):
     """
 
     reference: Reference | None = None
-    """The reference model's log-likelihoods; None until an engine has computed them."""
+    """The reference model's log-likelihoods, or None if no engine has computed them yet."""
 
     @property
     def needs_reference(self) -> bool:

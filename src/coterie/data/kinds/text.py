@@ -34,13 +34,13 @@ class Tokens:
     """A split of plain text: a stream of N tokens."""
 
     ids: Tensor
-    """The tokens: (N,) int32."""
+    """The tokens, as an int32 tensor shaped (N,)."""
     bytes: int
     """The number of UTF-8 bytes of the text, without end-of-text tokens between documents."""
 
     @property
     def questions(self) -> tuple[Instruction, ...]:
-        """Empty: plain text has no right answers."""
+        """Empty, because plain text has no right answers."""
         return ()
 
     @property
@@ -49,7 +49,7 @@ class Tokens:
 
     @property
     def needs_reference(self) -> bool:
-        """False: the loss of plain text does not use a reference model."""
+        """False, because the loss of plain text does not use a reference model."""
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> "Tokens":
@@ -63,7 +63,9 @@ class Tokens:
         return Windows(self.ids.unfold(0, window + 1, step))
 
     def without(self, taken: Tensor, window: int) -> "Tokens":
-        """Return the stream without some of its disjoint windows of window + 1 tokens.
+        """Return the stream without the tokens of some windows.
+
+        The stream is divided into disjoint windows of window + 1 tokens.
 
         Args:
             taken: The indices of the windows to leave out.
@@ -83,7 +85,7 @@ class Tokens:
         return window
 
     def counts(self) -> dict[str, int]:
-        """Return no counts: a stream has no samples."""
+        """Return an empty mapping, because a stream has no samples to count."""
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
@@ -125,7 +127,7 @@ class FewWindows:
 
     batch: Batch
     bytes: int = 0
-    """Always 0: the UTF-8 bytes of the windows are not counted."""
+    """Always 0, because the UTF-8 bytes of the windows are not counted."""
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
         """Return a model's total loss on all windows, as the loss of a single item."""
@@ -136,10 +138,13 @@ class FewWindows:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a stream, which may overlap."""
+    """Windows of a stream. The windows can overlap."""
 
     ids: Tensor
-    """The token ids of each window, as a view of the stream: (windows, window + 1) int32."""
+    """The token ids of all windows, as a view of the stream.
+
+    The tensor is int32 and shaped (windows, window + 1).
+    """
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -151,7 +156,7 @@ class Windows:
 
 
 class Text(TextSpec):
-    """Documents, which are encoded as one stream of tokens per split."""
+    """Documents. The documents of a split are encoded as one stream of tokens."""
 
     def used(self) -> set[str]:
         return set(self.fields)
@@ -208,11 +213,11 @@ def _encode(documents: Iterable[str], encoder: Tokenizer, end: int, limit: int |
 
 
 def _encode_chunk(chunk: str, encoder: Tokenizer, limit: int) -> Tokens:
-    """Return the first tokens of a chunk, at most `limit`.
+    """Return the first tokens of a chunk, but at most `limit` tokens.
 
-    A byte-level tokenizer may encode one character as several tokens, all with the offsets of that
-    character. The returned tokens never end inside such a character. They represent complete
-    characters, so that the bytes of the text can be counted.
+    A byte-level tokenizer can encode one character as several tokens, each of which has the offsets
+    of that character. The returned tokens never end in the middle of a character, so that the bytes
+    of the encoded text can be counted.
     """
     encoding = encoder.encode(chunk, add_special_tokens=False)
     if len(encoding.ids) <= limit:
@@ -230,10 +235,10 @@ def _tokens(ids: list[int], size: int) -> Tokens:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """Cut a text into pieces of `size` to twice `size` characters; the last piece may be shorter.
+    """Cut a text into pieces of at least `size` and at most twice `size` characters.
 
-    A piece ends after a newline if possible, or else after a space, or else anywhere. The
-    concatenation of all pieces equals the text.
+    Only the last piece can be shorter. A piece ends after a newline if possible, or else after a
+    space, or else anywhere. The concatenation of all pieces equals the text.
     """
     start = 0
     while start < len(text):
@@ -257,19 +262,20 @@ def evaluation_windows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of windows in which every token of a stream is predicted once, in order.
 
-    The first input of a window is the last token of the previous window; in the first window, it is
+    Each window begins with the last token of the previous window. The first window begins with
     `context`.
 
     Args:
         tokens: The stream, which must not be empty.
         window: The number of tokens that are predicted in a window.
-        context: The id of the token (beginning or end of text) that is inserted before the first
-            token of the stream, and with which the last window is padded.
+        context: The id of a beginning-of-text or end-of-text token. The token is inserted before
+            the first token of the stream, and is used to pad the last window.
         batch: The maximum number of windows per batch.
 
     Yields:
-        The token ids, (b, window + 1) int64 with b <= batch; and a mask, (b, window) bool, which is
-        True where ids[:, 1:] is a token of the stream rather than padding.
+        The token ids `ids` and a mask. The token ids are an int64 tensor shaped (b, window + 1),
+        with b <= batch. The mask is a bool tensor shaped (b, window), which is True where
+        ids[:, 1:] is a token of the stream rather than padding.
     """
     count = len(tokens.ids)
     rows = -(-count // window)
