@@ -21,12 +21,12 @@ SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template
 def load_deployment(
     values: Mapping[str, Any], registered: Sequence[str], without: Collection[str] = ()
 ) -> "RunConfig":
-    """Return a run as the server of a deployment sees it, with clients' names but no paths.
+    """Return a run for the server of a deployment, where clients need a name but no text.
 
     Args:
         values: The plain data of the run file.
         registered: The names of all clients that have a key. If the run file lists no clients,
-            these are the clients of the run.
+            all clients with a key are clients of the run.
         without: The names of clients to leave out.
 
     Raises:
@@ -92,8 +92,9 @@ def load_agreed(path: Path, client: str) -> "RunConfig":
 def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
     """Return a run in which every client that has no text gets the demo's text.
 
-    In the run file of a deployment, clients may have no text. If any client gets the demo's text,
-    the settings that require structured records are removed, because the demo's text is plain.
+    The run file of a deployment need not name the clients' texts. If any client gets the demo's
+    text, the settings that require structured records are removed, because the demo's text is
+    plain.
 
     Args:
         values: The plain data of the run file.

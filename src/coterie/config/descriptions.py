@@ -14,11 +14,12 @@ from pydantic import BaseModel
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Return the description of every field: the docstring below it, or its `description`.
+    """Return a mapping from the name of each field to the field's description.
 
-    A field that a subclass redeclares without a description inherits the description in the base
-    class. If a field has no description, or if the source code of the field's class cannot be read,
-    the field's description is an empty string.
+    The description is the field's `description` if this is set, and the docstring below the field
+    otherwise. A field that a subclass redeclares without a description inherits the description in
+    the base class. If a field has no description, or if the source code of the field's class cannot
+    be read, the field's description is an empty string.
     """
     texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
@@ -30,7 +31,7 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
 
 @cache
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring below each annotated field of a class; the keys are the fields' names.
+    """Return a mapping from the name of each annotated field to the docstring below the field.
 
     The result is empty if the class's source code is not available.
     """

@@ -55,7 +55,7 @@ def validated(model: type[M], values: Mapping[str, Any], prefix: Location = ()) 
 def _converted_booleans(
     raw: Any, valid: Any, location: Location
 ) -> Iterator[tuple[Location, int | float, int | float]]:
-    """Yield the booleans that pydantic converted to numbers, and numbers converted to booleans.
+    """Yield each value that pydantic converted from a boolean to a number, or vice versa.
 
     Each item consists of the location, the value in the file, and the converted value.
     """
@@ -77,7 +77,7 @@ def _converted_booleans(
 def _message(
     error: ValidationError, model: type[BaseModel], values: Mapping[str, Any], prefix: Location
 ) -> str:
-    """Return a sentence about the first mistake in `values`, for which `model` raised `error`."""
+    """Return a sentence about the first of the mistakes that `error` reports."""
     # Report a misspelt key before the required key that is missing because of it.
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     locations = [_location(detail, values) for detail in details]
@@ -108,7 +108,7 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _location(detail: ErrorDetails, values: Any) -> Location:
-    """Return the location of an error, without the type names that pydantic inserts into it."""
+    """Return the location of an error, without the type names that pydantic inserts."""
     location: list[int | str] = []
     value = values
     for key in detail["loc"]:
@@ -122,7 +122,10 @@ def _location(detail: ErrorDetails, values: Any) -> Location:
 
 
 def _dotted(location: Location) -> str:
-    """Format a location as in `--set`. For example, ("clients", 0, "path") is clients[0].path."""
+    """Format a location in the notation of the option `--set`.
+
+    For example, ("clients", 0, "path") becomes clients[0].path.
+    """
     keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in location]
     return "".join(keys).removeprefix(".")
 

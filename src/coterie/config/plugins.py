@@ -72,7 +72,7 @@ def register(kind: K) -> K:
 
 
 def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:
-    """Execute a Python file; register the methods, transforms, metrics and data kinds in it.
+    """Execute a Python file, and register the methods, transforms, metrics and data kinds in it.
 
     Args:
         file: The path of the plugin file.
@@ -134,9 +134,10 @@ def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
 
 
 def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
-    """Return the classes that a module defines and that have a `name`, with their registries.
+    """Return each class that a module defines, and the registry that accepts this class.
 
-    Classes that the module only imports, or that no registry accepts, are left out.
+    Classes without a `name`, classes that the module only imports, and classes that no registry
+    accepts are left out.
     """
     objects = vars(module).values()
     defined = [v for v in objects if getattr(v, "__module__", "") == module.__name__]
@@ -176,7 +177,7 @@ def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
 
 
 def plugin_for(key: str) -> Plugin | None:
-    """Return the loaded plugin that defines an object, or None if there is none.
+    """Return the loaded plugin that defines an object, or None if there is no such plugin.
 
     Args:
         key: The object's key in the mapping that `plugins_of` returns.
@@ -187,12 +188,12 @@ def plugin_for(key: str) -> Plugin | None:
 
 
 def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise CoterieError unless the plugins that a run began with are loaded and unchanged.
+    """Raise CoterieError if a plugin with which a run began is not loaded, or has changed.
 
     Args:
-        where: The words with which the error message begins, such as "The run in FOLDER".
-        recorded: The file and the hash of each plugin when the run began. The keys are the same
-            as in the result of `plugins_of`.
+        where: The beginning of the error message, such as "The run in FOLDER".
+        recorded: The file and the hash that each plugin had when the run began. The keys are the
+            same as in the result of `plugins_of`.
     """
     for key, plugin in recorded.items():
         loaded, file = plugin_for(key), plugin["file"]
@@ -216,8 +217,7 @@ def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
     """Raise CoterieError unless other processes on this machine can import all the classes.
 
     Args:
-        where: The words with which the error message begins, such as
-            "The engine flower-simulation".
+        where: The beginning of the error message, such as "The engine flower-simulation".
         kinds: The classes of the objects that a run uses.
     """
     for kind in kinds:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def bind(file: RunFile) -> "RunConfig":
-    """Bind the method of a run file to the method's class with `resolve`; this imports torch."""
+    """Bind the method of a run file to the method's class with `resolve`.
+
+    Calling this function imports torch.
+    """
     from coterie.config.run import resolve
 
     return resolve(file)
@@ -44,8 +47,8 @@ def load_here(
 
     Args:
         values: The plain data of a run file.
-        tune: The values to try in tuning; each key is a dotted key of the run file. The run file
-            is validated with each value. None: no tuning.
+        tune: The values to try for each dotted key in tuning. The run file is validated with each
+            of these values. None: no tuning.
 
     Raises:
         CoterieError: The run file is invalid, or a file or folder of a client is missing.

@@ -43,7 +43,7 @@ class RunConfig(Sections[Method]):
 
     @property
     def label(self) -> str:
-        """The method's name as tables show it."""
+        """The name that tables show for the method."""
         return POOLED if self.pooled else self.method.name
 
     @property
@@ -72,20 +72,22 @@ class RunConfig(Sections[Method]):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases of one exchange of the method: phases that transforms add, then training.
+        """The phases of one exchange of the method, in order.
 
-        Each phase has its own download and upload, so the run counts each phase as one exchange.
+        The phases that transforms add come first, and training is the last phase. Each phase has
+        its own download and upload, so the run counts each phase as an exchange of its own.
         """
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Convert an exchange of the run to an exchange of the method and a phase.
+        """Return the exchange of the method that contains an exchange of the run, and the phase.
 
         Args:
             exchange: The number of the exchange of the run; the first is 0.
 
         Returns:
-            The number of the exchange of the method (the first is 0), and the phase.
+            A pair. The first item is the number of the method's exchange, and the first exchange
+            has the number 0. The second item is the phase of this exchange.
         """
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
@@ -128,16 +130,16 @@ class RunConfig(Sections[Method]):
             name: The client's name, or `server` for a server with a model of its own.
 
         Returns:
-            The run's settings. If the run file gives the client a learning rate of its own, this
-            replaces the run's learning rate.
+            The run's settings. If the run file gives the client a learning rate of its own, the
+            client's learning rate replaces the run's learning rate.
         """
         return self.training.of(self._model_owner(name))
 
     def _model_owner(self, name: str) -> str:
-        """Return whose model a client trains: the client's own name, or `server`.
+        """Return the name of the client or server that owns the model of a client.
 
-        If the run trains one client on the texts of all clients (`pooled`), this client trains the
-        server's model, provided that the server has a model.
+        Usually, a client owns its model. If the run trains one client on the texts of all clients
+        (`pooled`), and the server has a model, this client trains the server's model.
         """
         return SERVER if self.pooled and self.server is not None else name
 
@@ -148,10 +150,10 @@ class RunConfig(Sections[Method]):
         transforms.
 
         Args:
-            method: A method with its settings, or a method's name. If this is the name of the
-                run's own method, the settings are unchanged. If it is another method's name, the
-                sections of settings (`mlp`, `attention`, ...) in which the run's own method
-                differs from its defaults are copied to the other method.
+            method: A method with its settings, or a method's name. The name of the run's own method
+                leaves the settings unchanged. The name of another method copies sections of
+                settings (`mlp`, `attention`, ...) from the run's own method to the other method.
+                Only sections in which the run's own method differs from its defaults are copied.
 
         Returns:
             The copy.
@@ -182,7 +184,7 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes of the objects that the run uses: method, transforms, metric and data kind.
+        """The classes of the run's method, transforms, metric and data kind.
 
         The methods of the run's baselines are not included.
         """
@@ -238,7 +240,7 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
     Args:
         file: The run file.
         method: A method that replaces the run file's method. The class of this method need not be
-            registered. None: the run file's method.
+            registered. None: the run file's method is used.
 
     Raises:
         CoterieError: The settings of the method, the optimiser or a transform are invalid.
@@ -272,9 +274,9 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     """Create a run from the plain data of a run file.
 
     Args:
-        values: The data of a run file. `method` and each of `aggregation.transforms` may also be
-            objects, whose classes need not be registered. `evaluation.metric` may also be an
-            object; this function registers the class of this object.
+        values: The data of a run file. The values of `method`, of `evaluation.metric` and of the
+            items of `aggregation.transforms` may also be objects. The class of a method or a
+            transform need not be registered. This function registers the class of a metric.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.

@@ -52,7 +52,7 @@ class MethodSpec(BaseModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The method's settings, unchecked."""
+        """The method's settings, which have not been checked."""
         return dict(self.model_extra or {})
 
 

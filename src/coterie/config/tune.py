@@ -15,8 +15,8 @@ TUNABLE = ("rounds", "method", "training", "aggregation")
 NOT_TUNABLE = ("method", "method.name", "training.precision", *TUNABLE[2:])
 """Keys within `TUNABLE` that cannot be tuned.
 
-Methods are compared instead of tuned; all trials share bases in one precision; and the settings of
-a section are tuned one by one, not all together.
+Methods are compared instead of tuned. All trials share bases in one precision. The settings of a
+section are tuned one by one, not all together.
 """
 
 
@@ -24,7 +24,7 @@ def read_tune(options: Sequence[str]) -> dict[str, list[Any]]:
     """Parse options of tuning, such as `training.batch=4,8`; each value is parsed as YAML.
 
     Returns:
-        A list of the values to try for each dotted key.
+        A mapping from each dotted key to a list of the values to try.
     """
     tune: dict[str, list[Any]] = {}
     for option in options:
@@ -77,7 +77,7 @@ def check_trials(values: dict[str, Any], tune: Mapping[str, Sequence[Any]]) -> R
         tune: The values to try for each dotted key.
 
     Returns:
-        The run file without changes.
+        The validated run file, without any of the values to try.
 
     Raises:
         CoterieError: The run file or a value is invalid; the message names the first mistake.

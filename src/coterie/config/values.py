@@ -101,7 +101,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML; raise yaml.YAMLError for every error, whichever exception PyYAML raises."""
+    """Parse YAML; raise yaml.YAMLError for every error, even if PyYAML raises another exception."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

@@ -333,10 +333,10 @@ class SiteRun:
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
-        """Commit the newest step if the server accepted the step's upload; else, undo the step.
+        """Commit or undo the newest step, depending on whether the server accepted its upload.
 
-        If the server repeats the order of the newest step, the step is not undone, so that its
-        stored upload can be sent again.
+        If the server repeats the order of this step, the step is not undone, so that the stored
+        upload can be sent again.
 
         Returns:
             The content of about.json of the step that is now the newest.

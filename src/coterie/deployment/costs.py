@@ -47,16 +47,20 @@ REMEDY = "ask the server's operator for a run that this machine can handle"
 
 
 def machine_memory() -> int:
-    """Return, in bytes, the larger of the main memory and the memory of the largest GPU."""
+    """Return the size of the main memory or the largest GPU's memory, whichever is larger.
+
+    The size is in bytes.
+    """
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     main = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(main, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
 
 
 def too_costly(config: RunConfig) -> str | None:
-    """Return a message about a setting that makes a run too large for this machine, or None.
+    """Return a message about a setting that makes a run too large for this machine.
 
-    The message is the predicate of a sentence whose subject is "the run".
+    The message is the predicate of a sentence whose subject is "the run". If there is no such
+    setting, the result is None.
     """
     for key, value in _numbers(config.visible_to("")):
         limit = LIMITS.get(key, MAX_OTHER)

@@ -22,7 +22,7 @@ DERIVED = ("report", "table.md")
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The amounts of deleted data about a client, and the rounds that used the client's uploads."""
+    """A report on the deletion of a client's data."""
 
     metrics: int
     """The number of deleted lines of metrics.jsonl."""
@@ -33,14 +33,14 @@ class Forgotten:
 
 
 def check_participant(folder: RunFolder, client: str) -> None:
-    """Check that a folder belongs to a server's run, and that a client may take part in this run.
+    """Check that a folder belongs to a server's run, and that this run admits a client.
 
     Args:
         folder: The run folder.
         client: The client's name.
 
     Raises:
-        CoterieError: The folder belongs to no server, or the client may not take part in the run.
+        CoterieError: The folder belongs to no server, or the run does not admit the client.
     """
     description = folder.description
     names = sorted(description["clients"])
@@ -53,7 +53,7 @@ def check_participant(folder: RunFolder, client: str) -> None:
 
 
 def forget(folder: RunFolder, client: str) -> Forgotten:
-    """Delete what the run folder of a stopped server stores about a client, and expel the client.
+    """Delete the data about a client from the run folder of a stopped server; expel the client.
 
     Raises:
         CoterieError: The server is running, or a checkpoint is damaged.
@@ -81,10 +81,11 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
 
 
 def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
-    """Return a line of metrics.jsonl about another client, without the values about `client`.
+    """Return a copy of a line of metrics.jsonl without the values about a client.
 
-    Only a value that is a mapping with clients' names as keys can contain values about `client`.
-    Scores are returned unchanged, because they contain no names of clients.
+    The line was recorded for another client or for the whole run. Only a value that is a mapping
+    with clients' names as keys can contain values about `client`. Scores are returned unchanged,
+    because they contain no names of clients.
     """
     if line["name"].startswith(TEST):
         return {**line}
@@ -92,7 +93,10 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
 
 def _state_without(name: str, state: State, client: str) -> State:
-    """Return a checkpoint's state, which is called `name`, without the data about a client."""
+    """Return a state from a checkpoint without the data about a client.
+
+    `name` is the name of the state in the checkpoint.
+    """
     if name == "server":
         return state.without(client)
     if name == TRANSFORMS:  # every transform may have a state for each client

@@ -55,10 +55,11 @@ class Joins:
         wait([future], INITIAL_WAIT)
 
     def ended(self) -> Iterator[tuple[str, Exception | None]]:
-        """Yield each client for which the server's preparation has ended since the last call.
+        """Yield the clients for which the server has finished preparing since the last call.
 
         Yields:
-            The client's name, and the error that occurred (None if the client has joined).
+            A pair of the client's name and the error that occurred. The error is None if the client
+            has joined.
         """
         for name, (future, message, hello) in sorted(self._pending.items()):
             if not future.done():
@@ -96,7 +97,10 @@ class Joins:
 
 
 def _run_in_thread(work: Callable[[], None]) -> "Future[None]":
-    """Call a function in a daemon thread, which ends with the process; return a future."""
+    """Call a function in a daemon thread, and return a future.
+
+    The thread ends when the process ends.
+    """
     future: Future[None] = Future()
 
     def run() -> None:

@@ -23,14 +23,14 @@ client was expelled, or if the operator went back to an earlier checkpoint.
 MAX_NEW_RUNS = 3
 """The maximum number of new runs that a client begins during the life of its process."""
 MAX_UNFINISHED = 8
-"""The maximum number of unfinished runs in a client's folder, as each run takes disk space."""
+"""The maximum number of unfinished runs in a client's folder. Each run takes disk space."""
 TRAINED = "trained.json"
 """The file in a client's run folder that stores how many times each round was trained."""
 DELETE = "delete the folders that are no longer needed, and start this client again to take part"
 
 
 def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
-    """Return the fields that an order to join has and other orders do not have.
+    """Return the fields that are present only in orders to join.
 
     Args:
         config: The server's run.
@@ -66,7 +66,7 @@ def check_round(order: Order, exchanges: int) -> None:
 
 
 class Orders:
-    """The orders that a client has obeyed, which are counted to enforce limits."""
+    """A counter of the orders that a client has obeyed, used to enforce limits."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -74,10 +74,10 @@ class Orders:
         """The ids of the runs that the client has begun since the user was last asked."""
 
     def refusal(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Return why this client refuses to begin a run, or None if it accepts the run.
+        """Return why this client refuses a run, or None if the client accepts the run.
 
-        An accepted run counts towards the limit `MAX_NEW_RUNS`, unless the client has begun the run
-        before and now continues it.
+        A new run that the client accepts counts towards the limit `MAX_NEW_RUNS`. A run that the
+        client has already begun does not count again.
         """
         if reason := too_costly(config):
             return reason
@@ -103,7 +103,7 @@ class Orders:
         return None
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
-        """Add 1 to the number in the run folder that says how often a round was trained.
+        """Count one more training of a round in the run folder.
 
         Raises:
             CoterieError: The round has been trained too often, or the run folders take too much
@@ -123,7 +123,7 @@ class Orders:
         write_json(path, {**counts, str(order.round): count + 1})
 
     def disk_excess(self) -> str | None:
-        """Return a message if the run folders take too much disk space, else None."""
+        """Return a message if the run folders take too much disk space, and None otherwise."""
         folders = self.site.out.glob(f"*-{self.site.name}-*")
         files = (p for folder in folders if not folder.is_symlink() for p in folder.rglob("*"))
         total = sum(p.lstat().st_size for p in files if p.is_file() and not p.is_symlink())

@@ -15,8 +15,7 @@ class Quorum:
 
     Args:
         config: The run.
-        seats: The status of each client; the keys are clients' names. The server updates the
-            mapping.
+        seats: A mapping from clients' names to their status. The server updates this mapping.
     """
 
     def __init__(self, config: RunConfig, seats: Mapping[str, Seat]) -> None:
@@ -58,9 +57,9 @@ class Quorum:
     ) -> bool:
         """Return whether a round can end.
 
-        A round can end when every client has replied. If there are enough uploads, the round can
-        also end at the deadline, or as soon as every client that has not replied has disconnected
-        or failed.
+        A round can end when every client has replied. A round with enough uploads can also end at
+        the deadline. It can end before the deadline if the clients that have not replied have all
+        disconnected or failed.
 
         Args:
             members: The clients of the round.
@@ -88,12 +87,12 @@ class Quorum:
         return bool(joined) and all(self.seats[name].stopped for name in joined)
 
     def met(self) -> bool:
-        """Return whether the clients that have stopped reach the quorum without other clients."""
+        """Return whether the clients that have stopped are enough to reach the quorum."""
         return self.stopped >= self.size
 
     @property
     def open(self) -> bool:
-        """Whether any client may still take part in the run."""
+        """Whether any client is still allowed to take part in the run."""
         return self.spec.anyone or bool(self.names - self.expelled)
 
     def suffice(
@@ -105,9 +104,10 @@ class Quorum:
     ) -> bool:
         """Return whether a round has enough valid uploads to be aggregated.
 
-        The valid uploads must reach the quorum. Once every client whose upload was refused has been
-        asked for another upload, refused uploads also count towards the quorum, unless they
-        outnumber the valid uploads. Otherwise, clients with invalid uploads could block the run.
+        The valid uploads must reach the quorum. After each client whose upload was refused has been
+        asked for another upload, refused uploads also count towards the quorum, so that clients
+        with invalid uploads cannot block the run. However, a round with more refused uploads than
+        valid uploads never has enough valid uploads.
 
         Args:
             counted: The number of valid uploads.

@@ -33,7 +33,7 @@ class Seat:
     stopped: bool = False
     """Whether the client has stopped training, so that it takes part in no later round.
 
-    A client has stopped once the server has accepted the reply that announced the stop."""
+    A client has stopped as soon as the server accepts the reply that announces the stop."""
 
     def clear(self) -> None:
         """Clear a recorded failure, so that the server can ask the client again at once."""
@@ -44,13 +44,13 @@ class Seat:
         self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:
-        """Discard what the client's last reply contained, before the client is sent a new order."""
+        """Discard the content of the client's last reply before the client is sent a new order."""
         self.clear()
         self.entries, self.stops = [], False
 
 
 def seats_state(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
-    """Return the values to save in a checkpoint: all clients' status, and the base's digest."""
+    """Return the status of all clients and the digest of the base as values for a checkpoint."""
     counted: Json = {name: seat.counted for name, seat in seats.items()}
     stopped: Json = sorted(name for name, seat in seats.items() if seat.stopped)
     return {"counted": counted, "base": base, "stopped": stopped}
@@ -74,7 +74,7 @@ class ServerWatch:
     """Callbacks that follow a deployed run; by default, they do nothing."""
 
     def start(self, title: str, rounds: int, done: int) -> None:
-        """Begin to display a run, in which `done` of `rounds` rounds are already complete."""
+        """Begin to display a run that has `rounds` rounds, of which `done` are already complete."""
 
     def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
         """Display the status of all clients; the clients in `working` have not replied yet."""

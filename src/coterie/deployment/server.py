@@ -30,11 +30,11 @@ GRACE = 60.0
 
 
 class ServerRun(ServerPart):
-    """The server of a deployed run, which starts or continues the run and serves it to the end.
+    """The server of a deployed run. It starts or continues the run, and serves it to the end.
 
     A run continues from its newest checkpoint. The server repeats its order to a connected client
-    (to join, to take part in the round, or to end) until the client replies. So a client or this
-    process can stop and continue at any time.
+    (to join, to take part in the round, or to end) until the client replies. Therefore, clients and
+    this process can stop and continue at any time.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ServerRun(ServerPart):
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum and begin a round; return its clients, or [] if all clients stopped."""
+        """Wait for a quorum, begin a round and return its clients; return [] if all stopped."""
         quorum = self.quorum
         if len(quorum.ready()) < quorum.needed:
             self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
@@ -246,7 +246,7 @@ class ServerRun(ServerPart):
             self._expel(name)
 
     def _expel(self, name: str) -> None:
-        """Stop using a client, because the operator has expelled this client."""
+        """Stop using a client that the operator has expelled."""
         self.quorum.expelled.add(name)
         self.leaving.append(name)
         if name in self.seats:
@@ -325,7 +325,7 @@ class ServerRun(ServerPart):
             self.seats[name].retry_at = math.inf  # no order before the preparation has ended
 
     def _complete_joins(self) -> None:
-        """Mark clients as joined once the server is prepared for them."""
+        """Mark clients as joined after the server has prepared for them."""
         for name, error in self.joins.ended():
             if error is None:
                 self._joined(name)
@@ -362,7 +362,7 @@ class ServerRun(ServerPart):
 
     @property
     def _metric_round(self) -> int:
-        """The round for which metrics are recorded; at the end of the run, it is the last round."""
+        """The round for which metrics are recorded; if the run is ending, it is the last round."""
         return self.round - (self.kind == "finish")
 
     def _refuse(self, event: str, error: Exception) -> None:

@@ -18,7 +18,7 @@ from coterie.runs import RunFolder
 
 @dataclass(frozen=True)
 class Site:
-    """A client's texts, base, folders and consent, which apply to all runs the client joins."""
+    """A client's texts, base, folders and consent, for all runs that the client joins."""
 
     name: str
     texts: dict[str, str]
@@ -43,7 +43,7 @@ class Site:
     """The device that the base runs on, as in a run file."""
 
     def config(self, order: Order) -> RunConfig:
-        """Return the run that an order to join describes, as this client sees it.
+        """Return the run described by an order to join, adapted to this client.
 
         The run contains no texts of other clients, and only paths that this client has set.
 

@@ -83,7 +83,9 @@ def serve_again(
     without: Sequence[str] = (),
     update: RunConfig | None = None,
 ) -> RunFolder:
-    """Resume a run whose server has stopped; clients that wait for the server then continue.
+    """Resume a run whose server has stopped.
+
+    Clients that are still waiting for the server then continue.
 
     Args:
         out: The run folder.
@@ -94,8 +96,8 @@ def serve_again(
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.
         without: The names of clients to expel.
-        update: A run whose `deployment` section and device replace those of the recorded run;
-            None: no changes.
+        update: A run whose section `deployment` and whose device replace the recorded values. None:
+            no changes.
 
     Raises:
         CoterieError: The run cannot be resumed.
@@ -172,7 +174,7 @@ def take_part(
         credentials: The client's name, certificate and private key.
         site: The client's texts and settings.
         seen: A function that is called whenever something happens that the user should see.
-        stop: A threading.Event; setting it ends the client early.
+        stop: An event that ends the client early when it is set.
     """
     log.setLevel(logging.INFO)
     site.out.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,8 @@ from coterie.messages.formats import PROTOCOL
 from coterie.privacy.ledger import Budget, Ledger
 
 Terms = Mapping[str, Any]
-"""Plain data: the run as a client sees it, and the hashes of its plugins and public text."""
+"""Plain data of a run: the settings that a client receives, and the hashes of the run's plugins and
+public text."""
 ABSENT = "nothing"
 """The value shown in messages for a setting that is missing from the agreed or requested terms."""
 
@@ -28,7 +29,7 @@ def agreed_terms(config: RunConfig, client: str) -> Terms:
 
 
 def requested_terms(order: Order) -> Terms:
-    """Return the terms that an order to join requests."""
+    """Return the terms requested by an order to join."""
     terms = _terms(order.config or {})
     plugins = {key: plugin.sha256 for key, plugin in (order.plugins or {}).items()}
     return {**terms, "plugins": plugins, "public": order.public}
@@ -37,8 +38,8 @@ def requested_terms(order: Order) -> Terms:
 def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run that need the client's agreement.
 
-    These are all settings except the run's name and the section `deployment`. Of that section, only
-    `share_metrics` needs agreement.
+    The run's name needs no agreement. In the section `deployment`, only `share_metrics` needs
+    agreement. All other settings of the run need agreement.
     """
     settings = {k: v for k, v in run.items() if k not in ("name", "deployment")}
     terms = json.loads(json.dumps(settings))
@@ -53,14 +54,17 @@ def disagreement(agreed: Terms, order: Order) -> str | None:
 
 
 def public_text_mismatch(order: Order, config: RunConfig) -> str | None:
-    """Return a message if the run's public text differs from this machine's copy, else None."""
+    """Return a message if the run's public text differs from this machine's copy.
+
+    If the texts are the same, return None.
+    """
     if public_digest(config) == order.public:
         return None
     return f"has a different public text than {config.data.public}"
 
 
 def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
-    """Return a message if a run would exceed the client's privacy budget, else None."""
+    """Return a message if a run would exceed the client's privacy budget, and None otherwise."""
     if not budgets or ledger.limit is None or ledger.affords(budgets):
         return None
     limit, delta, _ = ledger.limit
@@ -75,7 +79,10 @@ def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
 
 
 def version_mismatch(order: Order) -> str | None:
-    """Return a message if the run's protocol or plugins differ from this client's, else None."""
+    """Return a message if this client lacks the run's protocol version or one of its plugins.
+
+    If the client lacks neither of them, return None.
+    """
     if order.protocol != PROTOCOL:
         return (
             f"uses protocol version {order.protocol}, but this client uses version {PROTOCOL}; "
@@ -95,7 +102,10 @@ def version_mismatch(order: Order) -> str | None:
 
 
 def extra_plugin(order: Order, config: RunConfig) -> str | None:
-    """Return a message if the client uses a plugin that the server does not use, else None."""
+    """Return a message if the client uses a plugin that the server does not use.
+
+    If there is no such plugin, return None.
+    """
     if extra := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
         return (
             f"uses {extra[0]!r}, which is not from a plugin on the server; start this client "
@@ -107,8 +117,8 @@ def extra_plugin(order: Order, config: RunConfig) -> str | None:
 def differences(agreed: Terms, requested: Terms) -> list[str]:
     """Return a description of each setting whose requested value differs from the agreed value.
 
-    Top-level keys that `agreed` lacks, such as the hashes of plugins, are not compared here, as
-    other functions check them.
+    Top-level keys that `agreed` lacks, such as the hashes of plugins, are not compared here,
+    because other functions check them.
     """
     before = dict(flat(agreed))
     after = {key: v for key, v in flat(requested) if key.partition(".")[0] in agreed}

@@ -82,11 +82,11 @@ class NewStates:
 
         Args:
             client: The client's name.
-            newer: The states in memory; each key is the name of a state's file. States in memory
-                take precedence over states on disk.
+            newer: A mapping from the names of files to the states in memory. States in memory take
+                precedence over states on disk.
 
         Yields:
-            The name of each file, and the state or None, as in `ClientPart.states`.
+            Pairs of a file's name and a state. The state can be None, as in `ClientPart.states`.
         """
         for file in (f"client-{client}", f"kept-{client}"):
             state = newer.get(file) or self._find(file)
@@ -149,8 +149,9 @@ class Clients(ABC):
             lost: The clients whose last upload was not accepted.
 
         Yields:
-            The name of each client, and the client's upload, or the error if the client diverged.
-            The client's metrics are recorded before the upload is yielded.
+            A pair of a client's name and the client's upload. If the client diverged, the pair has
+            the error instead of an upload. The client's metrics are recorded before the pair is
+            yielded.
         """
 
     @abstractmethod
@@ -173,7 +174,7 @@ class Clients(ABC):
             yield from self.new.pop(name, self._newer(name))
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return a client's states that are in memory; each key is the name of a state's file."""
+        """Return a mapping from the names of files to a client's states that are in memory."""
         return {}
 
     @abstractmethod
@@ -186,4 +187,4 @@ class Clients(ABC):
 
     @abstractmethod
     def covered(self) -> set[tuple[str, ...]]:
-        """Return, for each kind of adapter, lines of text that describe the modified layers."""
+        """Return lines of text that describe which layers each kind of adapter modifies."""

@@ -13,11 +13,13 @@ FLOOR = "commonest"
 
 
 def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, Any]]:
-    """Score the commonest answer in a client's training data on each of the client's test texts.
+    """Score a model that answers all questions in a client's test texts with the commonest answer.
+
+    The commonest answer is the choice that is most frequent in the client's training answers.
 
     Returns:
-        The scores of all samples in the format of `RunFolder.keep_items`. The keys are the names of
-        the test texts. Only texts whose answers are chosen from a list are included.
+        A mapping from the name of each test text to the scores of its samples, in the format of
+        `RunFolder.keep_items`. Only texts whose answers are chosen from a list are included.
     """
     items: dict[str, dict[str, Any]] = {}
     train = client.data.train
@@ -33,7 +35,7 @@ def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, A
 def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scores of the commonest answer (the floor) in a finished run.
 
-    The format is that of `RunFolder.outcome`.
+    The scores have the format of `RunFolder.outcome`.
 
     Args:
         outcome: The run's outcome, from `RunFolder.outcome`.
@@ -42,10 +44,10 @@ def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_result(items: Mapping[str, Mapping[str, Any]], seed: int | None) -> dict[str, Any]:
-    """Return scores in the format of `RunFolder.outcome`, which includes each text's mean score.
+    """Convert scores to the format of `RunFolder.outcome`, which includes each text's mean score.
 
     Args:
-        items: The scores of all samples; the keys are the names of the test texts.
+        items: A mapping from the name of each test text to the scores of its samples.
         seed: The run's seed; None if it is unknown.
     """
     scores = {

@@ -22,12 +22,12 @@ IN_MEMORY = 8
 
 
 class LocalClients(Clients, Mapping[ClientId, ClientSide]):
-    """Clients in this process: a mapping from clients' names to the method's client-side objects.
+    """A mapping from the names of clients in this process to the method's client-side objects.
 
-    A client is created when it is needed. At most IN_MEMORY clients are in memory. If another
-    client is needed, it replaces the client that was created last, whose state is then written to
-    disk. Rounds need all clients in turn, so this policy reads fewer states than replacing the
-    least recently used client would.
+    A client is created when it is needed. At most IN_MEMORY clients are in memory. If this limit is
+    reached, the client that was created last is written to disk and removed from memory before
+    another client is created. Rounds need all clients in turn, so this policy reads fewer states
+    than a policy that removes the least recently used client.
     """
 
     in_process = True

@@ -33,7 +33,7 @@ C = TypeVar("C", bound=Clients)
 
 
 class Rounds(ServerPart, Generic[C]):
-    """The round loop of a run, which starts the run or continues it from the newest checkpoint.
+    """The round loop of a run. It starts the run, or continues it from the newest checkpoint.
 
     Args:
         clients: The class of the run's clients.
@@ -150,7 +150,7 @@ class Rounds(ServerPart, Generic[C]):
             callback.on_round_end(round, scores)
 
     def _start(self, complete: int) -> RunStart:
-        """Return the argument of `Callback.on_run_begin`, with the number of complete exchanges."""
+        """Return the argument of `Callback.on_run_begin` after `complete` exchanges of the run."""
         adapters = tuple(line for kind in sorted(self.clients.covered()) for line in kind)
         rounds, names = self.config.exchanges, tuple(self.names)
         return RunStart(self.config.label, rounds, complete, names, self.tokens, adapters)
@@ -196,7 +196,7 @@ def _tokens(config: RunConfig, participants: Sequence[Participant]) -> int:
 
 
 def _lost(folder: RunFolder) -> set[ClientId]:
-    """Return the clients whose last upload was not accepted according to the recorded metrics."""
+    """Return the clients whose last upload was not accepted, according to recorded metrics."""
     lost: set[ClientId] = set()
     for line in folder.metrics():
         if line["name"] == LEFT_OUT and line["value"] != AT_THE_END:

@@ -38,14 +38,14 @@ The client's last upload was accepted nevertheless."""
 TRANSFORMS = "transforms"
 """The name of the transforms' state in checkpoints."""
 JUMP = 1.0
-"""The largest increase over the best validation loss without a warning, in nats per token.
+"""The largest increase over the best validation loss that causes no warning, in nats per token.
 
 In one round, over-fitting increases the loss by far less, and a damaged shared model increases it
 by more."""
 
 
 class ClientPart:
-    """A client's part of a run: its method object, messages, transforms and evaluation.
+    """A client's part of a run: the method's client-side object, messages, transforms and scores.
 
     All engines and deployments use this class, so their results and metrics are the same.
 
@@ -84,7 +84,7 @@ class ClientPart:
         self.compares_aggregated = compares_aggregated(config.method)
         self.scores: dict[str, dict[str, Score]] = {}
         """The last scores. The first key is `trained` (the model after local training) or
-        `aggregated` (the model after the download), the second key the name of the test text."""
+        `aggregated` (the model after the download). The second key is the name of the test text."""
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class ClientPart:
         return coverage(self.base.model, self.side.parameters().values()).lines()
 
     def hello(self) -> bytes:
-        """Return the client's first message, serialised."""
+        """Return the client's serialised first message."""
         return self._serialise("hello", self.side.hello())
 
     def step(self, exchange: int, download: bytes, *, counted: bool = True) -> bytes:
@@ -148,11 +148,11 @@ class ClientPart:
     def finish(
         self, download: bytes, kept: State | None, exchange: int, *, counted: bool = True
     ) -> None:
-        """Apply the download after the last round, and score the aggregated and the best model.
+        """Apply the download after the last round; score the aggregated model and the best model.
 
-        The trained model is scored first, unless it has been scored already. Afterwards, the
-        client has the aggregated model if the method reports the aggregated model's scores, and
-        the trained model otherwise.
+        The trained model is scored first, unless it has been scored already. At the end, the client
+        has the model whose scores the method reports. This is either the trained model or the
+        aggregated model.
 
         Args:
             download: The serialised download.
@@ -197,8 +197,8 @@ class ClientPart:
         """Yield the client's states for a checkpoint.
 
         Yields:
-            The name of each file, and the state; None if the file in the previous checkpoint is
-            still valid.
+            Pairs of a file's name and a state. The state is None if the file in the previous
+            checkpoint is still valid.
         """
         state = self.side.state()
         if self.transforms.remembers:
@@ -314,7 +314,7 @@ def scored(
     """Score a model on the test texts of a participant.
 
     Returns:
-        The scores of each test text; the keys are the names of the texts.
+        A mapping from the name of each test text to the scores.
     """
     window, evaluation = config.data.window, config.evaluation
     return {
@@ -349,9 +349,10 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
 
     Returns:
         The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
-        their best models, the scores that the method reports (`trained` or `aggregated`) are those
-        of the best models, and `kept` has the number of rounds after which each client had its best
-        model. `left_out` has, for each client and round, the reason why the client was excluded.
+        their best models, the scores that the method reports (`trained` or `aggregated`) are the
+        scores of the best models. In this case, `kept` contains the number of rounds after which
+        each client had its best model. If clients were excluded from rounds, `left_out` contains
+        the reasons. Its keys are first a client's name, then the number of the round, from 1.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}

@@ -20,7 +20,7 @@ from coterie.training.context import ClientId
 
 
 class ServerPart:
-    """The server's part of a run: its method object, messages and checkpoints.
+    """The server's part of a run: the method's server-side object, messages and checkpoints.
 
     This is the base class of round loops.
 
@@ -119,7 +119,7 @@ class ServerPart:
                 self.recorder.log(None, metric.SERVER_SCORE, score.as_dict())
 
     def states(self) -> Iterator[tuple[str, State]]:
-        """Yield the server's states for a checkpoint, with the names of their files."""
+        """Yield pairs of a file's name and a state of the server, for a checkpoint."""
         yield "server", self.server.state()
         if self.aggregation.transforms.memories:
             yield TRANSFORMS, self.aggregation.transforms.state()
@@ -140,7 +140,7 @@ def contribution(
         server: The method's server-side object.
         aggregation: The run's aggregation.
         name: The client that sent the upload.
-        upload: The upload as it was received.
+        upload: The received upload, which has not been decoded yet.
 
     Raises:
         MessageError: If the upload is invalid.

@@ -37,8 +37,8 @@ class Session:
 
     Args:
         config: The run whose bases and data are loaded.
-        threads: The number of threads that PyTorch uses; None: `threads` of the run file, or the
-            engine's default.
+        threads: The number of threads that PyTorch uses. None: the value of `threads` in the run
+            file, or the engine's default.
         engine: The engine.
     """
 
@@ -66,11 +66,11 @@ class Session:
         return self.bases[self.config.base]
 
     def participants(self, config: RunConfig) -> list[Participant]:
-        """Return the clients of a run, which use this session's data."""
+        """Return the clients of a run, with this session's data."""
         return self.federation(config).clients
 
     def federation(self, config: RunConfig) -> Federation:
-        """Return the clients and the server of a run, which use this session's data and bases."""
+        """Return the clients and the server of a run, with this session's data and bases."""
         key = (config.seed, config.pooled, config.evaluation.split)
         if key not in self._federations:
             read = gathered(config, self.base.tokenizer, self._check_quality)
@@ -98,7 +98,7 @@ class Session:
         return replace(participant, base=self.bases[config.base_of(participant.name)])
 
     def check(self, *configs: RunConfig) -> None:
-        """Check that the methods of runs support the clients.
+        """Check that the method of each run supports the clients of the run.
 
         Raises:
             CoterieError: If a method does not support the clients of its run.
@@ -126,7 +126,7 @@ class Session:
         return self.rounds(config, self.base, clients, folder, callbacks, server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
-        """Return a description of a run for run.json, from which the run can be repeated.
+        """Describe a run for run.json, so that the run can be repeated.
 
         Args:
             config: The run.
@@ -171,14 +171,14 @@ class Session:
         self.start(config, folder, callbacks).run()
 
     def changed(self, folder: RunFolder, config: RunConfig) -> list[str]:
-        """Return the participants whose text has changed since a run started.
+        """Return the names of the participants whose text has changed since a run started.
 
         Args:
             folder: The run folder.
             config: The run.
 
         Returns:
-            The names of the participants, sorted.
+            The sorted names.
         """
         described = folder.description
         server = {SERVER: described[SERVER]} if SERVER in described else {}

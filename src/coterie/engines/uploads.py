@@ -29,7 +29,7 @@ class Uploads:
         folder: The folder of the temporary file.
         server: The method's server-side object.
         aggregation: The run's aggregation.
-        strict: Whether to raise the error of an invalid upload instead of excluding the upload.
+        strict: Whether an invalid upload raises an error instead of being excluded.
     """
 
     def __init__(
@@ -38,13 +38,14 @@ class Uploads:
         self.folder, self.server = folder, server
         self.aggregation, self.strict = aggregation, strict
         self.refused: dict[str, str] = {}
-        """The reason why the client's upload is excluded, for each excluded client."""
+        """A mapping from each excluded client to the reason why the client's upload is excluded."""
         self.diverged: set[str] = set()
         """Excluded clients that have no upload because they diverged."""
         self.asked_again: set[str] = set()
         """Clients that were asked for a second upload."""
         self._measures: dict[str, dict[str, Any]] = {}
-        """The results of transforms' `measure` hooks, for each client and then each transform."""
+        """The results of transforms' `measure` hooks. The first key is a client, and the second key
+        is a transform."""
         self._places: dict[str, tuple[int, int]] = {}
         """The start and the length of each client's upload in the file."""
         with writing(folder):
@@ -87,7 +88,7 @@ class Uploads:
         return True
 
     def _compact(self) -> int:
-        """Close the gaps in the file where uploads were replaced; return the end of the file."""
+        """Close the gaps that removed uploads have left in the file; return the end of the file."""
         end = 0
         for name, (start, length) in sorted(self._places.items(), key=lambda item: item[1]):
             self._file.seek(start)
@@ -112,7 +113,7 @@ class Uploads:
         self.diverged.add(name)
 
     def require(self, round: int, waiting: Collection[str]) -> None:
-        """Check that not every client of a round has diverged.
+        """Check that at least one client of a round has not diverged.
 
         Args:
             round: The number of the round; the first is 0.
@@ -132,7 +133,8 @@ class Uploads:
         """Remove a client's upload, because the server will request it again.
 
         Returns:
-            Whether the client is asked again for the first time in this exchange.
+            Whether this is the first time in this exchange that the client is asked for a second
+            upload.
         """
         self.drop(name)
         first = name not in self.asked_again
@@ -140,7 +142,11 @@ class Uploads:
         return first
 
     def drop(self, name: str) -> bool:
-        """Remove a client's upload or the reason for its exclusion; return whether one existed."""
+        """Remove a client's upload and the reason for its exclusion.
+
+        Returns:
+            Whether there was an upload or a reason.
+        """
         self.diverged.discard(name)
         self._measures.pop(name, None)
         refused, place = self.refused.pop(name, None), self._places.pop(name, None)
@@ -159,7 +165,9 @@ class Uploads:
             recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
     def mean(self, round: int) -> Message:
-        """Aggregate all valid uploads, and add uploads that prove to be invalid to `refused`.
+        """Aggregate all valid uploads.
+
+        If an upload proves to be invalid, the reason is added to `refused`.
 
         Returns:
             The aggregate. In a phase that a transform added to the run, the aggregate is empty,

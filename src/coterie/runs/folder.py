@@ -63,7 +63,7 @@ def describe(
     plugins: Mapping[str, Json],
     **extra: Json,
 ) -> dict[str, Json]:
-    """Return the content of run.json: the run, and the environment that is needed to repeat it."""
+    """Return the content of run.json: the run, and the environment needed to repeat the run."""
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -349,7 +349,7 @@ class RunFolder:
         return read.read_lines(self.path, "metrics.jsonl")
 
     def forget_from(self, round: int) -> None:
-        """Delete the metrics recorded in `round` or later, because these rounds are repeated."""
+        """Delete the metrics recorded in `round` and in later rounds, which will be repeated."""
         self.rewrite(m for m in self.metrics() if m.get("during", m["round"]) < round)
 
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
@@ -387,9 +387,9 @@ class Recorder:
         """Delete metrics of the round in progress.
 
         Args:
-            start: The value of `count` before the first metric to delete was recorded.
-            end: The value of `count` after the last metric to delete; None: delete to the end.
-            keep: Metrics whose names begin with this prefix are not deleted; None: delete all.
+            start: The value of `count` before the first deleted metric was recorded.
+            end: The value of `count` after the last deleted metric; None: delete to the end.
+            keep: The prefix of the names of metrics that are not deleted; None: delete all.
         """
         span, prefixes = self._lines[start:end], () if keep is None else (keep,)
         self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]

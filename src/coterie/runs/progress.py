@@ -12,7 +12,7 @@ from coterie.messages import Json
 
 @contextmanager
 def logged(path: Path, *names: str) -> Iterator[None]:
-    """Write loggers' records to a log file instead of the terminal, while the with block runs.
+    """Write the records of loggers to a file instead of the terminal while the with block runs.
 
     Handlers that users have added to loggers of Coterie also receive the records.
 
@@ -36,7 +36,7 @@ def logged(path: Path, *names: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunStart:
-    """Information about a run, which callbacks receive when the run begins or continues."""
+    """The information that callbacks receive when a run begins or continues."""
 
     method: str
     """The method's name in tables."""

@@ -68,7 +68,7 @@ class _Client(_Part):
 
 
 class Plugins(_Part):
-    """The section `plugins` of run.json, which lists the plugins that resuming a run requires."""
+    """The section `plugins` of run.json, which lists the plugins needed to resume the run."""
 
     plugins: dict[str, _Plugin] = {}
 
