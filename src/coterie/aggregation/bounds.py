@@ -150,9 +150,10 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
     Two ratios are computed, and the smaller one is returned. The first ratio is the norm divided by
     the median norm. The second ratio is the root mean square divided by the median root mean
     square. Here, a root mean square is a norm divided by the square root of the number of elements.
-    The smaller ratio is fair to clients with different ranks or numbers of experts. With AdamW, the
-    norm of a change grows with the number of elements. With SGD, each element changes more if the
-    rank is smaller. Sizes that are zero are ignored in the medians.
+    The smaller ratio treats clients with different ranks or numbers of experts fairly: with AdamW,
+    an upload with more elements has a larger norm, so the second ratio is the fair one; with SGD,
+    each element changes more if the rank is smaller, so the first ratio is the fair one. Sizes that
+    are zero are ignored in the medians.
 
     Args:
         sizes: A mapping from each client to the norm and the number of elements of the client's

@@ -60,7 +60,7 @@ class Knowledge:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return a dictionary from names to all tensors, for a message or a state."""
+        """Return all tensors in a dictionary keyed by name, for a message or a state."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod

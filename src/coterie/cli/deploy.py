@@ -69,9 +69,9 @@ Epsilon = Annotated[
     typer.Option(
         min=0,
         max=1e9,
-        help="Privacy budget (epsilon, at a delta of 1e-5) for all runs in --out together. The "
-        "budget limits the data that methods and transforms send with noise. Default: the budget "
-        "of the --run file.",
+        help="Privacy budget (epsilon, at a delta of 1e-5) for all runs in --out together. It "
+        "covers only the data to which methods and transforms add noise before sending. Default: "
+        "the budget of the --run file.",
     ),
 ]
 ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
@@ -220,8 +220,8 @@ def client(
 def expel(run: ServersRun, client: ClientName) -> None:
     """Expel a client from a deployed run, even while the server is running.
 
-    The round in progress is repeated without the client, and the run continues. A quorum of all
-    clients becomes a quorum of all remaining clients. The server discards the method's state for
+    The round in progress is repeated without the client, and the run continues. If a round needs
+    all clients, it now needs all remaining clients. The server discards the method's state for
     this client; `coterie forget` deletes the client's other data.
 
     For example:

@@ -71,8 +71,8 @@ def _samples(
 
     Each piece of a .txt file becomes a record that contains the text of the piece and the label of
     the file's source. The prompt can thus contain the text, and the answer can be the label. The
-    pieces of all sources are converted to items together, because the choices are the distinct
-    answers of all pieces.
+    pieces of all sources are converted to items together, because every item's list of possible
+    answers (its choices) contains the distinct answers of all pieces.
     """
     samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}

@@ -255,7 +255,7 @@ class DataSpec(Spec):
 
     @property
     def key(self) -> str:
-        """The run file's key that selects the kind, for error messages."""
+        """The key of the run file that selects the kind of data. Error messages name this key."""
         return f"data.{self.declared.name if self.kind is None else 'kind'}"
 
     @property

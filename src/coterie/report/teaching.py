@@ -166,7 +166,7 @@ def _table(records: Lessons) -> Table:
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Return the cells that show a record in the table.
+    """Return a lesson's cells in the table.
 
     Returns:
         The number of samples, the share of aligned positions, and the share of the teacher's

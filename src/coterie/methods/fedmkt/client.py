@@ -40,8 +40,8 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
         keys = keys_of(data.train, data.validation, data.test)
         if overlap := int(torch.isin(self.distiller.positions.samples, keys).sum()):
             log.warning(
-                "%s has %d of the public samples in its own data; predictions on these samples "
-                "are not sent, so the server can infer which samples these are",
+                "%s has %d of the public samples in its own data. It sends no predictions on these "
+                "samples, and the gaps reveal to the server which samples they are",
                 self.context.name,
                 overlap,
             )

@@ -83,9 +83,9 @@ class Distiller:
         finite = nats.isfinite() & ~self._per_sample(predicted.logprobs.sum(-1)).isnan()
         if not finite.all():
             log.warning(
-                "%s has no finite predictions for %d public samples and excludes these samples; "
-                "the numbers of the first excluded samples (counted from 1; samples that exceed "
-                "the window are not counted): %s",
+                "%s has no finite predictions for %d public samples and excludes these samples. "
+                "Positions of the first ones: %s (the first sample is 1; samples that exceed the "
+                "window are skipped in the numbering)",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
