@@ -302,8 +302,8 @@ SHORT = {"adapter": {"A": torch.ones(5)}}
 OTHER = {"adapter": {"A": torch.ones(6), "B": torch.ones(6)}}
 RESULTS: list[tuple[str, Any, str]] = [
     ("schema", None, "returned NoneType, not a Schema"),
-    ("encode", {"adapter": 3}, "returned dict, not tensors by group and name"),
-    ("decode", None, "returned NoneType, not tensors by group and name"),
+    ("encode", {"adapter": 3}, "returned dict, not a mapping from group and name to tensors"),
+    ("decode", None, "returned NoneType, not a mapping from group and name to tensors"),
     ("decode", INFINITE, "returned values that are not finite"),
     ("refuse", ["c0"], "returned list, not a Mapping"),
     ("figures", None, "returned NoneType, not a Mapping"),
@@ -318,7 +318,7 @@ RESULTS: list[tuple[str, Any, str]] = [
         r"returned wrong tensors in the group 'adapter': .* shape \(5,\), but \(6,\) was",
     ),
     ("reduce", {}, "returned wrong tensors in the group 'adapter': The tensor 'A' is missing"),
-    ("on_mean", None, "returned NoneType, not tensors by group and name"),
+    ("on_mean", None, "returned NoneType, not a mapping from group and name to tensors"),
     (
         "on_mean",
         SHORT,
@@ -368,7 +368,7 @@ def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
     [
         ("raises", "The transform 'broken' failed: encode raised KeyError: 'weights'"),
         ("not finite", "encode returned values that are not finite"),
-        ("nothing", "encode returned NoneType, not tensors by group and name"),
+        ("nothing", "encode returned NoneType, not a mapping from group and name to tensors"),
     ],
 )
 def test_what_a_transform_does_wrong_is_one_sentence(how, why) -> None:

@@ -224,7 +224,7 @@ def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
 
 def test_where_nothing_is_replaced_it_is_refused() -> None:
     mean = {"statistics": {"x": torch.ones(1)}}
-    with pytest.raises(CoterieError, match="no mean of uploads replaces a parameter"):
+    with pytest.raises(CoterieError, match="server replaces none of its parameters"):
         server_of("fedadam").on_mean(mean, ServerSide().replaces())
 
 

@@ -86,9 +86,9 @@ class Trainable:
         to the product of the pair's A and B.
 
         Returns:
-            Two factors for each residual, shaped (s, in) and (out, s). The keys of the factors are
-            the names of the pair's A and B. Here, s is the rank of the residual, which may differ
-            from the rank of the pair.
+            A dictionary with the two factors of each residual, shaped (s, in) and (out, s). Their
+            keys are the names of the pair's A and B. The rank s of the residual may differ from
+            the rank of the pair.
         """
         return {
             parameter.name: tensor
@@ -315,9 +315,9 @@ def _record(
 
 
 def _autocast(base: PreTrainedModel) -> torch.autocast:
-    """Return an autocast context to bfloat16 for a base.
+    """Return a context in which a base's operations are autocast to bfloat16.
 
-    The context is enabled only if the base mixes bfloat16 with other dtypes.
+    Autocast is enabled only if the base mixes bfloat16 with other floating-point dtypes.
     """
     floats = {p.dtype for p in base.parameters() if p.is_floating_point()}
     mixed = torch.bfloat16 in floats and len(floats) > 1

@@ -254,9 +254,6 @@ class Recording:
         The sums are over the tokens of each sample, excluding padding. Each tensor has the shape
         (samples, n + 1, r). For each sample, the first n sums belong to the held experts, and the
         last one is the sum of token embeddings.
-
-        Padding is excluded. Each tensor has the shape (samples, n + 1, r). For each sample, the
-        first n sums belong to the held experts, and the last one is the sum of token embeddings.
         """
         return {path: torch.cat([s for s, _ in passes]) for path, passes in self.passes.items()}
 
@@ -335,8 +332,8 @@ class AmoleAdapter(Trainable):
         """
         if self.layout.router != "token":
             raise CoterieError(
-                "A vanilla router has no token embeddings, which experts need to choose clients; "
-                "set router.kind to token."
+                "The experts cannot choose clients, because a vanilla router has no token "
+                "embeddings; set router.kind to token."
             )
         passes: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in self.linears}
         try:

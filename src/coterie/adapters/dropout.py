@@ -29,11 +29,11 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 
 
 def repeating_masks() -> AbstractContextManager[None]:
-    """Return a context in which the forward pass directly after this call can be repeated.
+    """Return a context in which to repeat a forward pass with the same dropout masks.
 
-    This call copies the current generator. Inside the context, masks are drawn from the copy. The
-    repeated pass therefore draws the same masks as the first pass, and does not advance the
-    original generator.
+    Call this function directly before the first pass, because it copies the current generator.
+    Inside the context, masks are drawn from the copy. The repeated pass therefore draws the same
+    masks as the first pass, and does not advance the original generator.
     """
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())

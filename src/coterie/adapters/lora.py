@@ -25,7 +25,7 @@ class LoraPair(nn.Module):
         shape: The pair (in, out) of the module's input width and output width.
         rank: Rank of the product B A, that is, of the pair without a residual.
         near: A weight of the module; the pair is created on this weight's device.
-        expert: Number of the expert to which the pair belongs; None if it belongs to no expert.
+        expert: Index of the expert to which the pair belongs; None if it belongs to no expert.
         freeze_A: Whether only B is trained.
     """
 

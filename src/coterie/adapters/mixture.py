@@ -139,7 +139,8 @@ class Mixture(Routed):
     def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
         """Convert a list of matrices, one per expert, to a tensor that stacks one matrix per slot.
 
-        The matrices of the slots are stacked along dimension 0.
+        The tensor stacks the slots along dimension 0. If k = n, the matrix of slot s is the matrix
+        of expert s. Otherwise, the matrix of every slot concatenates the matrices of all experts.
 
         Args:
             matrices: The A or the B of each expert.

@@ -36,8 +36,8 @@ class Router(StandIn):
     Args:
         base: The module of the base that the stand-in replaces.
         experts: Number n of experts.
-        loaded: Number of experts per token whose loads include the token. These are the experts
-            with the highest scores for the token.
+        loaded: Number of experts to whose loads each token is added. These are the experts with
+            the highest scores for the token.
     """
 
     def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
@@ -175,8 +175,8 @@ class Routed(Router):
         """Return the weights and indices of the k experts with the highest scores.
 
         Both tensors have the shape (tokens, k). The weights are a softmax over the k highest
-        scores. For k = 1, this softmax would always be 1 and have no gradient. The weight is then
-        taken from the softmax over all experts, as in CoMiGS' released code.
+        scores. If k = 1, however, this softmax would always be 1 and have no gradient. Then the
+        weight is taken from the softmax over all experts, as in CoMiGS' released code.
         """
         best, chosen = logits.topk(self.slots, dim=-1)
         if self.slots == 1:

@@ -30,7 +30,7 @@ TOLERANCE = 1e-10
 class Bounds:
     """Bounds on the number of clients per expert, and on the number of experts per client.
 
-    The bounds apply to the assignment in each module.
+    The bounds apply to each module separately.
     """
 
     clients_per_expert: int

@@ -150,8 +150,8 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
     Two ratios are computed, and the smaller one is returned. The first ratio is the norm divided by
     the median norm. The second ratio is the root mean square divided by the median root mean
     square. Here, a root mean square is a norm divided by the square root of the number of elements.
-    The smaller ratio treats clients with different ranks or numbers of experts fairly: with AdamW,
-    an upload with more elements has a larger norm, so the second ratio is the fair one; with SGD,
+    The smaller ratio treats clients with different ranks or numbers of experts fairly. With AdamW,
+    an upload with more elements has a larger norm, so the second ratio is the fair one. With SGD,
     each element changes more if the rank is smaller, so the first ratio is the fair one. Sizes that
     are zero are ignored in the medians.
 
@@ -166,11 +166,13 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
 
 
 def _compared(measures: Mapping[str, Measure]) -> dict[tuple[Kind, str], dict[str, Size]]:
-    """Return the sizes that must be compared with each other.
+    """Return the sizes of all uploads, arranged by kind of size and by group.
+
+    Only sizes of the same kind and group are compared with each other.
 
     Returns:
-        A mapping from each kind of size (see `SUBJECTS`) and each group to the sizes of all
-        clients' uploads.
+        A nested mapping. An outer key is a pair of a kind of size (see `SUBJECTS`) and a group. An
+        inner key is a client whose upload has a size of this kind for this group.
     """
     keys = sorted({key for measure in measures.values() for key in measure.sizes})
     return {
@@ -205,8 +207,9 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
     """Compute metrics that help to detect hostile clients.
 
     Returns:
-        A mapping from each client whose upload contains parameters to two metrics. `ratio` is the
-        largest change of a group as a multiple of the round's median. `cosine` is the cosine
+        A nested mapping, whose outer keys are clients and whose inner keys are names of metrics.
+        Clients whose uploads contain no parameters are left out. The metric `ratio` is the largest
+        change of a group as a multiple of the round's median. The metric `cosine` is the cosine
         similarity of the client's change and the sum of the other clients' normalised changes, or
         None if no other client changed the same parameters.
     """
@@ -226,9 +229,9 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 
 
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
-    """Return a tensor minus `start`, or the tensor itself.
+    """Subtract `start` from a tensor and return the result in float64.
 
-    `start` is subtracted if it contains a value for every element of the tensor.
+    If `start` does not contain a value for every element of the tensor, nothing is subtracted.
     """
     # A client with a smaller rank has only the first rows or columns of the server's tensor.
     tensor = tensor.double()

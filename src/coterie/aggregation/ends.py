@@ -158,8 +158,8 @@ class ServerTransforms:
     def download(self, client: str, message: Message) -> Message:
         """Encode a download.
 
-        If the method is called again in the same exchange, it returns the message of the first
-        call.
+        If this function is called again for a client in the same exchange, it returns the message
+        of the first call.
         """
         if not self.pipeline.active:
             return message
@@ -256,7 +256,7 @@ class ServerTransforms:
         }
 
     def refuse(self, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Determine which uploads are excluded, and store the limits of the other uploads.
+        """Determine which uploads are excluded, and store the limits of limited uploads.
 
         Args:
             measures: The results of `measure`, keyed by client.
@@ -319,7 +319,7 @@ class ServerTransforms:
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
         """Return the tensors that replace the mean of a round.
 
-        The method is called once per completed round.
+        This function is called once per completed round.
 
         Args:
             mean: The reduced uploads, keyed by group and name.

@@ -45,8 +45,8 @@ class ServerOptimiser(Transform):
         # Means that replace no parameters are returned unchanged.
         if not any(before.values()):
             raise CoterieError(
-                "aggregation.optimiser has no effect, because no mean of uploads replaces a "
-                "parameter of the server; remove the key."
+                "aggregation.optimiser has no effect, because the server replaces none of its "
+                "parameters with a mean of uploads; remove the key."
             )
         result = {group: dict(tensors) for group, tensors in mean.items()}
         for group, tensors in result.items():

@@ -258,7 +258,7 @@ def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
             for tensors in groups.values()
         )
     ):
-        problem = f"returned {type(groups).__name__}, not tensors by group and name."
+        problem = f"returned {type(groups).__name__}, not a mapping from group and name to tensors."
         raise stage.failure(hook, problem)
 
 

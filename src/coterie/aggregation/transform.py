@@ -130,7 +130,7 @@ class Transform(BaseModel):
         if self.reductions and not self.covered(run.schema):
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, whose "
-                "uploads contain no field that it encodes; remove it."
+                "uploads contain no field that the transform encodes; remove it."
             )
         exact = ("json", "uint8", "int64")
         floats = {
@@ -198,7 +198,7 @@ class Transform(BaseModel):
         """Return a value to send with a client's download. Runs on the server.
 
         Args:
-            phase: The phase of the round: `train`, or a phase from the attribute `before`.
+            phase: The phase of the round: `train`, or a phase listed in the attribute `before`.
             client: The client that receives the download.
             clients: All clients of the exchange.
             memory: The transform's state on the server.
@@ -210,7 +210,7 @@ class Transform(BaseModel):
         return None
 
     def answer(self, phase: str, context: Context) -> Json:
-        """Return a client's upload in a phase from the attribute `before`. Runs on the client.
+        """Return a client's upload in a phase listed in the attribute `before`. Runs on the client.
 
         Args:
             phase: The phase of the round.
@@ -222,7 +222,7 @@ class Transform(BaseModel):
         return None
 
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
-        """Process a client's upload in a phase from the attribute `before`. Runs on the server.
+        """Process a client's upload in a phase listed in `before`. Runs on the server.
 
         The hook is called once per client, in the order of client names.
 

@@ -55,7 +55,7 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
         b: The same mapping for the other adapter.
         by_columns: Whether to average the cosine similarities of corresponding columns. If false,
             all tensors of an adapter are concatenated into one vector. PCL's released code averages
-            over rows, which is equivalent to columns here, because that code stores the transposes
+            over rows. Because that code stores the transposes of A and B, its rows are the columns
             of A and B.
     """
     if by_columns:

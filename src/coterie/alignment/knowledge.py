@@ -135,7 +135,7 @@ class Positions:
 
     @classmethod
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
-        """Compute the positions in samples encoded by `data.examples` with this tokenizer."""
+        """Compute the positions in samples that `data.examples` encoded with a given tokenizer."""
         texts = [item.parts for item in samples.instructions]
         encoded = PartEncoder(bare_encoder(tokenizer)[0]).batch(texts)
         starts = torch.zeros(len(texts) + 1, dtype=torch.int64)
@@ -231,9 +231,9 @@ def sample_keys(items: Sequence[Instruction]) -> Tensor:
 
 
 def first_of_each(keys: Tensor) -> Tensor:
-    """Return a mask, (n,) bool, that is True at the first occurrence of each number in `keys`.
+    """Return a mask, (n,) bool, that is True at the first occurrence of each key.
 
     Args:
-        keys: (n,), numbers that may be repeated.
+        keys: (n,) int64, the keys, which may be repeated.
     """
     return first(keys[None])[0]

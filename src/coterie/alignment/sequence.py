@@ -24,11 +24,11 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
         offsets: For each of the m tokens, the range of its characters (start, end).
 
     Returns:
-        A list of m + 1 counts. A position inside a character has the count `WITHIN`. For example,
-        byte-level tokenizers split an emoji into several tokens with the same offsets. If several
-        positions are preceded by the same number of characters, all of these positions except the
-        last also have the count `WITHIN`. All remaining counts start at 0 and are strictly
-        increasing.
+        A list of m + 1 counts. A position inside a character has the count `WITHIN`. This happens,
+        for example, when a byte-level tokenizer splits an emoji into several tokens, all of which
+        have the same offsets. If several positions are preceded by the same number of characters,
+        all of these positions except the last also have the count `WITHIN`. The remaining counts
+        start at 0 and are strictly increasing.
     """
     counts = []
     read = 0
@@ -39,18 +39,18 @@ def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def matched(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return, for each number in `student`, the index of the same number in `teacher`.
+    """Return, for each integer in `student`, the index of the same integer in `teacher`.
 
-    If the numbers are counts returned by `ends()`, each result is the teacher's position that is
+    If the integers are counts returned by `ends()`, each result is the teacher's position that is
     preceded by the same number of characters as the student's position. To match the positions of
     several texts at once, first convert the counts with `keyed()`.
 
     Args:
-        student: Numbers, (p,) int64. The number -1 matches nothing.
-        teacher: Numbers, (q,) int64.
+        student: The integers to find, (p,) int64. Negative integers match nothing.
+        teacher: The integers among which to search, (q,) int64.
 
     Returns:
-        A tensor (p,) int64, which contains -1 for each number that is not in `teacher`.
+        A tensor (p,) int64, which contains -1 for each integer that has no match in `teacher`.
     """
     if not len(teacher):
         return torch.full_like(student, -1)
@@ -62,7 +62,10 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Compute a unique number for each position from the text's key and the position's offset.
+    """Compute a unique integer for each position in several texts.
+
+    The integer combines the key of the position's text with the number of characters before the
+    position.
 
     Args:
         ends: (p,), the number of characters before each position, text by text. See the function

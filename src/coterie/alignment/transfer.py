@@ -115,7 +115,7 @@ def first(tokens: Tensor) -> Tensor:
 
 
 def mixed(a: SoftTargets, b: SoftTargets, weight: Tensor) -> SoftTargets:
-    """Combine two sets of targets to `weight * a + (1 - weight) * b`.
+    """Compute the mixture `weight * a + (1 - weight) * b` of two sets of targets.
 
     Args:
         a: Targets with k_a columns.

@@ -87,9 +87,9 @@ def spelled(
         special: Ids of special tokens.
         roles: A mapping from roles to the ids of special tokens; see `Vocabulary.roles`.
         fallback: Ids of single-byte tokens that are used only if no other token matches. If an
-            ordinary token has the same byte, the fallback token becomes None. Without this rule,
-            Llama's vocabulary would contain "A" twice, and "A" could be mapped to a token that
-            Llama has never been trained on.
+            ordinary token has the same byte, the vocabulary contains None in place of the fallback
+            token. Without this rule, Llama's vocabulary would contain "A" twice, and "A" could be
+            mapped to a token that Llama has never been trained on.
     """
     excluded = {*special, *roles.values()}
     tokens = {i: token for i, token in spellings.items() if i not in excluded}

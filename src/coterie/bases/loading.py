@@ -101,10 +101,10 @@ def load_base(
 ) -> Base:
     """Load a frozen base with dropout disabled.
 
-    If `base` specifies a format, the weights have this format. Otherwise, they have the format of
-    the checkpoint, with two exceptions. Weights in float16 become bfloat16, and all weights become
-    float32 if `precision` is fp32. If weights are in float32 and `precision` is bf16, the linear
-    layers are cast to bfloat16.
+    If `base` specifies a format, the weights are loaded in this format. Otherwise, if `precision`
+    is fp32, they are loaded in float32. In all other cases, they are loaded in the format of the
+    checkpoint, but float16 becomes bfloat16. After loading, if `precision` is bf16, linear layers
+    in float32 are cast to bfloat16.
 
     Args:
         base: A built-in base, a folder, or a name on the Hugging Face hub.
@@ -264,7 +264,7 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
 
     Raises:
         CoterieError: The loader failed for a reason other than a lack of memory. If memory ran out,
-            the loader's exception is not changed.
+            the loader's exception is raised unchanged.
     """
     location, name = place(base.name, root), base.name
     revision = {} if base.revision is None else {"revision": base.revision}

@@ -40,8 +40,8 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
 
     Args:
         mask: (batch, time) bool, False for padding. None if there is no padding.
-        goes_on: Whether the forward pass reads further samples of the previous pass's batch.
-            Statistics over tokens then cover all samples that have been read.
+        goes_on: Whether the forward pass reads further samples of the previous pass's batch. If
+            true, statistics over tokens cover all samples of the batch that have been read.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 

@@ -28,7 +28,7 @@ def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> 
 
     Args:
         base: The base, modified in place.
-        precision: Precision of training; None changes no dtype.
+        precision: Precision of training. If None, no dtype is changed.
         window: Maximum length of samples in tokens.
     """
     base.requires_grad_(False).eval()

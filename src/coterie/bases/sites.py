@@ -130,8 +130,8 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
         A mapping from the path of each module to a pair of the module and its `MlpShape`. If the
         MLP's layers belong directly to the decoder layer (as in OPT), the module is the decoder
         layer itself. If the shape is None, the module is not an MLP of a known shape, so experts
-        can be attached beside the module, but not inside. Examples are a mixture of experts, and a
-        state-space block in a layer without an MLP.
+        can be attached beside the module, but not inside. The module is then, for example, a
+        mixture of experts, or a state-space block in a layer without an MLP.
     """
     sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
     for path, layer in layers(base).items():
