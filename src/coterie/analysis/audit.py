@@ -44,9 +44,9 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     """Yield the tables that describe the messages of a run and the state that stays on clients.
 
     The first table lists the fields that the method declares. Messages may contain no other fields.
-    Further tables describe each client's messages in one round, and the state that stays on the
-    client. This round is the first in which a client uploads anything (see `first_exchange`).
-    Clients with equal tables share one set of tables.
+    Further tables describe the state that stays on each client, and the client's messages in the
+    first round in which any client uploads anything (see `first_exchange`). Clients with equal
+    tables share one set of tables.
     """
     run = start(Session(config), config)
     yield _declared(run)
@@ -199,10 +199,9 @@ def _kind_of_parameter(parameter: Parameter) -> str:
 def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
     """Yield the rows of the state that stays on a client.
 
-    The trained tensors that the client uploaded are excluded. In the client's state, these tensors
-    are in the group `adapter`, even if they are in another group of the message. All tensors in
-    the state's other groups and in nested states stay on the client, even if the message contains a
-    tensor of the same name.
+    A tensor in the state's group `adapter` is excluded if the upload contains a tensor of the same
+    name in any group. Tensors in other groups of the state and in nested states are never excluded,
+    because they stay on the client even if the upload contains a tensor of the same name.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():

@@ -138,9 +138,9 @@ class Tuner:
                 selects the point at which the method reports scores.
 
         Returns:
-            The chosen run, and a record of the choice. The record contains the chosen `settings`,
-            the `seed`, and all `trials` with their settings and scores. A trial that diverged has
-            the entry `diverged` instead of a score.
+            The chosen run, and a mapping that describes the choice. The mapping contains the chosen
+            `settings`, the `seed`, and all `trials` with their settings and scores. A trial that
+            diverged has the entry `diverged` instead of a score.
 
         Raises:
             CoterieError: if all trials diverged.

@@ -87,7 +87,7 @@ class ReportedRun:
 
     @property
     def score_name(self) -> str:
-        """The name of the metric with the scores at the point of a round given by `reports`."""
+        """The name of the metric that contains the scores at the point named by `reports`."""
         return f"{TEST}{self.reports}"
 
     def by_client(self, name: str) -> Frame:
@@ -204,7 +204,7 @@ class Experiment:
 
     @cached_property
     def metric(self) -> Metric:
-        """The metric of figures, which is the default metric unless a run file names another."""
+        """The metric shown in figures: the default metric, or a metric named by a run file."""
         asked = (run.config["evaluation"].get("metric") for run in self.all)
         scores = (score for runs in self.drawn.values() for run in runs for score in run.scores)
         return metric_of(scores, next(filter(None, asked), None))
@@ -268,7 +268,7 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
     """Read the runs in some folders, and group the runs by experiment.
 
     Args:
-        paths: run folders, folders that contain run folders, or folders of such folders.
+        paths: run folders, or folders that contain run folders one or two levels below.
 
     Raises:
         CoterieError: if a folder contains no run.
@@ -292,9 +292,9 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
     """Yield a pair (name, run folder) for every run folder at a path.
 
-    If the path is itself a run folder, the run folders are that folder and the folders of the run's
-    baselines, and the name is the run's name. Otherwise, they are all run folders below the path,
-    and the name is the name of the run folder's parent folder.
+    If the path is itself a run folder, the pairs contain this folder and the folders of the run's
+    baselines, each with the run's name. Otherwise, the pairs contain all run folders below the
+    path, each with the name of the run folder's parent folder.
     """
     if RunFolder(path).is_run:
         name = RunFolder(path).description["config"]["name"]  # checks the folder's format first

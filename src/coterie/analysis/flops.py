@@ -45,7 +45,9 @@ def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
     """
     settings = experiment.all[0].config  # all runs of an experiment have the same bases and server
     if settings.get("bases") or settings.get("server"):
-        raise CoterieError("not counted if clients have different bases or the server has a model")
+        raise CoterieError(
+            "operations cannot be counted if clients have different bases or the server has a model"
+        )
     base: Base | None = None
     separate = {client: [client] for client in experiment.clients}
     costs: dict[str, Cost | str] = {}

@@ -55,9 +55,9 @@ def scores(result: Result, point: str | None = None) -> Frame:
 def of_clients(result: Result, clients: Collection[str]) -> Result:
     """Return a copy of a result in which the reported scores are limited to some clients.
 
-    Scores are limited to these clients only at the point of a round at which the method reports
-    scores ("trained" or "aggregated"). For the other point, each client's mean score is copied
-    unchanged, and the scores by window are removed.
+    A result has scores for two points of a round, "trained" and "aggregated". The method reports
+    the scores for one of these points, and only these scores are limited. For the other point, each
+    client's mean score is copied unchanged, and the scores by window are removed.
     """
     point = result["reports"]
     items = result["items"].get(point, {})

@@ -225,7 +225,7 @@ def _evaluation(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _moments(training: TrainingSpec) -> int:
-    """Count the tensors in the optimiser's state of a parameter that have the parameter's shape."""
+    """Count the tensors of a parameter's shape that the optimiser stores for the parameter."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimiser = build(training.optimiser, [parameter], training.learning_rate)

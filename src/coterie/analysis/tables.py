@@ -180,12 +180,12 @@ def run_table(
 
 
 def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
-    """Return the client with the worst score, or the first of these clients in a tie."""
+    """Return the client with the worst score. In a tie, return the first of the tied clients."""
     return max(scores.keys(), key=lambda client: metric.order(scores[client]))
 
 
 def left_out(results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield a sentence for each method and client whose uploads were excluded from rounds."""
+    """Yield a sentence for each pair of a method and a client that has excluded uploads."""
     for method, result in results.items():
         for client, rounds in result.get("left_out", {}).items():
             reason, number = list(rounds.values())[-1], len(rounds)

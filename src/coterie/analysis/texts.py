@@ -171,8 +171,8 @@ def _read(model: PreTrainedModel, texts: Sequence[Tensor]) -> tuple[Tensor, dict
 def _pieces(encoder: Tokenizer, ids: list[int], experts: list[int]) -> Iterator[tuple[str, int]]:
     """Yield the pieces of a text, each with the index of an expert.
 
-    A piece is the text of one token. If a character is split over several tokens, these tokens form
-    one piece, with the expert of the last of these tokens.
+    A piece is usually the text of one token. However, if a character is split over several tokens,
+    these tokens form one piece, with the expert of the last of these tokens.
     """
     shown = 0
     for end, expert in enumerate(experts, 1):

@@ -20,11 +20,12 @@ Messages = dict[ClientId, dict[Way, Message]]
 def start(session: Session, config: RunConfig) -> LocalRun:
     """Create the client-side and server-side objects of a short run, and let the clients join.
 
-    The short run has one training step per round. It scores models only if clients send their
-    scores to the server. The batch size is not reduced, because the shapes of tensors in messages
-    may depend on the batch size. The public text is not shortened either. FedMKT is therefore an
-    exception: when a client or the server learns from the public samples, the training includes all
-    public samples, which usually takes more than one step.
+    The short run has one training step per round. FedMKT is an exception, because the public text
+    is not shortened: when a client or the server learns from the public samples, it trains on all
+    of them, which usually takes more than one step.
+
+    The short run scores models only if clients send their scores to the server. The batch size is
+    not reduced, because the shapes of tensors in messages may depend on the batch size.
     """
     session.check(config)
     training = config.training.model_copy(update={"steps": 1})

@@ -65,8 +65,8 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            A mapping with the digest of the data (`data`) and the counts of tokens, samples and
-            other units per split. It also contains record counts per label if `labels` is not None.
+            A mapping with the digest of the data (`data`) and, for each split, the counts of tokens
+            and other units. If `labels` is not None, the mapping also contains `labels`.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -310,7 +310,7 @@ def described_templates(
 def _plain(item: Any) -> Any:
     """Return the content of a text or sample as JSON values that do not depend on the machine.
 
-    The result omits a sample's location `where`, and the template's input values `fields`.
+    Two attributes of samples are omitted: `where` (the location) and `fields` (template inputs).
     """
     if isinstance(item, str):
         return item
@@ -354,10 +354,10 @@ def client_context(
 
     Args:
         config: The run.
-        base: The client's base. If an adapter is attached to the base, it is detached.
+        base: The client's base. Any adapter that is attached to the base is detached.
         participant: The client and its data.
         log: Called with each metric of the client.
-        ledger: The record of the client's privacy budget; by default, an empty one.
+        ledger: The ledger of the client's privacy budget; by default, an empty ledger.
     """
     detach(base.model)
     training = config.training_of(participant.name)

@@ -56,9 +56,9 @@ class Batch(NamedTuple):
     def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:
         """Split the batch into pieces of samples of similar length.
 
-        Each piece is truncated to the length of its longest sample. The split minimises the sum of
-        the number of tokens, including padding, and `cost` times the number of pieces. A batch
-        without masks is one piece.
+        Each piece is truncated to the length of its longest sample. The split minimises
+        `t + cost * p`, where t is the number of tokens, including padding tokens, and p is the
+        number of pieces. A batch without masks is one piece.
 
         Args:
             cost: The cost of a piece, in tokens.
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy, and None because there are no further measurements.
+        """Return the mean cross-entropy, and None in place of further measurements.
 
         The mean is a scalar with a gradient, in nats per token.
         """
@@ -379,8 +379,8 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     """Return the output head if the logits are exactly the head's weight times the hidden state.
 
-    Return None for models that scale, cap or add a bias to the logits. Also return None for PEFT
-    models, because they may place a soft prompt before the tokens.
+    Return None for models that scale or cap the logits, or add a bias to the logits. Also return
+    None for PEFT models, because they may place a soft prompt before the tokens.
     """
     if not isinstance(model, PreTrainedModel):
         return None

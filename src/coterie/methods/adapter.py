@@ -136,7 +136,7 @@ class AdapterMethod(Method):
             clients: The names of the run's clients.
 
         Returns:
-            The names of the chosen clients, from the highest rank to the lowest.
+            The names of the chosen clients, in descending order of LoRA rank.
         """
         layouts = {self.layout(client): client for client in clients}
         return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
@@ -294,7 +294,7 @@ class AdapterServer(ServerSide, Generic[M]):
         self.shared: dict[str, Tensor] = {}
         """A mapping from the name of each shared tensor to the tensor."""
         self.parameters: dict[str, Parameter] = {}
-        """The parameter that describes each shared tensor, by the tensor's name."""
+        """A mapping from the name of each shared tensor to the parameter that describes it."""
         for client in method.representatives(context.clients) if method.shared_roles else ():
             adapter = method.adapter(context.base, context.seed, client)
             for name, parameter in adapter.parameters().items():
@@ -308,7 +308,7 @@ class AdapterServer(ServerSide, Generic[M]):
         names of the shared parameters.
         """
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        """The shapes of each client's shared tensors, by the names of the client and the tensor."""
+        """For each client, a mapping from the names of the shared tensors to their shapes."""
         self.residuals = Residuals(self.parameters if method.averages_exactly else {})
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:

@@ -142,7 +142,7 @@ class HetLoraServer(RankServer[HetLora]):
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
         self.means: dict[str, PaddedMean] = {}
-        """The weighted mean of each A and of each B so far, by the tensor's name."""
+        """A mapping from the name of each A and B to the tensor's weighted mean so far."""
 
     def expected(self, client: ClientId, experts: Tensors) -> Shapes:
         pairs = {a: self.pairs[a] for a in self.ranks[client]}

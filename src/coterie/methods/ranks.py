@@ -279,7 +279,10 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
-    """Return a function for HetLoRA's penalty, the sum of `tail` over all pairs times `weight`."""
+    """Return a function that computes HetLoRA's penalty.
+
+    The penalty is `weight` times the sum of `tail` over all pairs.
+    """
     pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 
     def tails() -> Tensor:
@@ -290,7 +293,11 @@ def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalt
 
 
 def present_rank(A: Tensor) -> int:
-    """Return a pruned pair's current rank, counting rows of A up to the last non-zero row."""
+    """Return a pruned pair's current rank.
+
+    The rank is the number of rows of A up to and including the last non-zero row. If all rows are
+    zero, the rank is 1.
+    """
     rows = A.detach().any(dim=1).nonzero()
     return int(rows[-1]) + 1 if len(rows) else 1
 

@@ -166,15 +166,17 @@ class Trusted(Settings):
         return self
 
     def row(self, own: str, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return one client's trust weights, a softmax over the scores of the chosen clients.
+        """Return one client's trust weights.
+
+        The weights are a softmax over the scores of the clients selected by `top` or `threshold`.
+        All other clients have the weight 0.
 
         Args:
             own: The client's own name.
             scores: For each client that uploaded, the client's score.
 
         Returns:
-            The weight of every client in `scores`. Clients that are not chosen have the weight 0.
-            The weights sum to 1.
+            The weight of every client in `scores`. The weights sum to 1.
         """
         return trust_row(own, scores, self.top, self.threshold)
 

@@ -22,11 +22,11 @@ from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 
 
 def holdings(run: ReportedRun) -> Frame:
-    """Return a run's record of which client held which expert.
+    """Return which experts each client held in each round of a run.
 
     Returns:
         A frame of booleans. There is a column for each expert, and a row for each combination of
-        round, path of a layer, and client. Rounds for which the record lacks a layer are omitted.
+        round, path of a layer, and client. Rounds without metrics for every layer are omitted.
     """
     by_layer = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*map(set, by_layer.values())))
@@ -45,7 +45,7 @@ def holdings(run: ReportedRun) -> Frame:
 
 
 def shared(held: Frame) -> Frame:
-    """Compute the overlap of every two clients' experts in a round, averaged over layers.
+    """Compute the overlap between the experts of each pair of clients, averaged over layers.
 
     On each layer, the overlap of two sets of experts is the number of experts in both sets, divided
     by the number of experts in at least one of the sets.

@@ -17,7 +17,10 @@ SPREAD = "Bands and bars: ±1 standard deviation over seeds."
 
 
 def scale_of(metric: Metric) -> str:
-    """Return words for a caption if the metric has a logarithmic scale, else an empty string."""
+    """Return the part of a caption that describes the scale of a metric.
+
+    The part is an empty string if the scale is not logarithmic.
+    """
     return "; logarithmic scale" if metric.logarithmic else ""
 
 

@@ -23,7 +23,7 @@ TITLE = "Distillation between server and clients"
 MOST = 10
 """The maximum number of rounds in the table."""
 Lesson = Mapping[str, Any]
-"""The record of one distillation, in which a client or the server learnt from a teacher.
+"""Statistics of one distillation, in which a client or the server learnt from a teacher.
 
 `samples` is the number of samples on which the learner learnt from a teacher. `positions` is the
 share of these samples' token positions that are aligned with a position in the teacher's tokens.
@@ -34,21 +34,21 @@ vocabulary, averaged over the aligned positions.
 
 @dataclass(frozen=True)
 class Lessons:
-    """The records of distillation of one run.
+    """The lessons of one run. A lesson contains the statistics of one distillation.
 
-    There is one record for each learner and round. Rounds are counted from 1.
+    There is one lesson for each learner and round. Rounds are counted from 1.
     """
 
     clients: Sequence[str]
     public: int | None
     """The number of public samples; None if the run did not record this number."""
     server: Mapping[int, Lesson]
-    """The server's record of each round; empty if the server only teaches.
+    """The server's lesson in each round; empty if the server only teaches.
 
-    Under `by`, a record contains the number of samples on which the server learnt from each client.
+    Under `by`, a lesson contains the number of samples on which the server learnt from each client.
     """
     learnt: Mapping[str, Mapping[int, Lesson]]
-    """For each client, the record of each round. Clients that share no metrics are absent."""
+    """For each client, the lesson in each round. Clients that share no metrics are absent."""
 
     @property
     def rounds(self) -> list[int]:
@@ -58,11 +58,11 @@ class Lessons:
 
 
 def lessons(run: ReportedRun) -> Lessons:
-    """Read the records of distillation of a run.
+    """Read the lessons of a run from the run's metrics.
 
-    A record's `after` is the number of rounds that were complete when the learner (a client or the
+    A lesson's `after` is the number of rounds that were complete when the learner (a client or the
     server) learnt. A client may learn twice after the same round: once before it is scored, and
-    once more before it trains in the next round. Only the second record is returned.
+    once more before it trains in the next round. Only the second of these lessons is returned.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
@@ -75,7 +75,7 @@ def lessons(run: ReportedRun) -> Lessons:
 
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label with records of distillation.
+    """Yield a figure for each label whose run recorded lessons.
 
     For each label, only the run with the smallest seed is considered.
     """
@@ -166,7 +166,7 @@ def _table(records: Lessons) -> Table:
 
 
 def _quality(lesson: Lesson) -> list[str]:
-    """Return a lesson's cells in the table.
+    """Return the cells of a table that show a lesson's statistics.
 
     Returns:
         The number of samples, the share of aligned positions, and the share of the teacher's

@@ -60,7 +60,7 @@ class FedAMoLE(Method, FedAMoLESettings):
             MessageField("tokens", "mean token embedding of held-out samples, for each layer"),
         )
         count = MessageField("count", "number of domain experts", "json")
-        held = MessageField("held", "numbers of the client's domain experts, by layer", "json")
+        held = MessageField("held", "indices of the client's domain experts on each layer", "json")
         return Schema(up=(adapter, *(means if self.chooses else ())), down=(adapter, count, held))
 
     def client(self, context: ClientContext) -> FedAMoLEClient:

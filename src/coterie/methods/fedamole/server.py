@@ -123,9 +123,10 @@ class FedAMoLEServer(ServerSide):
         }
 
     def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
-        """Return the relevance of a layer's experts for the clients, shaped (experts, clients).
+        """Return the scores by which a layer's experts choose clients, shaped (experts, clients).
 
-        Scores are random if the setting `assignment` is random or random-once, or if no client has
+        A score is usually the relevance of an expert for a client's tokens. However, all scores are
+        random if the setting `assignment` is "random" or "random-once", or if no participant has
         uploaded embeddings yet.
         """
         tokens = [self.token_means.get(c, {}).get(path) for c in participants]

@@ -34,7 +34,7 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
     def private(self) -> Tensor:
         """The keys of the client's private samples, shaped (samples,), int64.
 
-        The client does not upload predictions on these samples.
+        If a public sample has one of these keys, the client uploads no predictions on the sample.
         """
         data = self.context.data
         keys = keys_of(data.train, data.validation, data.test)

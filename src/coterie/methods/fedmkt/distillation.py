@@ -222,10 +222,10 @@ class Distiller:
     def _sample_weights(self, batch: Tensor) -> Tensor:
         """Return the weights, shaped (n,), of the samples' distillation losses in an update.
 
-        If the setting `own` is not none, all weights are 1. If it is none, samples without a
-        teacher have the weight 0, and all other samples have the same weight. This weight is chosen
-        so that the distillation loss of the update is a mean over the positions of those samples in
-        `batch` that have a teacher.
+        If the setting `own` is "none", samples without a teacher have the weight 0, and all other
+        samples have the same weight. This weight makes the distillation loss of the update a mean
+        over the positions of the samples in `batch` that have a teacher. For any other value of
+        `own`, all weights are 1.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -266,9 +266,9 @@ class Distiller:
     def _mixed_targets(self) -> SoftTargets:
         """Return the targets from which the student learns.
 
-        If the setting `own` is mean, these targets are the mean of the student's own predictions
-        and the selected targets, weighted by exp(-loss). Otherwise, they are the attribute
-        `targets`.
+        If the setting `own` is "mean", the result is the weighted mean of the student's own
+        predictions and the selected targets, with the weights exp(-loss). For any other value of
+        `own`, the result is the attribute `targets`.
         """
         if self.settings.own != "mean":
             return self.targets
