@@ -283,8 +283,8 @@ class ChatTemplate:
 def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> ChatTemplate:
     """Return the chat template that a run uses with a base.
 
-    The template is the template of the run file if there is one, or else the base's template if
-    there is one, or else Coterie's default template.
+    The run file's template takes precedence over the base's template. If there is neither, the
+    function returns Coterie's default template.
 
     Args:
         tokenizer: The base's tokenizer.
@@ -325,7 +325,7 @@ def _after_space(text: str, start: int) -> int:
 
 
 def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) -> Sequence[str]:
-    """Return the texts of a sample in the form in which they are encoded.
+    """Return the texts into which a sample is divided for encoding.
 
     Prompts and answers alternate. The first text is a prompt.
 
@@ -340,7 +340,7 @@ def parts_of(item: Instruction | Conversation, template: ChatTemplate | None) ->
 
 
 def _leading(marker: re.Pattern[str], text: str) -> list[str]:
-    """Match a pattern repeatedly from the beginning of a text, and return the matches."""
+    """Return the consecutive matches of a pattern at the beginning of a text."""
     markers: list[str] = []
     while match := marker.match(text, sum(map(len, markers))):
         markers.append(match[0])

@@ -32,7 +32,7 @@ def own_texts(item: Any) -> tuple[str, ...]:
         item: A document (str), or an item with the property `content`.
 
     Returns:
-        A tuple that contains only the document, or the property `content` of the item.
+        A tuple that contains only the document if `item` is a document, or else `item.content`.
     """
     return (item,) if isinstance(item, str) else item.content
 

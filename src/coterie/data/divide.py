@@ -60,13 +60,13 @@ Records = list[tuple[str, Any]]
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
     """Divide a data set among clients.
 
-    A division by label or by mixture has one client per label, named after the label. In an even
-    division or a division by Dirichlet shares, the clients are named client-1, client-2, and so on.
-    If the run file specifies mixtures, it also names the clients. The shares in `divide.mixtures`
-    are fractions of the characters of plain text, or of the number of samples. No record is used
-    twice, except that all clients of an even division have the same validation and test splits. In
-    other divisions, validation and test splits that the data set already has are divided in the
-    proportions of the training text, unless `divide.held_out` is `uniform`.
+    With `by: label` or `by: mixture`, there is one client per label, named after the label. With
+    `by: even` or `by: dirichlet`, the clients are named client-1, client-2, and so on. With
+    `by: mixtures`, the run file sets each client's name and label shares, as fractions of the
+    characters of plain text or of the number of samples. No record is used twice, except that all
+    clients of an even division have the same validation and test splits. In other divisions, the
+    data set's own validation and test splits (if any) are divided in the proportions of the
+    training text, or equally if `divide.held_out` is `uniform`.
 
     Args:
         spec: The run file's section `divide:`.
@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take a public set from the pools, with the mean of the clients' label shares."""
+    """Take a public set from the pools. Its label shares are the means over the clients."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -228,7 +228,7 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
     """Return the clients' names.
 
-    The names are set in the run file, or numbered, or derived from labels, as a-b is from A/B.
+    The names are set in the run file, numbered, or derived from labels. The label A/B gives a-b.
     """
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
@@ -253,7 +253,7 @@ def _hold_out_uniform(
 ) -> dict[str, list[list[int]]]:
     """Take each client's validation and test records from the pools, and return their indices.
 
-    In each split, every client has the same number of records of every label. The fractions are
+    Within a split, the number of records per client and label is constant. The fractions are
     fractions of all records in the pools.
     """
     records = sum(len(pool) for pool in pools.values())
@@ -369,7 +369,7 @@ Mixtures = Sequence[Mapping[str, float]]
 def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
     """Return the largest size of a client's text for which no label runs out of records.
 
-    The size is the sum of `lengths`: a number of characters, or a number of samples.
+    The size of a text is the sum of its records' `lengths`, in characters or in samples.
     """
     sizes: list[float] = []
     for label, pool in pools.items():
@@ -381,9 +381,9 @@ def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float
 def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
     """Take records with a total length of about `size` for each client, and return their indices.
 
-    Because records are not divided, each label's share is exact only to within one record. Labels
-    alternate. If a limit truncates a client's text, the remaining text therefore has the label
-    shares of the whole text, to within one record per label.
+    Because records are not divided, each label's share is exact only to within one record. A
+    client's records alternate between labels. If a limit truncates the client's text, the remaining
+    text therefore has the label shares of the whole text, to within one record per label.
     """
     parts: list[list[tuple[float, int]]] = [[] for _ in mixtures]
     for label, pool in pools.items():

@@ -68,7 +68,10 @@ class Examples:
 
     @cached_property
     def answers(self) -> Tensor:
-        """The index of each last answer's first token, as an int64 tensor shaped (n,)."""
+        """The index of the first token of each sample's last answer.
+
+        The tensor is int64 and shaped (n,).
+        """
         return self.starts[1:] - self.last
 
     @property
@@ -200,7 +203,7 @@ class Examples:
 
 
 def joined(parts: Sequence[S]) -> S:
-    """Concatenate splits of the same type, which are all streams, samples or pairs.
+    """Concatenate splits of the same type: only streams, only samples, or only pairs.
 
     Tensors and tuples are concatenated, integers are added, and dataclasses are joined field by
     field. All other fields are copied from the first part.

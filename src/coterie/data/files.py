@@ -141,9 +141,9 @@ def skipped_files(path: Path, owner: str) -> Counter[str]:
     """Count the files of a folder that `find_files` skips.
 
     Returns:
-        The number of skipped files for each suffix, the number of hidden files and folders, and the
-        numbers of special files, of links to folders and of broken links. If the path is a file,
-        the counter is empty.
+        A counter with the number of skipped files for each suffix. It also contains the numbers of
+        hidden files and folders, of special files, of links to folders, and of broken links. If the
+        path is a file, the counter is empty.
     """
     return _listed(path, owner)[1] if path.is_dir() else Counter()
 

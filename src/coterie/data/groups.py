@@ -190,11 +190,11 @@ class Groups:
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return the fields `rows` and `sizes` of a batch of items with the indices `chosen`."""
+        """Return the values of `rows` and `sizes` for a batch of the items `chosen`."""
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses on the items, and further numbers; see `Split.measured`."""
+        """Return a model's losses on the items, and further values; see `Split.measured`."""
         raise NotImplementedError
 
 

@@ -121,8 +121,8 @@ class Conversation:
         If the conversation begins with an answer, the first exchange has no user turn.
 
         Returns:
-            A tuple that contains the system prompt, or nothing if there is none; and a list of the
-            exchanges.
+            A tuple and a list. The tuple contains the system prompt, and is empty if there is no
+            system prompt. The list contains the exchanges.
         """
         first = 1 if self.turns[0].role == "system" else 0
         parts: list[tuple[Turn, ...]] = []
@@ -159,7 +159,7 @@ class Ranking:
     def content(self) -> tuple[str, ...]:
         """The texts that the record contains, without the words that a template adds.
 
-        These are the texts of the prompt with the best answer, followed by all other answers.
+        These are the texts of the prompt and of the best answer, followed by all other answers.
         """
         return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 

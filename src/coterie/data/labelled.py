@@ -22,9 +22,10 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         root: The folder to which relative paths refer.
 
     Returns:
-        For each split, a list of pairs of a record's label and the record's text or item. The split
-        "train" contains the records to divide among the clients. The splits "validation" and "test"
-        are present only if the data set has validation and test splits of its own.
+        For each split, a list of pairs. A pair contains a record's label and the record's text or
+        item. The split "train" contains the records to divide among the clients. The splits
+        "validation" and "test" are present only if the data set has its own validation and test
+        splits.
 
     Raises:
         CoterieError: A source cannot be read or has no text, or a record is invalid.
@@ -71,8 +72,8 @@ def _samples(
 
     Each piece of a .txt file becomes a record that contains the text of the piece and the label of
     the file's source. The prompt can thus contain the text, and the answer can be the label. The
-    pieces of all sources are converted to items together, because every item's list of possible
-    answers (its choices) contains the distinct answers of all pieces.
+    pieces of all sources are converted to items together, because the choices (possible
+    answers) of every item are by default the distinct answers of all pieces.
     """
     samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}

@@ -25,8 +25,8 @@ answers of a pair.
 class Choices:
     """A model's losses on all choices of n samples.
 
-    The first n rows are the samples with their right answers. Each of the other rows is a sample
-    whose answer is replaced with a wrong choice.
+    A row is a sample with one possible answer. The first n rows contain the right answers of the n
+    samples. All other rows contain wrong choices.
     """
 
     nats: "Tensor"

@@ -96,7 +96,7 @@ class SplitQuality:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The numbers of special tokens in one client's split, or in the public text."""
+    """The counts of special tokens in one client's split, or in the public text."""
 
     client: str
     split: str
@@ -227,7 +227,10 @@ def sentences(report: Quality) -> list[str]:
 
 
 def _total(counts: Mapping[str, int]) -> str:
-    """Format the sum of counts and the first counts, as in "3 (anna train 2, ben test 1)"."""
+    """Format the sum of counts, and then the counts, as in "3 (anna train 2, ben test 1)".
+
+    Only the first few counts are listed.
+    """
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
     return f"{sum(counts.values()):,}" + (f" ({listed_first(parts)})" if parts else "")
 

@@ -157,9 +157,10 @@ class PreferenceSpec(DataKind):
 
 
 class KindSpec(NamedSpec):
-    """The run file's key `data.kind`: a kind's name, or a mapping with `name` and settings.
+    """The run file's key `data.kind`, which selects a kind of data that is not built in.
 
-    This class validates the name. The kind's class validates the settings.
+    The value is the name of the kind of data, or a mapping with `name` and settings. This class
+    validates the name. The class of the kind of data validates the settings.
     """
 
     @field_validator("name")
@@ -228,15 +229,16 @@ class DataSpec(Spec):
 
     @property
     def _own(self) -> DataKind:
-        """The settings of the built-in kind that the section selects; by default, plain text."""
+        """The settings of the selected built-in kind of data. The default is plain text."""
         settings = self.instructions or self.messages or self.preferences
         return settings or TextSpec(fields=self.fields)
 
     @property
     def declared(self) -> type[DataKind]:
-        """The class that declares the kind's class variables, such as `compares`.
+        """The class that declares the class variables of the kind of data, such as `compares`.
 
-        For a built-in kind, the class has only the settings, and cannot read or encode records.
+        The class of a built-in kind of data contains only settings, and cannot read or encode
+        records.
         """
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)

@@ -117,7 +117,7 @@ class Scored(Protocol):
             scorer: The model, with the window and the batch size.
 
         Returns:
-            The measurements; and a mapping of names to further numbers, which are shown in reports
+            The measurements; and a mapping of names to further values, which are shown in reports
             and stored under these names in result.json.
         """
         ...

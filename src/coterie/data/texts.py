@@ -35,10 +35,10 @@ def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Tex
     """Read a client's files and divide them into splits.
 
     If a validation or test split has no files of its own, a fraction of the texts in `path` or
-    `train` is set aside for the split, according to `data.fractions`. The fractions are fractions
-    of all characters of plain text, or of the number of samples. A record is never divided between
-    splits. A .txt file is divided into pieces. Adjacent pieces that are assigned to the same split
-    are joined again.
+    `train` is set aside for the split, according to `data.fractions`. For plain text, a
+    fraction refers to the number of characters. For other kinds of data, it refers to the number of
+    samples. A record is never divided between splits. A .txt file is divided into pieces. Adjacent
+    pieces that are assigned to the same split are joined again.
 
     Args:
         spec: The client's entry in the run file.
@@ -108,8 +108,8 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
     """Convert the records of all splits to items, and return the items of each split.
 
-    The splits must be converted together. If the run file does not set the choices of instructions,
-    the choices are the distinct answers in all splits.
+    The splits must be converted together, because the choices of instructions are by default
+    collected from the answers in all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}

@@ -12,8 +12,9 @@ def sample_batch(tokens: Split, batch: int, window: int, generator: torch.Genera
     """Draw a batch of samples from a split uniformly at random, with replacement.
 
     The samples of a stream are windows at any offset, with token ids of shape (batch, window + 1).
-    The first `window` tokens of a window are inputs, and the last `window` tokens are targets. The
-    samples of other kinds of data are whole prompts with answers, conversations or pairs.
+    The first `window` tokens of a window are inputs, and the last `window` tokens are targets. For
+    other kinds of data, a sample is a whole conversation, a whole pair, or a whole prompt with its
+    answer.
 
     Args:
         tokens: The split. A stream must have at least window + 1 tokens; `tokenise` ensures this.

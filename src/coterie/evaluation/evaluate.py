@@ -191,7 +191,7 @@ def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, 
 
     Args:
         base: The base whose model computes the logits.
-        batch: Samples, which may be padded.
+        batch: Samples, with or without padding.
         k: The number of logits per sample.
         at_once: The number of samples per forward pass.
 

@@ -25,7 +25,7 @@ class Sampling:
         temperature: The sampling temperature. A temperature of 0 means greedy decoding.
         top_p: The threshold of nucleus sampling.
         seed: The seed for the sampling of tokens.
-        thinking: Whether an answer in a conversation may begin with thinking.
+        thinking: Whether an answer in a conversation is allowed to begin with thinking.
     """
 
     tokens: int

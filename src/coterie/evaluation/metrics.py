@@ -27,7 +27,8 @@ class Metric:
 
     A subclass defines `name`, `title` and `score`, and overrides any other class variable whose
     default does not fit. The subclass is registered with `coterie.register` or loaded with
-    `--plugin FILE.py`. A metric that is not a mean of scores also overrides `sums` and `value`::
+    `--plugin FILE.py`. A metric that is not a mean of scores also overrides `sums` and `value`.
+    The following metric, for example, is the mean length of the generated answers::
 
         class AnswerLength(Metric):
             name = "answer_length"

@@ -21,7 +21,7 @@ MOST_CHOICES = 20
 
 
 class Instructions(InstructionSpec):
-    """Prompts with answers. With the template `chat`, the prompts and answers are conversations."""
+    """Prompts with answers. With the template `chat`, each record is read as a conversation."""
 
     def used(self) -> set[str]:
         used = set(fields(self.template)) | (set(EARLIER) if self.chats else set())
