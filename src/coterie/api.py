@@ -311,7 +311,7 @@ def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]
 
 
 def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, str | Method]:
-    """Return a mapping from the names of rows in the table to methods."""
+    """Return a mapping from the name of each table row to the method that the row shows."""
     if not methods:
         raise CoterieError("Name at least one method to compare; `coterie methods` lists them.")
     if isinstance(methods, Mapping):

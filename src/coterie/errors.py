@@ -9,7 +9,7 @@ class CoterieError(Exception):
 
 
 class Unwritable(CoterieError):
-    """A file could not be written; a retry may succeed once the disk has free space."""
+    """A file could not be written; a retry may succeed when the disk has free space."""
 
 
 class Diverged(CoterieError):

@@ -143,7 +143,7 @@ class LogFile(RotatingFileHandler):
         return append_to(Path(self.baseFilename))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a failed write: on a full disk, the terminal still shows the record."""
+        """Ignore a failed write, as on a full disk; the terminal still shows the log record."""
 
 
 def open_lock(path: Path) -> IO[str]:

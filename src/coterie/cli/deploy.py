@@ -349,7 +349,7 @@ def _absolute(path: str | None) -> str | None:
 def _validated(
     name: str, paths: Mapping[str, str | None], device: str
 ) -> tuple[dict[str, str], str | tuple[str, ...]]:
-    """Validate a client's options before it connects to the server.
+    """Validate a client's options before the client connects to the server.
 
     Returns:
         A pair. The first item maps keys of a run file, such as `train`, to the absolute paths of

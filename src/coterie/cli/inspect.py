@@ -92,8 +92,8 @@ Layer = Annotated[
     str | None,
     typer.Option(
         metavar="N|first|middle|last",
-        help="Layer whose experts --texts and --samples show: first, middle, last, or the layer's "
-        "number N (1 for the first). Default: the first, the middle and the last layer.",
+        help="Layer whose experts are shown by --texts and --samples: first, middle, last, or the "
+        "layer's number N (1 for the first). Default: the first, the middle and the last layer.",
     ),
 ]
 Texts = Annotated[

@@ -67,7 +67,11 @@ def load_deployment(
 
 
 def check_start(config: "RunConfig", registered: Collection[str]) -> None:
-    """Raise CoterieError if a new run has fewer clients than its quorum, or a client has no key."""
+    """Check that a new run has enough clients for its quorum, and that each client has a key.
+
+    Raises:
+        CoterieError: The run has too few clients, or a client has no key.
+    """
     quorum, count = config.deployment.quorum, len(config.clients)
     if quorum is not None and quorum > count and not config.deployment.anyone:
         raise CoterieError(

@@ -146,7 +146,7 @@ def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
 
 
 def _registry(kind: type) -> Registry[Any] | None:
-    """Return the registry for a class, or None if it is not a subclass of any class in `KINDS`."""
+    """Return the registry for a class, or None if the class has no base class in `KINDS`."""
     for base, registry in KINDS.items():
         module, _, name = base.partition(":")
         # Importing the base class may import torch. If its module is not imported yet, the base

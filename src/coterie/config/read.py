@@ -47,7 +47,7 @@ def load_here(
 
     Args:
         values: The plain data of a run file.
-        tune: The values to try for each dotted key in tuning. The run file is validated with each
+        tune: The values that tuning tries for each dotted key. The run file is validated with each
             of these values. None: no tuning.
 
     Raises:

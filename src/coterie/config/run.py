@@ -80,14 +80,14 @@ class RunConfig(Sections[Method]):
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Return the exchange of the method that contains an exchange of the run, and the phase.
+        """Convert the number of an exchange of the run to an exchange of the method and a phase.
 
         Args:
             exchange: The number of the exchange of the run; the first is 0.
 
         Returns:
-            A pair. The first item is the number of the method's exchange, and the first exchange
-            has the number 0. The second item is the phase of this exchange.
+            A pair. The first item is the number of the method's exchange, counted from 0. The
+            second item is the phase of the method's exchange.
         """
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]

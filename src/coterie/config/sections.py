@@ -171,7 +171,7 @@ class Sections(BaseModel, Generic[M]):
     def _inline_templates(cls, values: Any) -> Any:
         """Replace the path of each template file with the file's content.
 
-        The clients of a deployment do not have the file.
+        Clients of a deployment need the content, because they do not have the file.
         """
         if not isinstance(values, Mapping) or not isinstance(values.get("data"), Mapping):
             return values

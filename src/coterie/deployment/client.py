@@ -78,7 +78,7 @@ class Worker:
         If the client cannot carry out the order, the reply reports the error.
 
         Raises:
-            MessageError: The bytes are not an order.
+            MessageError: `data` is not a serialised order.
         """
         order, body = unseal(Order, data)
         try:
@@ -333,13 +333,13 @@ class SiteRun:
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
-        """Commit or undo the newest step, depending on whether the server accepted its upload.
+        """Commit the newest step if the server accepted the step's upload, and undo it otherwise.
 
         If the server repeats the order of this step, the step is not undone, so that the stored
         upload can be sent again.
 
         Returns:
-            The content of about.json of the step that is now the newest.
+            The content of about.json for the step that is the newest after the call.
         """
         newest = self._about()
         counted = -1 if order.counted is None else order.counted

@@ -93,7 +93,7 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
 
 def _state_without(name: str, state: State, client: str) -> State:
-    """Return a state from a checkpoint without the data about a client.
+    """Return a checkpoint's state with all data about a client removed.
 
     `name` is the name of the state in the checkpoint.
     """

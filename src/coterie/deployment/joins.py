@@ -58,8 +58,8 @@ class Joins:
         """Yield the clients for which the server has finished preparing since the last call.
 
         Yields:
-            A pair of the client's name and the error that occurred. The error is None if the client
-            has joined.
+            A pair. The first item is the client's name. The second item is None if the client has
+            joined, and otherwise the error that prevented the client from joining.
         """
         for name, (future, message, hello) in sorted(self._pending.items()):
             if not future.done():

@@ -103,7 +103,7 @@ class Orders:
         return None
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
-        """Count one more training of a round in the run folder.
+        """Count one more training of a round, and save the count in the run folder.
 
         Raises:
             CoterieError: The round has been trained too often, or the run folders take too much

@@ -104,10 +104,11 @@ class Quorum:
     ) -> bool:
         """Return whether a round has enough valid uploads to be aggregated.
 
-        The valid uploads must reach the quorum. After each client whose upload was refused has been
-        asked for another upload, refused uploads also count towards the quorum, so that clients
-        with invalid uploads cannot block the run. However, a round with more refused uploads than
-        valid uploads never has enough valid uploads.
+        The valid uploads must reach the quorum. If they do not, each client whose upload was
+        refused is asked for another upload. When all of these clients have been asked, refused
+        uploads also count towards the quorum, so that clients with invalid uploads cannot block the
+        run. However, a round with more refused uploads than valid uploads never has enough valid
+        uploads.
 
         Args:
             counted: The number of valid uploads.

@@ -32,9 +32,9 @@ GRACE = 60.0
 class ServerRun(ServerPart):
     """The server of a deployed run. It starts or continues the run, and serves it to the end.
 
-    A run continues from its newest checkpoint. The server repeats its order to a connected client
-    (to join, to take part in the round, or to end) until the client replies. Therefore, clients and
-    this process can stop and continue at any time.
+    A run continues from its newest checkpoint. The server repeats an order (to join, to take part
+    in the round, or to end) until the client replies. Therefore, clients and this process can stop
+    and continue at any time.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ServerRun(ServerPart):
                 self._remove_expelled()
                 self._save(self.round)
         for name in sorted(self.waiting):
-            self._note(f"{name} did not receive the result; use --resume once {name} is connected")
+            self._note(f"{name} did not receive the result; use --resume when {name} is connected")
         self._record_entries(self.joins.hellos.keys() - self.waiting)
         lines = list(self.folder.metrics())  # a killed process may have appended some of them
         self.folder.append([line for line in self.recorder.take() if line not in lines])
@@ -325,7 +325,7 @@ class ServerRun(ServerPart):
             self.seats[name].retry_at = math.inf  # no order before the preparation has ended
 
     def _complete_joins(self) -> None:
-        """Mark clients as joined after the server has prepared for them."""
+        """Mark clients as joined if the server has finished preparing for them."""
         for name, error in self.joins.ended():
             if error is None:
                 self._joined(name)
@@ -352,7 +352,7 @@ class ServerRun(ServerPart):
         self.waiting.discard(name)
 
     def _record_entries(self, names: Iterable[str]) -> None:
-        """Record the metrics in the clients' last replies."""
+        """Record the metrics that the clients sent with their last replies."""
         for name in sorted(names):
             for entry in self.seats[name].entries:
                 if entry.is_from_client:

@@ -96,8 +96,8 @@ def serve_again(
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.
         without: The names of clients to expel.
-        update: A run whose section `deployment` and whose device replace the recorded values. None:
-            no changes.
+        update: A run that provides the new section `deployment` and the new device. None: no
+            changes.
 
     Raises:
         CoterieError: The run cannot be resumed.

@@ -79,9 +79,9 @@ def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
 
 
 def version_mismatch(order: Order) -> str | None:
-    """Return a message if this client lacks the run's protocol version or one of its plugins.
+    """Return a message if this client lacks the run's protocol version or a plugin of the run.
 
-    If the client lacks neither of them, return None.
+    If nothing is missing, return None.
     """
     if order.protocol != PROTOCOL:
         return (

@@ -352,7 +352,8 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
         their best models, the scores that the method reports (`trained` or `aggregated`) are the
         scores of the best models. In this case, `kept` contains the number of rounds after which
         each client had its best model. If clients were excluded from rounds, `left_out` contains
-        the reasons. Its keys are first a client's name, then the number of the round, from 1.
+        the reasons: `left_out[client][round]` is the reason why `client` was excluded from
+        `round`, where the first round is 1.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}

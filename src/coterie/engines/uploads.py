@@ -133,7 +133,7 @@ class Uploads:
         """Remove a client's upload, because the server will request it again.
 
         Returns:
-            Whether this is the first time in this exchange that the client is asked for a second
+            Whether this is the first time in this exchange that the client is asked for another
             upload.
         """
         self.drop(name)

@@ -148,7 +148,7 @@ def best_of(kept: State | None) -> Best | None:
             client's first round.
 
     Returns:
-        The best model; None before the client's first round.
+        The scores and the round; None before the client's first round.
     """
     return None if kept is None else Best(**kept.values)
 

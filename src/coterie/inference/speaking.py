@@ -129,7 +129,7 @@ class Speaker:
 
 @dataclass
 class _Stream(BaseStreamer):
-    """A streamer that shows each piece of an answer as soon as later tokens cannot change it."""
+    """A streamer that shows each piece of an answer when later tokens can no longer change it."""
 
     tokenizer: Tokenizer
     ends: Sequence[int]

@@ -299,7 +299,11 @@ def _header_size(data: bytes) -> int:
 def _unpack(
     data: bytes, source: str, remedy: str
 ) -> tuple[dict[tuple[str, ...], dict[str, dict[str, Tensor]]], dict[str, Json]]:
-    """Return a mapping from paths to groups, and the header.
+    """Decode the bytes of a message or a state.
+
+    Returns:
+        A pair. The first item is a mapping from paths to groups of tensors. The second item is the
+        header.
 
     Raises:
         MessageError: The bytes are not a message or a state.

@@ -285,7 +285,7 @@ class RunFolder:
         return set(read.read_json(self.path, WITHOUT, read.Without)["clients"])
 
     def expel(self, client: str) -> None:
-        """Record that a client is expelled; a running server reads this record continuously."""
+        """Mark a client as expelled; a running server checks continuously for expelled clients."""
         write_json(self.path / WITHOUT, {"clients": sorted({*self.expelled(), client})})
 
     def drop(self, checkpoints: Iterable[Path]) -> None:

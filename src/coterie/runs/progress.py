@@ -12,13 +12,13 @@ from coterie.messages import Json
 
 @contextmanager
 def logged(path: Path, *names: str) -> Iterator[None]:
-    """Write the records of loggers to a file instead of the terminal while the with block runs.
+    """Write log records to a file instead of the terminal while the with block runs.
 
-    Handlers that users have added to loggers of Coterie also receive the records.
+    Handlers that users have added to loggers of Coterie also receive the log records.
 
     Args:
         path: The log file, to which lines are appended.
-        names: The names of the loggers.
+        names: The names of the loggers whose log records are written.
     """
     handler = LogFile(path)
     loggers = [logging.getLogger(name) for name in names]
@@ -55,10 +55,10 @@ class RunStart:
 class Callback:
     """An object that follows runs in progress; subclasses override the hooks that they need.
 
-    Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. One
-    object follows every run of the call, one after another: the baselines, then the run's own
-    method. For each event, the objects' hooks are called in the order of the list, in the process
-    and thread of the caller.
+    Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. An
+    object follows all runs that the function executes, one after another: the baselines, then the
+    run's own method. For each event, the objects' hooks are called in the order of the list, in the
+    process and thread of the caller.
 
     A hook must not change its arguments. An exception in a hook stops the run and is passed on to
     the caller of `coterie.run`. The run folder then contains all complete rounds, and

@@ -78,7 +78,8 @@ def _checkpointed(
 def _entered(*contexts: AbstractContextManager[None]) -> Iterator[None]:
     """Enter several context managers at the start of the backward pass.
 
-    The backward pass can run in another thread than the forward pass.
+    Some of the context managers apply only to the thread that enters them, and the backward pass
+    can run in another thread than the forward pass.
     """
     with ExitStack() as stack:
         for context in contexts:

@@ -117,7 +117,7 @@ def learning_rate_beside(
         training: The settings of the run.
         rounds: The number of rounds in the run.
         round: The round, counted from 0.
-        updates: The number of additional updates in the round.
+        updates: The number of updates in the round that are not local steps.
 
     Returns:
         A function that returns the learning rate of an update. Its argument is the number of the

@@ -141,8 +141,8 @@ class Updater:
         """Restore a state returned by `state()`.
 
         Moments that are missing from the state are initialised. Existing moments are overwritten in
-        place, because new allocations for each client and evaluation would fragment the heap (900
-        MiB with 32 clients that train GPT-2).
+        place, because new allocations for each client and evaluation would fragment the heap
+        and waste memory (900 MiB with 32 clients that train GPT-2).
         """
         initial = self._new_optimiser().state  # Adagrad, for example, begins with moments
         for name, parameter in self.parameters.items():
