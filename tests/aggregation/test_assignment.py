@@ -131,17 +131,15 @@ def test_homogeneous_bounds_share_experts_out_evenly(E, C) -> None:
         ),
         (
             Bounds(2, 4, 8),
-            "There are too few experts: 4 clients with at least 4 experts each need 16 "
-            "assignments, but 7 experts with 2 clients each provide only 14 (C * k_e <= E * k_c is "
-            "violated); lower min_experts (k_e) to at most 3, or raise clients_per_expert (k_c) or "
-            "experts (E).",
+            "There are too few experts: 4 clients need 16 assignments, at least 4 for each client, "
+            "but 7 experts provide only 14, 2 for each expert. Lower min_experts to at most 3, or "
+            "raise clients_per_expert or experts.",
         ),
         (
             Bounds(2, 1, 3),
-            "There are too many experts: 7 experts with 2 clients each need 14 assignments, but 4 "
-            "clients with at most 3 experts each provide only 12 (E * k_c <= C * min(b, E) is "
-            "violated); raise max_experts (b) to at least 4, or lower clients_per_expert (k_c) or "
-            "experts (E).",
+            "There are too many experts: 7 experts need 14 assignments, 2 for each expert, but 4 "
+            "clients provide only 12, at most 3 for each client. Raise max_experts to at least 4, "
+            "or lower clients_per_expert or experts.",
         ),
     ],
 )

@@ -62,17 +62,17 @@ class Bounds:
             )
         if C * self.least > E * k_c:
             raise CoterieError(
-                f"There are too few experts: {C} clients with at least {self.least} experts each "
-                f"need {C * self.least} assignments, but {E} experts with {k_c} clients each "
-                f"provide only {E * k_c} (C * k_e <= E * k_c is violated); lower min_experts (k_e) "
-                f"to at most {E * k_c // C}, or raise clients_per_expert (k_c) or experts (E)."
+                f"There are too few experts: {C} clients need {C * self.least} assignments, at "
+                f"least {self.least} for each client, but {E} experts provide only {E * k_c}, "
+                f"{k_c} for each expert. Lower min_experts to at most {E * k_c // C}, or raise "
+                "clients_per_expert or experts."
             )
         if E * k_c > C * self.most:  # never for b >= E, as k_c <= C here
             raise CoterieError(
-                f"There are too many experts: {E} experts with {k_c} clients each need {E * k_c} "
-                f"assignments, but {C} clients with at most {self.most} experts each provide only "
-                f"{C * self.most} (E * k_c <= C * min(b, E) is violated); raise max_experts (b) to "
-                f"at least {-(-E * k_c // C)}, or lower clients_per_expert (k_c) or experts (E)."
+                f"There are too many experts: {E} experts need {E * k_c} assignments, {k_c} for "
+                f"each expert, but {C} clients provide only {C * self.most}, at most {self.most} "
+                f"for each client. Raise max_experts to at least {-(-E * k_c // C)}, or lower "
+                "clients_per_expert or experts."
             )
 
     def relaxed(self, experts: int, clients: int) -> "Bounds":

@@ -217,9 +217,10 @@ class Experiment:
 
     @cached_property
     def series(self) -> Frame:
-        """A frame of the scores over rounds of all runs in `drawn`; see `ReportedRun.series`.
+        """A frame with the scores after every round, for all runs in `drawn`.
 
-        There is a row for each label, run and round. Each label's runs are counted from 0.
+        There is a row for each label, run and round, and the columns of `ReportedRun.series`.
+        Within a label, runs are numbered from 0.
         """
         frames = {
             (label, n): run.series(self.metric)

@@ -235,9 +235,9 @@ class DataSpec(Spec):
 
     @property
     def declared(self) -> type[DataKind]:
-        """The class that declares the class variables of the kind of data, such as `compares`.
+        """The class with the class variables, such as `compares`, that describe this kind of data.
 
-        The class of a built-in kind of data contains only settings, and cannot read or encode
+        For a built-in kind, this is the class of the settings; another class reads and encodes the
         records.
         """
         if isinstance(self.kind, KindSpec):

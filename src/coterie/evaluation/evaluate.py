@@ -160,9 +160,9 @@ def evaluate(
 
 
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
-    """Return the scores of all items for each metric whose input was measured.
+    """Return, for each metric, the score of every item.
 
-    Perplexity is left out.
+    Perplexity is left out, and so are metrics whose input `measured` does not contain.
     """
     names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
     # Every `Score` computes perplexity itself.
