@@ -1,7 +1,9 @@
 from multiprocessing import get_context
 from pathlib import Path
 
-from coterie.files import append_line, write_bytes
+import pytest
+
+from coterie.files import append_line, parse_json, write_bytes
 
 SIZE = 200_000
 
@@ -32,3 +34,16 @@ def test_a_line_is_added_whole_to_what_there_is(tmp_path):
     append_line(path, "three")
     assert path.read_text() == "one\ntwo\nthree\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["[" * 601 + "]" * 601, '{"a":' * 601 + "1" + "}" * 601])
+def test_json_that_is_nested_too_deeply_is_refused_by_every_python(text: str) -> None:
+    for form in (text, text.encode()):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            parse_json(form)
+
+
+def test_brackets_in_strings_and_beside_each_other_are_not_nested() -> None:
+    assert parse_json('["' + '[\\"{' * 2000 + '"]') == ['["{' * 2000]
+    assert parse_json("[" + "[],{}," * 2000 + "1]")[-1] == 1
+    assert parse_json("[" * 600 + "]" * 600)

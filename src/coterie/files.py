@@ -44,6 +44,12 @@ def expanded(path: str) -> Path:
         ) from None
 
 
+BRACKETS = rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]'
+"""A pattern for a JSON string, or for a bracket outside strings."""
+MOST_NESTED = 600
+"""Maximum depth of nested lists and mappings in JSON."""
+
+
 def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
     """Parse JSON.
 
@@ -56,10 +62,24 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
         ValueError: The text is not JSON, is too deeply nested, or contains an integer with too many
             digits.
     """
-    try:
-        return json.loads(text, parse_constant=(lambda _: None) if missing else None)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    check_nesting(text)
+    return json.loads(text, parse_constant=(lambda _: None) if missing else None)
+
+
+def check_nesting(text: str | bytes) -> None:
+    """Raise ValueError if JSON is so deeply nested that functions cannot recurse over its values.
+
+    Python's own limit depends on the version, and on the calls that are in progress.
+    """
+    data = text.encode(errors="replace") if isinstance(text, str) else text
+    if data.count(b"[") + data.count(b"{") <= MOST_NESTED:
+        return
+    depth = 0
+    for match in re.finditer(BRACKETS, data, re.DOTALL):
+        first = data[match.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        if depth > MOST_NESTED:
+            raise ValueError("it is nested too deeply")
 
 
 @contextmanager

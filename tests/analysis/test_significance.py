@@ -153,7 +153,10 @@ def test_rows_are_compared_each_by_itself() -> None:
     ("change", "why"),
     [
         ({"items": {}}, "earlier versions and deployed runs"),
-        ({"items": {"trained": {"ada": {"of": "x", "nats": [1], "tokens": [1]}}}}, "another round"),
+        (
+            {"items": {"trained": {"ada": {"of": "x", "nats": [1], "tokens": [1]}}}},
+            "a different round",
+        ),
         ({"ada": "y"}, "different clients, texts, tokens or windows"),
         ({"bob": "x"}, "different clients, texts, tokens or windows"),
     ],

@@ -6,10 +6,11 @@ client's text.
 
 import json
 from collections.abc import Callable
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from coterie.files import parse_json
 from coterie.messages import names as metric
 from coterie.messages.message import LAST_ROUND, Json, MessageError
 from coterie.messages.schema import plain
@@ -216,7 +217,6 @@ def unseal(kind: type[H], data: bytes) -> tuple[H, bytes]:
     if not 4 < end <= min(len(data), LARGEST_HEADER):
         raise MessageError("The bytes received are not a Coterie envelope.")
     try:
-        values: Any = json.loads(data[4:end])
-        return kind.model_validate(values), data[end:]
+        return kind.model_validate(parse_json(data[4:end])), data[end:]
     except (ValidationError, ValueError, RecursionError) as error:
         raise MessageError("The bytes received are not a Coterie envelope.") from error

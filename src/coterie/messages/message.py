@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
+from coterie.files import check_nesting, parse_json
 from coterie.messages.formats import check_format, version_fields
 
 Json = Any
@@ -311,10 +312,10 @@ def _unpack(
     """
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header
-        metadata = json.loads(data[8 : 8 + _header_size(data)])["__metadata__"]
+        metadata = parse_json(data[8 : 8 + _header_size(data)])["__metadata__"]
+        check_nesting(metadata["coterie"])
         header = json.loads(metadata["coterie"], parse_float=_finite, parse_constant=_finite)
-    # torch raises RuntimeError if strides overflow; Python's RecursionError, for JSON that is
-    # nested too deeply, is also a RuntimeError.
+    # torch raises RuntimeError if strides overflow.
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise MessageError("The bytes received are not a Coterie message.") from error
     if not isinstance(header, dict) or not isinstance(header.get("values"), dict):
