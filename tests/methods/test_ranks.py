@@ -359,5 +359,5 @@ def test_unequal_ranks_and_missing_ones_are_refused(
         Session(run).check(run)
     for name in ("flexlora", "hetlora"):
         run = config(method={"name": name, "mlp": {"rank": {"poet": 3}}})
-        with pytest.raises(CoterieError, match="no rank for the client 'diarist'"):
+        with pytest.raises(CoterieError, match="no value for the client 'diarist'"):
             Session(run).check(run)

@@ -112,4 +112,4 @@ def test_models_with_bases_of_their_own_are_not_counted_on_the_runs(own, written
     (experiment,) = experiments([folder])
     (left_out,) = operations(experiment)
     assert isinstance(left_out, LeftOut)
-    assert "not counted" in left_out.why
+    assert "cannot be counted" in left_out.why
