@@ -147,7 +147,7 @@ class AmoleLinear(Router):
         return torch.addmm(y.flatten(0, -2), low, B, alpha=self.layout.gain).view_as(y)
 
     def _project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Multiply the input by the router's weight and by every expert's A.
+        """Compute the products of the input with the router's weight and with each expert's A.
 
         Without dropout, a single matrix product computes all of these products.
 
@@ -159,7 +159,8 @@ class AmoleLinear(Router):
             the router is a gate, the first tensor contains the gate's scores instead, shaped
             (tokens, n). The second tensor is the product with the shared expert's A, shaped
             (tokens, r). Without a shared expert, the second tensor is shaped (tokens, 0). The third
-            tensor contains the embeddings of the domain experts, shaped (tokens, n, r).
+            tensor contains the products with the A of each of the n other experts, shaped
+            (tokens, n, r).
         """
         has_gate = self.layout.router != "token"
         router = self.router.index_select(0, self.rows) if has_gate else self.router

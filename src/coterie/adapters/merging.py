@@ -32,8 +32,9 @@ def mergeable(model: nn.Module) -> bool:
 def merge(model: nn.Module) -> None:
     """Merge an adapter into the base's weights, so that every adapted weight W becomes W + g B A.
 
-    Differences trained by full fine-tuning are merged as well. The stand-ins are removed, so the
-    result is a plain transformers model. Do not attach other adapters to the base afterwards.
+    The factor g scales the low-rank products. Differences trained by full fine-tuning are merged as
+    well. The base's own layers replace the modules that compute the adapter, so the result is a
+    plain transformers model. Do not attach other adapters to the base afterwards.
 
     Args:
         model: A base with an adapter attached, modified in place.

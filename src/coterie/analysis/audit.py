@@ -197,11 +197,11 @@ def _kind_of_parameter(parameter: Parameter) -> str:
 
 
 def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
-    """Yield the rows of the state that stays on a client.
+    """Yield a row of the audit's table for each kind of tensor that stays on a client.
 
-    A tensor in the state's group `adapter` is excluded if the upload contains a tensor of the same
-    name in any group. Tensors in other groups of the state and in nested states are never excluded,
-    because they stay on the client even if the upload contains a tensor of the same name.
+    A tensor in the state's group `adapter` has no row if the upload contains a tensor of the same
+    name in any group. Tensors in other groups of the state and in nested states always have a row:
+    a tensor of the same name in the upload is another tensor.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():

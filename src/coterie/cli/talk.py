@@ -19,7 +19,7 @@ from coterie.runs import RunFolder
 
 HELP = """\
 /reset       clear the conversation
-/save FILE   append the conversation with the first model to a .jsonl file; a run file with the
+/save FILE   append the first model's conversation to a .jsonl file; a run file with the
              section data.messages can use this file as a client's text
 /help        show this help
 /quit        end the chat, as Ctrl-D does

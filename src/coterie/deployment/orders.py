@@ -114,8 +114,8 @@ class Orders:
         count = counts.get(str(order.round), 0)
         if count >= MAX_TRAININGS:
             raise CoterieError(
-                f"The server has asked this client to train round {order.round + 1} more than "
-                f"{MAX_TRAININGS} times with different downloads; ask the server's operator why. "
+                f"The server has sent this client more than {MAX_TRAININGS} different downloads "
+                f"for round {order.round + 1}; ask the server's operator why. "
                 f"To let this client continue, delete {path}."
             )
         if reason := self.disk_excess():

@@ -35,7 +35,10 @@ class Quorum:
 
     @property
     def needed(self) -> int:
-        """The number of clients that a round needs in addition to stopped clients; at least 1."""
+        """The number of clients, at least 1, that must still train in a round.
+
+        Stopped clients count towards the quorum, so this number is lower if clients have stopped.
+        """
         return max(1, self.size - self.stopped)
 
     @property

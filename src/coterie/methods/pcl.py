@@ -249,7 +249,7 @@ class PCLTheoretical(PCL):
 
     name: ClassVar[str] = "pcl-theoretical"
     scores_weights: ClassVar[bool] = False
-    summary: ClassVar[str] = "adapters sent to all clients; trust by known topic mixtures"
+    summary: ClassVar[str] = "adapters sent to all clients; trust from known topic mixtures"
 
     mixtures: Mixtures = Field(default={})
     """topic shares of each client, which sum to 1"""
