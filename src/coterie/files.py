@@ -63,7 +63,10 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
             digits.
     """
     check_nesting(text)
-    return json.loads(text, parse_constant=(lambda _: None) if missing else None)
+    try:
+        return json.loads(text, parse_constant=(lambda _: None) if missing else None)
+    except RecursionError:  # the caller's own calls are deep
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_nesting(text: str | bytes) -> None:
