@@ -23,8 +23,8 @@ test: setup  ## run all tests that are neither slow nor thorough; under 5 minute
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment intruders leaving \
-  remains) $(patsubst %,tests/network/test_%.py,door door_limits door_process door_tls) \
-  tests/engines/test_simulation.py
+  remains) $(patsubst %,tests/network/test_%.py,listener listener_floods listener_tls mailbox_faults client client_errors) \
+  tests/engines/test_ray.py tests/engines/test_ray_cluster.py
 slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
 	$(PYTEST) -m "slow and not thorough" $(STARTING)

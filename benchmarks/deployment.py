@@ -1,14 +1,14 @@
 """What a deployment costs beyond training: seconds per round and where they go, and memory.
 
-The server runs in this process, clients are real ones (`coterie client`), with TLS, the door and
-Flower between them, all on this machine. The embedded base has low-rank pairs of rank 24, so that
+The server runs in this process, clients are real ones (`coterie client`), with TLS and the mailbox
+between them, all on this machine. The embedded base has low-rank pairs of rank 24, so that
 an upload weighs 2.4 MB, as with GPT-2 at rank 8 in bf16, and trains for one step of one short
 sample, so that little but overhead is left. The first round is left out.
 
-*step* is the slowest client's own work, checkpoint and upload from store included (its figure
-`seconds`); *orders* is the time in which the server encodes and pushes downloads; *replies* that in
-which it fetches uploads and checks them; *count* aggregation; *save* its checkpoint; *rest* what is
-left: polling, and whatever else the machine does.
+*step* is the slowest client's own work, checkpoint and upload from store included (its metric
+`seconds`); *orders* is the time in which the server encodes downloads and writes them to disk;
+*replies* that in which it reads uploads and checks them; *count* aggregation; *save* its
+checkpoint; *rest* what is left: waiting, and whatever else the machine does.
 """
 
 import json
@@ -25,18 +25,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import torch
 from common import MIB, options_of, recorded, resident, show, write
 
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config.run import RunConfig, parse
-from coterie.deployment.server import ServerRun, ServerWatch
-from coterie.deployment.start import serve
+from coterie.deployment.server import ServerRun
+from coterie.deployment.start import Serving, serve
+from coterie.deployment.status import ServerWatch, Status
 from coterie.messages.names import BYTES_UP, SECONDS
-from coterie.network.flower.link import FlowerLink
 from coterie.network.keys import Keys
+from coterie.network.mailbox import Mailbox
 from coterie.runs import RunFolder
 
 PHASES = ("orders", "replies", "count", "save")
@@ -58,8 +58,6 @@ class Cost:
     """... and at most, later."""
     worker: int
     """The largest client's process, at most."""
-    flower: int
-    """Flower's own process and the door, on the server's machine, at the end."""
 
     @property
     def overhead(self) -> float:
@@ -91,7 +89,7 @@ class Phases:
         """Within the block, servers' phases are timed."""
         wrap: list[tuple[Any, str, str]] = [
             (ServerRun, "_send", "orders"),
-            (FlowerLink, "replies", "replies"),
+            (Mailbox, "replies", "replies"),
             (Aggregation, "mean", "count"),
             (RunFolder, "save", "save"),
         ]
@@ -103,22 +101,22 @@ class Phases:
 
 
 class Rounds(ServerWatch):
-    """Notes where rounds end, and the memory before anybody has joined."""
+    """Records where rounds end, and the memory of the server and of the clients."""
 
-    def __init__(self, phases: Phases) -> None:
-        self.phases, self.idle, self.flower = phases, 0, 0
+    def __init__(self, phases: Phases, clients: list["subprocess.Popen[bytes]"]) -> None:
+        self.phases, self.clients = phases, clients
+        self.idle = 0
+        self.peaks = dict.fromkeys(range(len(clients)), 0)
 
-    def start(self, title: str, rounds: int, done: int) -> None:
-        """See the class."""
-        Path("/proc/self/clear_refs").write_text("5")
-        self.idle = resident("VmRSS")
-
-    def round_over(self, round: int, counted: int) -> None:
-        """See the class."""
-        self.phases.rounds.append(defaultdict(float))
-        children = psutil.Process().children(recursive=True)
-        here = [c for c in children if "coterie" not in c.cmdline()]
-        self.flower = max(self.flower, sum(c.memory_info().rss for c in here))
+    def show(self, status: Status) -> None:
+        if not self.idle:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.idle = resident("VmRSS")
+        while len(self.phases.rounds) <= status.done:
+            self.phases.rounds.append(defaultdict(float))
+        for number, client in enumerate(self.clients):
+            if client.poll() is None:
+                self.peaks[number] = max(self.peaks[number], resident("VmHWM", client.pid))
 
 
 def run_file(names: list[str], rounds: int) -> RunConfig:
@@ -141,30 +139,22 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
     """One deployment with so many clients."""
     names = [f"client-{number}" for number in range(count)]
     phases = Phases()
-    watch = Rounds(phases)
     with TemporaryDirectory() as place:
         folder = Path(place)
         keys = Keys.create(folder / "keys")
         clients = []
         for name in names:
-            kit = keys.add(name, folder / f"{name}.key")
+            key = keys.add(name, folder / f"{name}.key")
             command = [
                 *(sys.executable, "-m", "coterie", "client", "--server", f"localhost:{port}"),
-                *("--key", str(kit), "--data", str(TEXT), "--yes", "--out", str(folder / name)),
+                *("--key", str(key), "--data", str(TEXT), "--yes", "--out", str(folder / name)),
             ]
             clients.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
         config = run_file(names, rounds)
-        peaks = dict.fromkeys(range(count), 0)
-
-        def look(*_: Any) -> None:
-            for number, client in enumerate(clients):
-                if client.poll() is None:
-                    peaks[number] = max(peaks[number], resident("VmHWM", client.pid))
-
-        watch.seats = look  # type: ignore[method-assign]
+        watch = Rounds(phases, clients)
         try:
             with phases.watching():
-                server = serve(config, folder / "run", keys, f"127.0.0.1:{port}", watch)
+                server = serve(config, folder / "run", Serving(keys, f"127.0.0.1:{port}", watch))
         finally:
             for client in clients:
                 client.terminate()
@@ -182,8 +172,7 @@ def deploy(count: int, rounds: int, port: int) -> Cost:
         phases={p: median(r[p] for r in phases.rounds[inner]) for p in PHASES},
         idle=watch.idle,
         server=resident("VmHWM"),
-        worker=max(peaks.values()),
-        flower=watch.flower,
+        worker=max(watch.peaks.values()),
     )
 
 
@@ -208,12 +197,12 @@ def show_costs(costs: list[Cost], local: int) -> None:
         row = [cost.round, cost.step, cost.overhead, *spent, cost.overhead - sum(spent)]
         figures = (f"{value:.2f}" for value in row)
         times.append((str(cost.clients), f"{cost.upload / 1e6:.2f}", *figures))
-        sizes = (cost.idle, cost.server - cost.idle, cost.flower, cost.worker)
+        sizes = (cost.idle, cost.server - cost.idle, cost.worker)
         figures = (f"{size / MIB:,.0f}" for size in sizes)
         memory.append((str(cost.clients), *figures, f"{cost.worker / local:.2f}"))
     columns = ("clients", "MB up", "round", "step", "beyond", *PHASES, "rest")
     show("Seconds per round beyond training", columns, times)
-    columns = ("clients", "server idle", "server adds", "Flower, door", "worker", "x local")
+    columns = ("clients", "server idle", "server adds", "worker", "x local")
     caption = f"The local engine with one client: {local / MIB:,.0f} MiB."
     show("Memory, MiB", columns, memory, caption)
 

@@ -5,8 +5,8 @@ seconds are carried out from the same run files, and their run folders are compa
 the newest checkpoint, the figures of metrics.jsonl, result.json and the scores; times are not. The
 exit code is 1 if anything differs, and the run folders are then kept.
 
-Engines: local; simulation (Flower and Ray, which take long to start, so one method of each family
-unless --methods is given); deployment (a server and clients in one process); processes (a real
+Engines: local; ray (which takes long to start, so one method of each family unless --methods is
+given); deployment (a server and clients in one process); processes (a real
 server and real clients, with two methods).
 """
 
@@ -29,12 +29,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path(__file__).with_name("same_runs.py")
-ENGINES = ("local", "simulation", "deployment", "processes")
+ENGINES = ("local", "ray", "deployment", "processes")
 IN_PROCESSES = ("fedavg", "comigs-1g1s")
 """Methods of the engine `processes`, unless --methods is given."""
 SHOWN = 5
 """Differences of a run that are printed."""
-NEEDS = {"simulation": ("ray", "flwr"), "processes": ("flwr",)}
+NEEDS = {"ray": ("ray",), "processes": ("aiohttp",)}
 """Packages that an engine needs beyond Coterie's own."""
 
 
@@ -124,7 +124,7 @@ def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
             sys.exit(f"No such method: {', '.join(sorted(unknown))}; there are {list(METHODS)}.")
         return dict.fromkeys(ENGINES, names)
     few = [name for name in METHODS if name in FEW]
-    by_engine = {"simulation": few, "processes": list(IN_PROCESSES)}
+    by_engine = {"ray": few, "processes": list(IN_PROCESSES)}
     return {engine: by_engine.get(engine, list(METHODS)) for engine in ENGINES}
 
 

@@ -48,8 +48,8 @@ def run(engine: str, file: Path, folder: Path) -> None:
 
         deploy_here(coterie.load_config(file), folder)
     else:
-        engines: dict[str, Any] = {"local": "local", "simulation": "flower-simulation"}
-        coterie.run(coterie.load_config(file), out=folder, engine=engines[engine])
+        name: Any = engine
+        coterie.run(coterie.load_config(file), out=folder, engine=name)
 
 
 def deploy(values: dict[str, Any], folder: Path) -> None:

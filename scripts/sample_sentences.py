@@ -4,8 +4,7 @@
 
 Prints 60 docstrings of functions and classes, each after the file, the qualified name and the
 arguments, and 60 texts of five words or more that are no docstring: messages, option helps,
-headings, footnotes. Expressions of f-strings are printed as they are written in the source. The
-network package is left out.
+headings, footnotes. Expressions of f-strings are printed as they are written in the source.
 """
 
 import ast
@@ -23,9 +22,8 @@ Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def trees() -> Iterator[tuple[str, ast.Module]]:
     """Yield the path and the syntax tree of each file, in the order of paths."""
     for path in sorted(SOURCE.rglob("*.py")):
-        if "network" not in path.relative_to(SOURCE).parts:
-            name = path.relative_to(SOURCE).as_posix()
-            yield name, ast.parse(path.read_text(encoding="utf-8"))
+        name = path.relative_to(SOURCE).as_posix()
+        yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def docstrings(tree: ast.AST, prefix: str) -> Iterator[str]:

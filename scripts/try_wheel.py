@@ -95,7 +95,7 @@ def use(stranger: Stranger, version: str) -> None:
     text = stranger.does("coterie", "generate", "run", "--client", "ada", "--prompt", prompt)
     assert text.startswith(prompt), text
     assert len(text) > len(prompt) + 20, text
-    for extra, command in {"report": ["report", "run"], "flower": ["server"]}.items():
+    for extra, command in {"report": ["report", "run"], "deployment": ["server"]}.items():
         said = stranger.does("coterie", *command, code=2)
         assert f"pip install 'coterie[{extra}]'" in said, said
 

@@ -16,6 +16,7 @@ import coterie
 from coterie.bases import EMBEDDED
 from coterie.config import plugins
 from coterie.config.run import parse
+from coterie.engines.cluster import set_variables
 from coterie.testing.small import (
     TOKENS,
     small_values,
@@ -30,6 +31,9 @@ from coterie.testing.small import (
 WRITERS = EMBEDDED / "demo-writers"
 LONGEST = ("test_demo.py", "test_deploy_files.py", "test_four_assistants.py")
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
+
+
+set_variables(None)  # before any test imports Ray
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,9 +19,8 @@ from typing import Any, Self, TypeVar
 
 import psutil
 import yaml
-from door import free_port
+from ports import die_with_parent, free_port
 
-from coterie.network.door_process import die_with_parent
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
 
@@ -112,7 +111,7 @@ class Deployment:
                 process.kill()
 
     def make_keys(self) -> None:
-        """The server's folder of keys, and a kit for every client."""
+        """The server's folder of keys, and a key file for every client."""
         keys = Keys.create(self.folder / "keys")
         for name in self.texts:
             keys.add(name, self.folder / f"{name}.key")
@@ -122,11 +121,11 @@ class Deployment:
         address = f"127.0.0.1:{self.port}"
         return self._start("server", ["server", "run.yaml", "--address", address, *options])
 
-    def join(self, *names: str, port: int | None = None, kit: Path | None = None) -> None:
+    def join(self, *names: str, port: int | None = None, key_file: Path | None = None) -> None:
         """Start clients; the same again goes on where they were."""
         for name in names or self.texts:
             where = ["--server", f"localhost:{port or self.port}", "--out", f"site-{name}"]
-            key = kit or self.folder / f"{name}.key"
+            key = key_file or self.folder / f"{name}.key"
             text = self.texts.get(name, next(iter(self.texts.values())))
             what = ["--key", str(key), "--data", str(text), "--run", "run.yaml"]
             base = self.base_of(name)
@@ -174,10 +173,11 @@ class Deployment:
         return (self.folder / f"site-{name}/client-{name}.log").read_text(encoding="utf-8")
 
     def logs(self) -> dict[Path, str]:
-        """What the server logged, and Flower and the door for it."""
+        """What the server logged."""
         at = self.server.path
-        found = [at / "server.log", at / "flower/superlink.log", at / "flower/door.log"]
-        return {path: path.read_text(encoding="utf-8") for path in found if path.exists()}
+        return {
+            path: path.read_text(encoding="utf-8") for path in [at / "server.log"] if path.exists()
+        }
 
     def log(self, before: Mapping[Path, str] | None = None) -> str:
         """All of these as one text; or what came to it since they were as `before`."""
@@ -314,7 +314,8 @@ def taped(folder: Path) -> None:
     from coterie.cli import main
     from coterie.deployment.client import Worker
     from coterie.engines.runtime import ClientPart
-    from coterie.network.flower.link import FlowerLink
+    from coterie.network.mailbox import Mailbox
+    from coterie.network.order_files import Order
 
     def note(data: bytes) -> None:
         # A client whose disk is said to be full has no tape either.
@@ -322,7 +323,7 @@ def taped(folder: Path) -> None:
             tape.write(len(data).to_bytes(8, "big") + data)
 
     answer, step = Worker.answer, ClientPart.step
-    send, fetched = FlowerLink.send, FlowerLink._fetched
+    send, take = Mailbox.send, Order.take
 
     def answer_on_tape(self: Worker, data: bytes) -> bytes:
         note(data)
@@ -341,17 +342,17 @@ def taped(folder: Path) -> None:
                 time.sleep(0.02)
         return upload
 
-    def send_on_tape(self: FlowerLink, client: str, data: bytes, round: int, seconds: float) -> str:
+    def send_on_tape(self: Mailbox, client: str, data: bytes, round: int, seconds: float) -> str:
         note(data)
         return send(self, client, data, round, seconds)
 
-    def fetch_on_tape(self: FlowerLink, tree: Any, missing: str | None) -> bytes | None:
-        data = fetched(self, tree, missing)
-        note(data or b"")
+    def take_on_tape(self: Order) -> bytes:
+        data = take(self)
+        note(data)
         return data
 
     Worker.answer, ClientPart.step = answer_on_tape, step_on_a_rope
-    FlowerLink.send, FlowerLink._fetched = send_on_tape, fetch_on_tape
+    Mailbox.send, Order.take = send_on_tape, take_on_tape
     main()
 
 

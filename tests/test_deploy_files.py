@@ -158,7 +158,7 @@ def test_the_server_goes_on_after_a_failure_and_not_after_its_end() -> None:
     service = unit(path)["Service"]
     assert service["Restart"] == "on-failure"
     assert service["SuccessExitStatus"] == "130"  # of a stop; see cli.terminal.exit_stopped
-    assert service["KillMode"] == "mixed"  # the door and the SuperLink are ended by the server
+    assert service["KillMode"] == "mixed"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")

@@ -50,8 +50,7 @@ def finished(values, tmp_path_factory) -> dict[str, Path]:
         network = Loop(workers(config, folder / "clients"))
         server(config, folder / "server", network).rounds()
     for run in (folder / "local", folder / "server"):
-        (run / "flower").mkdir()
-        for log in ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1"):
+        for log in ("server.log", "server.log.1"):
             (run / log).write_text("poet is here\n")
         (run / "without.json").write_text('{"clients": ["whaler"]}')
         (run / "table.md").write_text("poet\n")
@@ -113,7 +112,7 @@ def check(command: str, finished: dict[str, Path], tmp_path: Path, every: int) -
         shutil.rmtree(run)
 
 
-@pytest.mark.parametrize("name", ["server.log", "client-poet.log", "simulation.log"])
+@pytest.mark.parametrize("name", ["server.log", "client-poet.log", "ray.log"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_no_log_is_written_through_a_link(name, exists, tmp_path) -> None:
     secret, log = tmp_path / "secret", tmp_path / name

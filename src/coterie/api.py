@@ -100,6 +100,8 @@ def run(
     force: bool = False,
     callbacks: Sequence[Callback] = (),
     engine: Engine = "local",
+    address: str | None = None,
+    gpus: float | None = None,
 ) -> Run:
     """Execute a run and its baselines.
 
@@ -114,8 +116,13 @@ def run(
             classes need not be registered if `engine` is "local".
         force: Whether to overwrite a run that the folder already contains.
         callbacks: Objects whose hooks are called during the baselines and the run.
-        engine: "local" trains clients one at a time in this process; "flower-simulation" trains
-            them in several processes on this machine.
+        engine: "local" trains clients one at a time in this process; "ray" trains them in several
+            processes on this machine or in a Ray cluster.
+        address: The HOST:PORT of a running Ray cluster for the engine "ray"; by default, the engine
+            starts Ray on this machine.
+        gpus: The number of GPUs of each process of the engine "ray", which may be a fraction, such
+            as 0.25. By default, each process has as many GPUs as `device` of the run file names;
+            for `auto`, one if there is a GPU.
 
     Returns:
         The finished run and its baselines.
@@ -133,7 +140,7 @@ def run(
         config = config.model_copy(update={"aggregation": aggregation})
     path = Path(out) if out is not None else Path("runs") / config.name
     RunFolder(path).refuse(force)  # before a base is loaded
-    session = Session(config, engine=engine)
+    session = Session(config, engine=engine, address=address, gpus=gpus)
     session.check(config, *map(config.with_method, config.baselines))
     description = session.description(config, session.participants(config))
     for text in session.warnings:
@@ -148,6 +155,8 @@ def resume(
     method: Method | None = None,
     callbacks: Sequence[Callback] = (),
     engine: Engine | None = None,
+    address: str | None = None,
+    gpus: float | None = None,
     from_round: int | None = None,
 ) -> Run:
     """Continue an interrupted run from its newest checkpoint.
@@ -158,8 +167,10 @@ def resume(
         path: The run folder.
         method: The run's method, if its class is not registered.
         callbacks: Objects whose hooks are called during the baselines and the run.
-        engine: "local" or "flower-simulation", as in `run`; by default, the engine that the run
-            began with. The result does not depend on the engine.
+        engine: "local" or "ray", as in `run`; by default, the engine that the run began with. The
+            result does not depend on the engine.
+        address: The Ray cluster, as in `run`; it is not recorded in the run folder.
+        gpus: The number of GPUs of each process, as in `run`; it is not recorded either.
         from_round: The number of rounds that were complete at the checkpoint to continue from; by
             default, the newest checkpoint is used. An earlier checkpoint helps if the newest
             checkpoint is damaged. The checkpoints of later rounds are deleted.
@@ -183,7 +194,7 @@ def resume(
     if from_round is not None:
         _go_back(folder, from_round)
     recorded_engine: Engine = description.get("engine", "local")
-    session = Session(config, description["threads"], engine or recorded_engine)
+    session = Session(config, description["threads"], engine or recorded_engine, address, gpus)
     return _continue(session, folder, callbacks)
 
 

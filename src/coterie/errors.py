@@ -61,3 +61,23 @@ def enough_memory(task: str, remedies: Callable[[], Sequence[str]]) -> Iterator[
         raise CoterieError(
             f"The {where} has too little memory for {task}; set {' or '.join(remedies()[:2])}."
         ) from error
+
+
+@contextmanager
+def imports_for(purpose: str, extra: str) -> Iterator[None]:
+    """Raise CoterieError if an import inside the with block fails because a package is missing.
+
+    Args:
+        purpose: The beginning of the error message, such as "A deployment".
+        extra: The extra of Coterie that installs the package.
+    """
+    try:
+        yield
+    except ImportError as error:
+        name = error.name or ""
+        if not isinstance(error, ModuleNotFoundError) or name.split(".")[0] in ("", "coterie"):
+            raise
+        raise CoterieError(
+            f"{purpose} needs the package {name}; install the extra: pip install "
+            f"'coterie[{extra}]'."
+        ) from None

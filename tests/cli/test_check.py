@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.config.run import parse
 
-pytest.importorskip("flwr", reason="Flower is not installed")
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from coterie.analysis import trial
+from coterie.cli import check
 from coterie.errors import CoterieError
 from coterie.messages.envelope import Order
 from coterie.messages.formats import PROTOCOL
 from coterie.network import certificates
-from coterie.network.flower import fleet
 from coterie.network.keys import Keys
 
 
@@ -79,7 +79,7 @@ def order(run: dict[str, Any], protocol: int = PROTOCOL, public: str | None = No
 
 
 def test_a_client_that_can_take_part(place, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(fleet, "first_order", lambda *_: order(place))
+    monkeypatch.setattr(check, "first_order", lambda *_: order(place))
     result = client(place)
     assert result.exit_code == 0, result.output
     for words in (
@@ -100,18 +100,18 @@ def test_a_client_that_cannot(place, monkeypatch) -> None:
     result = client(place)
     assert result.exit_code == 1
     assert "connection  NOT OK  localhost:1 is unreachable." in result.output
-    monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, PROTOCOL + 1))
+    monkeypatch.setattr(check, "first_order", lambda *_: order(place, PROTOCOL + 1))
     assert "run         NOT OK  The run uses protocol version" in client(place).output
 
 
 def test_a_client_that_agreed_to_another_run_or_has_another_public_text(place, monkeypatch) -> None:
     asked = order({**place, "rounds": 9})
-    monkeypatch.setattr(fleet, "first_order", lambda *_: asked)
+    monkeypatch.setattr(check, "first_order", lambda *_: asked)
     result = client(place, "--run", "run.yaml")
     assert result.exit_code == 1
     assert "run         NOT OK  The run differs from what was agreed" in result.output
     assert "rounds: agreed 3, requested 9" in " ".join(result.output.split())
-    monkeypatch.setattr(fleet, "first_order", lambda *_: order(place, public="0" * 32))
+    monkeypatch.setattr(check, "first_order", lambda *_: order(place, public="0" * 32))
     mine = str(Path(place["data_root"]) / "whaler.txt")
     result = client(place, "--run", "run.yaml", "--public", mine)
     assert "run         NOT OK  The run has a different public text than" in result.output
@@ -119,7 +119,7 @@ def test_a_client_that_agreed_to_another_run_or_has_another_public_text(place, m
 
 def test_a_step_that_needs_other_clients_is_left_out_and_no_fault(place, monkeypatch) -> None:
     run = {**place, "method": {"name": "fedamole", "experts": 6}}
-    monkeypatch.setattr(fleet, "first_order", lambda *_: order(run))
+    monkeypatch.setattr(check, "first_order", lambda *_: order(run))
     result = client(run)
     assert result.exit_code == 0, result.output
     assert (

@@ -1,14 +1,19 @@
 """What server and clients show: the table, lines where there is no terminal, and sizes."""
 
 import io
+import json
+import logging
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from coterie.cli.console import Board, ClientBoard
-from coterie.deployment.server import Seat
+from coterie.cli.console import Board, ClientBoard, JsonLines
+from coterie.deployment.seats import Seat
+from coterie.deployment.status import Monitor
 from coterie.messages import Field, Schema
+from coterie.runs import RunFolder
 
 
 @pytest.fixture
@@ -21,38 +26,60 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_a_server_shows_who_is_there_and_what_they_do() -> None:
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with Board(console) as board:
-        board.start("fedavg", 4, 1)
-        board.moved("anna", 2_400_000, 512)
+        monitor = Monitor("fedavg", 4, RunFolder(tmp_path), board)
+        monitor.start(1)
+        monitor.moved("anna", up=2_400_000, down=512)
+        monitor.excludes("ben")
         seats = {
             "anna": Seat(present="1", joined=True),
             "ben": Seat(present="2"),
             "chloe": Seat(joined=True),
             "dan": Seat(present="3", joined=True),
+            "eve": Seat(present="4", joined=True, stopped=True),
         }
-        board.seats(1, seats, {"dan"})
+        monitor.shows(seats, {"dan"})
     text = shown(console)
     assert "round 2 of 4" in text
     rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
     assert "2.4 MB" in rows["anna"]
     assert "512 bytes" in rows["anna"]
+    assert rows["ben"].split()[-2] == "1"
     states = {name: rows[name].split()[3] for name in seats}
-    assert states == {"anna": "ready", "ben": "joining", "chloe": "away", "dan": "working"}
+    assert states == {
+        "anna": "ready",
+        "ben": "joining",
+        "chloe": "away",
+        "dan": "working",
+        "eve": "stopped",
+    }
 
 
-def test_a_server_without_a_terminal_writes_a_line_for_every_round(console) -> None:
+def test_a_server_without_a_terminal_writes_a_line_for_every_round(console, tmp_path) -> None:
     with Board(console) as board:
-        board.start("fedavg", 2, 0)
-        board.seats(0, {}, ())
-        board.note("anna joined")
-        board.round_over(0, 3)
-        board.round_over(1, 2)
+        monitor = Monitor("fedavg", 2, RunFolder(tmp_path), board)
+        monitor.start(0)
+        monitor.shows({}, set())
+        monitor.note("anna joined")
+        for counted in (3, 2):
+            monitor.opens()
+            monitor.closes(counted)
     lines = shown(console).splitlines()
     assert len(lines) == 4
     assert "round 1/2: 3 uploads used, about" in lines[2]
     assert lines[3].endswith("round 2/2: 2 uploads used")
+
+
+def test_lines_without_a_terminal_can_be_json(console) -> None:
+    with Board(console, as_json=True) as board:
+        board.note("„anna“ joined [bold]")
+    line = json.loads(shown(console))
+    assert (line["level"], line["message"]) == ("INFO", "„anna“ joined [bold]")
+    assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    record = logging.makeLogRecord({"msg": "lost %d", "args": (3,), "levelname": "WARNING"})
+    assert json.loads(JsonLines().format(record))["message"] == "lost 3"
 
 
 def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:

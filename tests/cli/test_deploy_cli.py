@@ -15,7 +15,7 @@ from coterie.config.values import read_values
 from coterie.errors import CoterieError
 from coterie.testing.loop import deploy
 
-pytest.importorskip("flwr", reason="Flower is not installed")
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from coterie.network.keys import Keys
 
 
@@ -99,14 +99,14 @@ def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch)
     assert re.search(sentence, complaint("client", *arguments))
 
 
-def test_without_flower_its_extra_is_named(keys, monkeypatch) -> None:
+def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
     for name in list(sys.modules):
-        if name.startswith(("coterie.network.flower", "coterie.deployment.start", "flwr")):
+        if name.startswith(("coterie.network", "coterie.deployment.start", "aiohttp")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("coterie.deployment.start", raising=False)
-    monkeypatch.setitem(sys.modules, "flwr", None)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
     said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
-    assert "pip install 'coterie[flower]'" in said
+    assert "pip install 'coterie[deployment]'" in said
 
 
 def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:

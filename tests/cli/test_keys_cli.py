@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 pytest.importorskip("cryptography")
 from coterie.cli.keys import app
 from coterie.errors import CoterieError
-from coterie.network.keys import Keys, Kit
+from coterie.network.keys import Credentials, Keys
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,19 @@ def test_clients_are_added_listed_and_removed(command) -> None:
     command("init")
     assert "coterie keys add NAME" in command("list").out
     assert "The key file of anna is anna.key" in command("add", "anna").out
-    command("add", "ben", "--keys", "keys", "--out", "kit.txt")
+    command("add", "ben", "--keys", "keys", "--out", "ben.txt")
     keys = Keys(Path("keys"))
-    assert Kit.load(Path("anna.key")).name == "anna"
-    assert Kit.load(Path("kit.txt")).name == "ben"
+    assert Credentials.load(Path("anna.key")).name == "anna"
+    assert Credentials.load(Path("ben.txt")).name == "ben"
     listed = command("list").out
     for name, client in keys.clients().items():
         row = rf"^{name} +{client.fingerprint} +{client.expires:%Y-%m-%d}"
         assert re.search(row, listed, re.MULTILINE)
-    old = Kit.load(Path("anna.key"))
+    old = Credentials.load(Path("anna.key"))
     assert "already exists" in command("renew", "anna").refusal
     assert "The key file of anna is new.key" in command("renew", "anna", "--out", "new.key").out
-    assert keys.clients()["anna"].public == Kit.load(Path("new.key")).public != old.public
+    new = Credentials.load(Path("new.key")).key.public_key()
+    assert keys.clients()["anna"].certificate.public_key() == new != old.key.public_key()
     assert f"localhost, 127.0.0.1, ::1, until {keys.expires():%Y-%m-%d}." in listed
     assert command("remove", "anna").out == "The server now rejects the key of anna.\n"
     assert list(keys.clients()) == ["ben"]
@@ -96,7 +97,8 @@ def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> 
     monkeypatch.delitem(sys.modules, "coterie.network.keys")
     monkeypatch.setitem(sys.modules, "cryptography", None)
     assert command(*arguments).refusal == (
-        "Deployment needs cryptography; install the extra: pip install 'coterie[flower]'."
+        "A deployment needs the package cryptography; install the extra: pip install "
+        "'coterie[deployment]'."
     )
     assert "anna" in CliRunner().invoke(app, ["add", "--help"]).output
 

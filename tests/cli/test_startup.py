@@ -16,7 +16,7 @@ try:
 finally:
     print(*sorted(sys.modules))
 """
-SLOW = {"torch", "transformers", "datasets", "flwr", "ray", "pandas", "matplotlib"}
+SLOW = {"torch", "transformers", "datasets", "aiohttp", "ray", "pandas", "matplotlib"}
 
 
 def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[str, set[str]]:

@@ -156,7 +156,7 @@ def test_other_processes_cannot_import_them(values, tmp_path) -> None:
         (parse(values(evaluation={"metric": Nats()})), "metric 'nats-per-window'"),
     ):
         with pytest.raises(CoterieError, match=f"cannot import the {what}"):
-            coterie.run(run, out=tmp_path / "run", engine="flower-simulation")
+            coterie.run(run, out=tmp_path / "run", engine="ray")
 
 
 def test_a_metric_can_be_an_object(values, tmp_path) -> None:

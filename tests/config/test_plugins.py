@@ -167,10 +167,10 @@ def test_both_sides_with_the_same_file_end_in_the_same_bits(deployed, tmp_path) 
 
 
 @pytest.mark.thorough
-def test_processes_of_a_simulation_load_it_too(deployed, tmp_path) -> None:
+def test_workers_of_ray_load_it_too(deployed, tmp_path) -> None:
     local = coterie.run(deployed, out=tmp_path / "local")
-    simulated = coterie.run(deployed, out=tmp_path / "sim", engine="flower-simulation")
-    loop.assert_same_states(RunFolder(local.path), RunFolder(simulated.path))
+    parallel = coterie.run(deployed, out=tmp_path / "ray", engine="ray")
+    loop.assert_same_states(RunFolder(local.path), RunFolder(parallel.path))
 
 
 @pytest.mark.slow

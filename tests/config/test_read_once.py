@@ -70,7 +70,7 @@ def test_a_command_reads_and_validates_its_file_once(
 def test_a_server_reads_and_validates_its_file_once(
     clients, validations, tmp_path, monkeypatch
 ) -> None:
-    pytest.importorskip("flwr", reason="Flower is not installed")
+    pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
     from coterie.deployment import start
     from coterie.network.keys import Keys
     from coterie.runs import RunFolder

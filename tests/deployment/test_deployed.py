@@ -18,7 +18,7 @@ from every_method import some
 import coterie
 from coterie.config.run import parse
 from coterie.deployment.client import Worker
-from coterie.deployment.server import ServerWatch
+from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal

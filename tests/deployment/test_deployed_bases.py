@@ -6,7 +6,7 @@ import coterie
 from coterie.config.run import parse
 from coterie.runs import RunFolder
 
-pytest.importorskip("flwr", reason="Flower is not installed")
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from sites import Deployment, assert_same_bits
 
 pytestmark = pytest.mark.thorough

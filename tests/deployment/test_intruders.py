@@ -1,12 +1,13 @@
 """Who has no key, another's key or bad intentions is refused, and the run comes to its end."""
 
 import os
-import re
+import secrets
 import shutil
 import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,26 +23,12 @@ from coterie.deployment.site import Site
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
 
-pytest.importorskip("flwr", reason="Flower is not installed")
-from flwr.app import Message as FlowerMessage
-from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PushMessagesRequest,
-)
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, push_objects
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.task_identity import TaskIdentity
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from sites import Deployment
 
-from coterie.network.flower import fleet
-from coterie.network.flower.parcel import content, prepare
-from coterie.network.keys import Keys, Kit
+from coterie.network.client import Connection, keep_serving
+from coterie.network.keys import Credentials, Keys
+from coterie.network.protocol import PROTOCOL, SESSION, VERSION
 
 pytestmark = pytest.mark.slow
 MiB = 2**20
@@ -84,40 +71,41 @@ class Rogue(Worker):
         self.stop.set()
         return self.answers.pop()(reply)
 
-    def connection(self) -> fleet.Connection:
-        """Let in as this client, once the server is there."""
+    def connection(self) -> Connection:
+        """Connected as this client, once the server runs."""
+        credentials = Credentials.load(self.deployment.folder / f"{ROGUE}.key")
+        connection = Connection(f"localhost:{self.deployment.port}", credentials)
 
-        def connected() -> fleet.Connection | None:
+        def is_served() -> bool:
             with suppress(httpx.HTTPError):
-                kit = Kit.load(self.deployment.folder / f"{ROGUE}.key")
-                return fleet.connect(f"localhost:{self.deployment.port}", kit)
+                connection._request("POST", "/session")
+                return True
+            return False
 
-        return self.deployment.wait(connected)
+        self.deployment.wait(is_served)
+        return connection
 
-    def serve(self, connection: fleet.Connection, answer: Callable[[bytes], bytes]) -> None:
-        """Do what is ordered, until a step has been answered so; two minutes at most."""
+    def serve(self, connection: Connection, answer: Callable[[bytes], bytes]) -> None:
+        """Execute orders until a step has been answered so; for two minutes at most."""
         self.answers, self.stop = [answer], threading.Event()
-        bound = threading.Timer(120, self.stop.set)
-        bound.start()
-        with suppress(ObjectPushError):  # what is refused when it is announced finds no taker
-            connection.serve(self, self.stop)
-        bound.cancel()
+        end = time.monotonic() + 120
+        with connection:
+            while time.monotonic() < end and not (self.stop.is_set() and connection.reply is None):
+                connection.serve(self)
 
     def send(self, answer: Callable[[bytes], bytes], refusal: str) -> None:
-        """Answer the next step so; returns when the server's log refuses it."""
+        """Answer the next step so; return when the server's log refuses the answer."""
         before = self.deployment.logs()
-        connection = self.connection()
 
         def refused() -> bool:
             return refusal in self.deployment.log(before)
 
         for _ in range(3):  # the first step may be one that an earlier connection was sent
-            self.serve(connection, answer)
+            self.serve(self.connection(), answer)
             with suppress(AssertionError):
                 self.deployment.wait(refused, 10)
                 break
         assert refused()
-        connection.leave()
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +145,7 @@ def renamed(reply: bytes) -> bytes:
         (lambda _: os.urandom(1000), f"rejected a message from {ROGUE}: The bytes received"),
         (
             lambda reply: reply + os.urandom(300 * MiB),
-            f"rejected a message: The message exceeds {256 * MiB:,} bytes.",
+            f"the limit is {256 * MiB}",
         ),
     ],
     ids=["nan", "shape", "another's name", "random bytes", "300 MiB"],
@@ -167,109 +155,72 @@ def test_what_a_client_with_a_key_may_not_send(here, rogue, answer, refusal) -> 
     assert here.programs["server"].process.poll() is None
 
 
-@pytest.mark.parametrize("what", ["half a message", "no message"])
-def test_a_message_that_flower_cannot_read(here, rogue, what) -> None:
-    """Announced and never sent; or objects of Flower's that are no message."""
+def test_half_a_reply(here, rogue) -> None:
+    """A client that dies while it sends: the server goes on, and the client returns."""
     before = here.logs()
-    connection = rogue.connection()
 
-    def spoiled(self: fleet.Connection, reply: FlowerMessage, run: int) -> None:
-        message, tree, objects = prepare(reply)
-        if what == "no message":
-            tree = tree.children[0]
-            message.metadata.message_id = tree.object_id
-        request = PushMessagesRequest(
-            node=self.node, messages_list=[message], message_object_trees=[tree]
-        )
-        pushed = self.client.PushMessages(request)
-        if what == "no message":
-            push = make_push_object_fn_protobuf(
-                self.client.PushObject, self.node, run, pushed.session_id
-            )
-            push_objects(objects, push, object_ids_to_push=set(pushed.objects_to_push))
+    def cut() -> Iterator[bytes]:
+        yield b"x" * 500
+        raise httpx.WriteError("the cable was cut")
+
+    def half(self: Connection) -> None:
+        assert self.offer is not None
+        assert self.http is not None
+        headers = {"Content-Range": "bytes 0-999/1000", "Content-Length": "1000"}
+        with suppress(httpx.HTTPError):
+            path = f"/replies/{self.offer.ticket}"
+            self.http.put(path, headers=headers, content=cut())
+        self.reply = None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet.Connection, "_push", spoiled)
-        rogue.serve(connection, lambda reply: reply)
-    if what == "no message":
-        here.wait(lambda: "rejected a message: Expected object of type Message" in here.log(before))
-    connection.leave()
-    here.wait(lambda: f"{ROGUE} disconnected" in here.log(before))  # the server goes on looking
+        patch.setattr(Connection, "_send_reply", half)
+        connection = rogue.connection()
+        with connection:
+            connection.serve(rogue)
+    here.wait(lambda: f"{ROGUE} disconnected" in here.log(before))
     assert here.programs["server"].process.poll() is None
 
 
-def test_orders_of_another_client_and_the_end_of_another_s_connection(
-    here, rogue, monkeypatch
-) -> None:
-    """Flower takes an order from whoever says that it is the server, for any node whose number is
-    known; numbers stand in its log. Clients know by the signature. Nobody signs another off."""
-    connection, log = rogue.connection(), here.server.path / "flower/superlink.log"
-    others = {int(n) for n in re.findall(r"Activated node_id=(\d+)", log.read_text())}
-    others -= {connection.node.node_id}
-    [run] = re.findall(r"Created run (\d+)", log.read_text())
-    honest = sorted({*NAMES} - {ROGUE})
-    before = {name: here.client_log(name) for name in honest}
-    monkeypatch.setattr(TaskIdentity, "_task_id", 1)
-    monkeypatch.setattr(TaskIdentity, "_run_id", int(run))
-    monkeypatch.setattr(TaskIdentity, "_node_id", SUPERLINK_NODE_ID)
-    for node in others:
-        finish = Order(run="0" * 16, client="poet", kind="finish", round=0)
-        forged = FlowerMessage(content(seal(finish, b"")), node, "train", ttl=600.0)
-        connection._push(forged, int(run))
-        with pytest.raises(httpx.HTTPStatusError) as refusal:
-            connection.client.DeactivateNode(DeactivateNodeRequest(node_id=node))
-        assert refusal.value.response.status_code == 401
-    connection.leave()
-    for name in honest:
-        here.wait(
-            lambda name=name: "was not signed by" in here.client_log(name)[len(before[name]) :]
+class Requests:
+    """Plain HTTPS requests to the server with the certificate of the rogue."""
+
+    def __init__(self, here: Deployment) -> None:
+        self.client = httpx.Client(
+            verify=Credentials.load(here.folder / f"{ROGUE}.key").context(),
+            base_url=f"https://localhost:{here.port}",
+            headers={PROTOCOL: VERSION, SESSION: secrets.token_hex(16)},
         )
-        assert here.programs[name].process.poll() is None
 
-
-class Knocks:
-    """Plain HTTPS to the server, with the certificate of the rogue or another client."""
-
-    def __init__(self, here: Deployment, name: str = ROGUE) -> None:
-        context = Kit.load(here.folder / f"{name}.key").context()
-        self.client = httpx.Client(verify=context, base_url=f"https://localhost:{here.port}")
-
-    def post(self, path: str, message: Any, headers: dict[str, str] | None = None) -> int:
-        kind = {"content-type": "application/protobuf", "accept": "application/protobuf"}
-        body = message if isinstance(message, bytes) else message.SerializeToString()
-        return self.client.post(path, content=body, headers=kind | (headers or {})).status_code
+    def status(self, method: str, path: str, **arguments: Any) -> int:
+        return self.client.request(method, path, **arguments).status_code
 
 
 @pytest.fixture
-def knocks(here, rogue) -> Knocks:
-    rogue.connection().leave()  # the server is there
-    return Knocks(here)
+def requests(here, rogue) -> Requests:
+    with rogue.connection():
+        pass  # the server runs, and the rogue has left
+    return Requests(here)
 
 
-def test_calls_without_a_certificate_end_in_the_handshake(here, knocks) -> None:
+def test_requests_without_a_certificate_end_in_the_handshake(here, requests) -> None:
     before = here.logs()
     trusting = ssl.create_default_context(cafile=here.folder / "keys/ca.pem")
     with pytest.raises(httpx.TransportError):
-        httpx.post(f"https://localhost:{here.port}/v1/fleet/pull-messages", verify=trusting)
-    here.wait(lambda: "turned away" in here.log(before))
+        httpx.get(f"https://localhost:{here.port}/order", verify=trusting)
+    said = "refused a connection from 127.0.0.1: no client certificate"
+    here.wait(lambda: said in here.log(before) or "127.0.0.1 in a minute" in here.log(before))
 
 
-def test_calls_without_a_signature(here, knocks) -> None:
-    key = Kit.load(here.folder / f"{ROGUE}.key").key.public_key()
-    public = public_key_to_bytes(key)
-    activate = ActivateNodeRequest(public_key=public, heartbeat_interval=10)
-    assert knocks.post("/v1/fleet/activate-node", activate) == 401
-    pull = PullMessagesRequest(node=Node(node_id=1))
-    assert knocks.post("/v1/fleet/pull-messages", pull) == 401
+def test_what_is_not_for_clients_is_not_there(here, requests) -> None:
+    for method, path in [("GET", "/"), ("GET", "/health"), ("POST", "/order")]:
+        assert requests.status(method, path) in (404, 405)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["control/list-runs", "control/start-run", "runtime/acquire-task", "fleet/register-node"],
-)
-def test_what_is_not_for_clients_is_not_there(here, knocks, path) -> None:
-    assert knocks.post(f"/v1/{path}", b"") == 404
-    assert f"{ROGUE}: refused with 404: '/v1/{path}'" in here.log()
+def test_an_order_that_is_not_this_client_s_is_not_there(here, requests) -> None:
+    ticket = "0" * 32
+    for method, path in [("GET", "orders"), ("GET", "replies"), ("PUT", "replies")]:
+        assert requests.status(method, f"/{path}/{ticket}") == 410
+    requests.status("DELETE", "/session")
 
 
 def test_bytes_that_are_no_tls(here, knocks) -> None:
@@ -284,32 +235,6 @@ def test_bytes_that_are_no_tls(here, knocks) -> None:
         assert b" 200 " not in answer
 
 
-def test_a_request_sent_again(here, rogue, knocks) -> None:
-    """Flower signs the time and not the body: TLS is what keeps a signed request from others. Who
-    gets one nevertheless needs that client's certificate to use it."""
-    headers: dict[str, str] = {}
-    connection = rogue.connection()
-    hooks = connection.client._client.event_hooks
-    signed = ("flwr-public-key", "flwr-signature", "flwr-timestamp")
-    connection.client._client.event_hooks = {
-        **hooks,
-        "request": [lambda r: headers.update({k: r.headers[k] for k in signed})],
-    }
-    mine = PullMessagesRequest(node=connection.node)
-    connection.client.PullMessages(mine)
-    assert headers.keys() == {*signed}
-    path = "/v1/fleet/pull-messages"
-    other = PullMessagesRequest(node=Node(node_id=connection.node.node_id + 1))
-    assert knocks.post(path, other, headers) == 401  # not for another client
-    later = headers | {"flwr-timestamp": headers["flwr-timestamp"].replace("20", "19", 1)}
-    assert knocks.post(path, mine, later) == 401  # not with another time
-    assert knocks.post(path, mine, headers | {"flwr-signature": "AAAA"}) == 401
-    assert Knocks(here, "poet").post(path, mine, headers) == 401  # not over another's connection
-    beat = SendNodeHeartbeatRequest(node=connection.node, heartbeat_interval=10)
-    assert knocks.post("/v1/fleet/send-node-heartbeat", beat, headers) == 200  # but another body
-    connection.leave()
-
-
 def test_keys_that_are_not_registered_and_the_end_of_the_run(here, rogue) -> None:
     """After all that, the rogue behaves, and the run ends with everybody."""
     said = here.programs
@@ -322,11 +247,11 @@ def test_keys_that_are_not_registered_and_the_end_of_the_run(here, rogue) -> Non
         assert said[name].text.count(reason) == 1  # however often it tries
         assert "connected to" not in said[name].text
         said[name].process.send_signal(signal.SIGINT)
-    kit, stop = Kit.load(here.folder / f"{ROGUE}.key"), threading.Event()
+    credentials, stop = Credentials.load(here.folder / f"{ROGUE}.key"), threading.Event()
     rogue.answers = []
     bound = threading.Timer(180, stop.set)
     bound.start()
-    fleet.keep_serving(f"localhost:{here.port}", kit, rogue, stop, lambda *_: None)
+    keep_serving(f"localhost:{here.port}", credentials, rogue, stop, lambda *_: None)
     bound.cancel()
     codes = here.ends()
     assert {codes.pop("stranger"), codes.pop("foreigner")} == {130}

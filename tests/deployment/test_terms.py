@@ -13,8 +13,8 @@ from coterie.cli.console import in_words
 from coterie.config.deployed import load_agreed
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
-from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
+from coterie.deployment.status import ServerWatch
 from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
 from coterie.federation.participants import public_digest
@@ -259,7 +259,7 @@ def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
 def test_a_service_that_nobody_can_be_asked_says_so_at_once(values, texts, tmp_path) -> None:
     from typer.testing import CliRunner
 
-    pytest.importorskip("flwr", reason="Flower is not installed")
+    pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
     from coterie.network.keys import Keys
 
     Keys.create(tmp_path / "keys").add("poet", tmp_path / "poet.key")

@@ -11,7 +11,7 @@ from coterie.config.run import parse
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_same_tensors
 
-pytest.importorskip("flwr", reason="Flower is not installed")
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from sites import Deployment
 
 pytestmark = pytest.mark.slow

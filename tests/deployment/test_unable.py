@@ -10,8 +10,8 @@ import pytest
 
 from coterie.deployment import server as engine
 from coterie.deployment.client import Worker
-from coterie.deployment.server import ServerWatch
 from coterie.deployment.site import Site
+from coterie.deployment.status import ServerWatch
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, site, workers

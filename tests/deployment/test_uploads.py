@@ -14,7 +14,7 @@ from torch import Tensor
 
 import coterie
 from coterie.deployment.client import Worker
-from coterie.deployment.server import ServerWatch
+from coterie.deployment.status import ServerWatch
 from coterie.engines.uploads import Uploads
 from coterie.messages import Message, formats
 from coterie.messages.envelope import FAULT_MESSAGES, Reply, seal, unseal

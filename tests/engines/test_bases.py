@@ -16,7 +16,8 @@ from coterie.data.examples import Examples
 from coterie.data.split import Split
 from coterie.data.texts import client_texts, whole_text
 from coterie.data.tokens import encoded, tokenise
-from coterie.deployment.server import ServerRun, ServerWatch
+from coterie.deployment.server import ServerRun
+from coterie.deployment.status import ServerWatch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import evaluate
@@ -149,10 +150,10 @@ def test_a_stopped_run_goes_on_to_the_same_bits(mixed, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("method", some((), ["local", "pretrained"], {"local"}))
-def test_the_simulation_gives_the_same_bits(method, with_server, tmp_path) -> None:
+def test_the_engine_ray_gives_the_same_bits(method, with_server, tmp_path) -> None:
     run = with_server(method=method)
     local = coterie.run(run, out=tmp_path / "local")
-    done = coterie.run(run, out=tmp_path / "simulation", engine="flower-simulation")
+    done = coterie.run(run, out=tmp_path / "ray", engine="ray")
     assert_same_bits(RunFolder(done.path), RunFolder(local.path))
 
 

@@ -1,6 +1,7 @@
 """A run holds a few clients in memory, and the states of the others on disk."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -133,10 +134,10 @@ def test_memory_holds_at_most_eight_clients(
         alive.add(self)
         most = max(most, len(alive))
 
-    def put_aside(self: NewStates, part: ClientPart) -> None:
+    def put_aside(self: NewStates, states: Iterable[tuple[str, bytes]]) -> None:
         nonlocal puts
         puts += 1
-        put(self, part)
+        put(self, states)
 
     monkeypatch.setattr(ClientPart, "__init__", counted)
     monkeypatch.setattr(NewStates, "put", put_aside)

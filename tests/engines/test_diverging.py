@@ -166,10 +166,10 @@ def test_a_deployment_has_the_same_bits(method, broken, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(FEW))
-def test_a_simulation_has_the_same_bits(method, broken, tmp_path) -> None:
+def test_the_engine_ray_has_the_same_bits(method, broken, tmp_path) -> None:
     run = broken(method)
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    done = coterie.run(run, out=tmp_path / "simulation", engine="flower-simulation")
+    done = coterie.run(run, out=tmp_path / "ray", engine="ray")
     assert_same_states(RunFolder(done.path), local)
     assert entries(RunFolder(done.path)) == entries(local)
 

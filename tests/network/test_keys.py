@@ -1,4 +1,4 @@
-"""A deployment's keys: the certificate, and the clients' kits."""
+"""A deployment's keys: the server's certificate, and the clients' key files."""
 
 import os
 import socket
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Thread
-from unittest.mock import Mock
 
 import pytest
 
@@ -20,9 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coterie.errors import CoterieError
 from coterie.network import certificates
 from coterie.network import keys as keys_module
-from coterie.network.keys import Keys, Kit
-
-SPKI = serialization.PublicFormat.SubjectPublicKeyInfo
+from coterie.network.keys import Credentials, Keys
 
 
 @pytest.fixture
@@ -34,12 +31,13 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def public_pem(kit: Kit) -> bytes:
-    return kit.key.public_key().public_bytes(serialization.Encoding.PEM, SPKI)
+def public_key(credentials: Credentials) -> ec.EllipticCurvePublicKey:
+    return credentials.key.public_key()
 
 
-def publics(keys: Keys) -> dict[str, bytes]:
-    return {name: client.public for name, client in keys.clients().items()}
+def registered(keys: Keys) -> dict[str, object]:
+    """Return the public keys of the registered clients by name."""
+    return {name: client.certificate.public_key() for name, client in keys.clients().items()}
 
 
 def shake_hands(server: Keys, trusted: Path, host: str) -> None:
@@ -104,32 +102,32 @@ def test_a_server_can_not_sign_certificates(keys) -> None:
 
 
 def test_private_keys_are_for_their_owner_and_certificates_for_all(keys, tmp_path) -> None:
-    kit = keys.add("anna", tmp_path / "anna.key")
+    key_file = keys.add("anna", tmp_path / "anna.key")
     folder = tmp_path / "keys"
-    for private in (folder / "ca.key", keys.key, kit):
+    for private in (folder / "ca.key", keys.key, key_file):
         assert mode(private) == 0o600
     for public in (keys.ca, keys.certificate, folder / "clients" / "anna.pem"):
         assert mode(public) & 0o400
         assert b"PRIVATE" not in public.read_bytes()
 
 
-def test_a_kit_holds_what_its_client_needs(keys, tmp_path) -> None:
+def test_a_key_file_holds_what_its_client_needs(keys, tmp_path) -> None:
     assert keys.add("anna", tmp_path / "anna.key") == tmp_path / "anna.key"
-    kit = Kit.load(tmp_path / "anna.key")
-    assert (kit.name, kit.ca) == ("anna", keys.ca.read_bytes())
-    assert isinstance(kit.key.curve, ec.SECP384R1)
-    signature = kit.key.sign(b"it is me", ec.ECDSA(hashes.SHA256()))
-    registered = serialization.load_pem_public_key(keys.clients()["anna"].public)
-    assert isinstance(registered, ec.EllipticCurvePublicKey)
-    registered.verify(signature, b"it is me", ec.ECDSA(hashes.SHA256()))
+    credentials = Credentials.load(tmp_path / "anna.key")
+    assert (credentials.name, credentials.ca) == ("anna", keys.ca.read_bytes())
+    assert isinstance(credentials.key.curve, ec.SECP384R1)
+    signature = credentials.key.sign(b"it is me", ec.ECDSA(hashes.SHA256()))
+    public = keys.clients()["anna"].certificate.public_key()
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    public.verify(signature, b"it is me", ec.ECDSA(hashes.SHA256()))
 
 
-def test_a_kit_survives_a_way_that_changes_line_ends(keys, tmp_path) -> None:
+def test_a_key_file_survives_a_way_that_changes_line_ends(keys, tmp_path) -> None:
     path = keys.add("anna", tmp_path / "anna.key")
     sent = tmp_path / "sent.key"
     sent.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
-    assert Kit.load(sent).public == Kit.load(path).public
-    Kit.load(sent).context()
+    assert public_key(Credentials.load(sent)) == public_key(Credentials.load(path))
+    Credentials.load(sent).context()
 
 
 def test_a_clients_private_key_is_nowhere_at_the_server(keys, tmp_path) -> None:
@@ -139,37 +137,32 @@ def test_a_clients_private_key_is_nowhere_at_the_server(keys, tmp_path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"keys", "anna.key"}
 
 
-def test_public_keys_are_flowers_bytes(keys, tmp_path) -> None:
-    flower = pytest.importorskip("flwr.supercore.primitives.asymmetric")
-    kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
-    assert publics(keys) == {"anna": flower.public_key_to_bytes(kit.key.public_key())}
-    assert flower.uses_nist_ec_curve(kit.key.public_key())
-
-
 def test_clients_are_in_the_order_of_their_names(keys, tmp_path) -> None:
     names = ["b", "a-b", "a", "a.b", "_", "Z"]
-    kits = {name: Kit.load(keys.add(name, tmp_path / f"{name}.key")) for name in names}
+    credentials = {
+        name: Credentials.load(keys.add(name, tmp_path / f"{name}.key")) for name in names
+    }
     found = Keys(tmp_path / "keys").clients()
     assert list(found) == sorted(names)
-    assert publics(keys) == {name: public_pem(kit) for name, kit in kits.items()}
+    assert registered(keys) == {name: public_key(c) for name, c in credentials.items()}
     assert len({client.fingerprint for client in found.values()}) == len(names)
 
 
 def test_a_removed_client_is_forgotten_and_may_come_back_with_another_key(keys, tmp_path) -> None:
-    old = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    old = Credentials.load(keys.add("anna", tmp_path / "anna.key"))
     keys.add("ben", tmp_path / "ben.key")
     keys.remove("anna")
     assert list(keys.clients()) == ["ben"]
-    new = Kit.load(keys.add("anna", tmp_path / "new.key"))
-    assert publics(keys)["anna"] == public_pem(new) != public_pem(old)
+    new = Credentials.load(keys.add("anna", tmp_path / "new.key"))
+    assert registered(keys)["anna"] == public_key(new) != public_key(old)
 
 
 @pytest.mark.parametrize("name", ["", "../anna", "a/b", ".anna", "-a", "two words", "a" * 65])
 def test_a_name_that_a_run_file_could_not_have_is_refused(name, keys, tmp_path) -> None:
-    for act in (lambda: keys.add(name, tmp_path / "kit"), lambda: keys.remove(name)):
+    for act in (lambda: keys.add(name, tmp_path / "ben.key"), lambda: keys.remove(name)):
         with pytest.raises(CoterieError, match="must consist of 1 to 64 characters"):
             act()
-    assert not (tmp_path / "kit").exists()
+    assert not (tmp_path / "ben.key").exists()
 
 
 def test_what_is_there_is_never_overwritten(keys, tmp_path) -> None:
@@ -185,22 +178,24 @@ def test_what_is_there_is_never_overwritten(keys, tmp_path) -> None:
     assert not (tmp_path / "again.key").exists()
 
 
-def test_a_stop_between_kit_and_registration_can_be_mended(keys, tmp_path, monkeypatch) -> None:
+def test_a_stop_between_key_file_and_registration_can_be_mended(
+    keys, tmp_path, monkeypatch
+) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    kit = tmp_path / "anna.key"
+    key_file = tmp_path / "anna.key"
     with monkeypatch.context() as patch:
         patch.setattr(keys_module, "write_bytes", stop)
         with pytest.raises(KeyboardInterrupt):
-            keys.add("anna", kit)
-    assert (kit.exists(), keys.clients()) == (True, {})
-    kit.unlink()
-    keys.add("anna", kit)
-    assert publics(keys) == {"anna": public_pem(Kit.load(kit))}
+            keys.add("anna", key_file)
+    assert (key_file.exists(), keys.clients()) == (True, {})
+    key_file.unlink()
+    keys.add("anna", key_file)
+    assert registered(keys) == {"anna": public_key(Credentials.load(key_file))}
 
 
-def test_a_client_that_cannot_be_registered_gets_no_kit(keys, tmp_path, monkeypatch) -> None:
+def test_a_client_that_cannot_be_registered_gets_no_key_file(keys, tmp_path, monkeypatch) -> None:
     def fail(path: Path, data: bytes) -> None:
         raise CoterieError(f"Could not write {path}: No space left on device.")
 
@@ -210,7 +205,7 @@ def test_a_client_that_cannot_be_registered_gets_no_kit(keys, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["keys"]
 
 
-def test_a_kit_that_cannot_be_written_registers_nobody(keys, tmp_path) -> None:
+def test_a_key_file_that_cannot_be_written_registers_nobody(keys, tmp_path) -> None:
     with pytest.raises(CoterieError, match=r"^Could not write .*anna\.key: No such file"):
         keys.add("anna", tmp_path / "nowhere" / "anna.key")
     assert keys.clients() == {}
@@ -253,13 +248,13 @@ def test_what_is_no_host_is_refused(host, keys) -> None:
 
 
 def test_certify_renews_and_adds_hosts_without_touching_clients(keys, tmp_path) -> None:
-    kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+    credentials = Credentials.load(keys.add("anna", tmp_path / "anna.key"))
     before, hosts = keys.certificate.read_bytes(), keys.hosts()
     keys.certify(["New.example.org", "2001:db8::7", "localhost"])
     assert keys.hosts() == [*hosts, "new.example.org", "2001:db8::7"]
     assert keys.certificate.read_bytes() != before
-    assert publics(keys) == {"anna": public_pem(kit)}
-    (tmp_path / "theirs.pem").write_bytes(kit.ca)
+    assert registered(keys) == {"anna": public_key(credentials)}
+    (tmp_path / "theirs.pem").write_bytes(credentials.ca)
     for host in ("localhost", "coterie.example.org", "new.example.org", "2001:db8::7"):
         shake_hands(keys, tmp_path / "theirs.pem", host)
 
@@ -272,40 +267,40 @@ def test_a_certificate_never_outlives_its_authority(tmp_path, monkeypatch) -> No
     shake_hands(keys, keys.ca, "localhost")
 
 
-def with_key(kit: bytes, curve: ec.EllipticCurve) -> bytes:
+def with_key(content: bytes, curve: ec.EllipticCurve) -> bytes:
     """Another key than the certificate's."""
     key = ec.generate_private_key(curve).private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    return kit[: kit.index(b"-----BEGIN PRIVATE")] + key
+    return content[: content.index(b"-----BEGIN PRIVATE")] + key
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda kit: b"",
-        lambda kit: bytes(range(256)) * 20,
-        lambda kit: kit[: len(kit) // 2],
-        lambda kit: kit[:-60] + b"A" * 10 + kit[-50:],
-        lambda kit: kit.replace(b"Client: anna", b"Client: ../anna"),
-        lambda kit: kit.replace(b"Client: anna", b"Client:"),
-        lambda kit: kit.replace(b"\nMII", b"\nXXX"),
-        lambda kit: kit[kit.index(b"-----BEGIN PRIVATE") :],
-        lambda kit: with_key(kit, ec.SECP256R1()),
-        lambda kit: with_key(kit, ec.SECP384R1()),
+        lambda content: b"",
+        lambda content: bytes(range(256)) * 20,
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-60] + b"A" * 10 + content[-50:],
+        lambda content: content.replace(b"Client: anna", b"Client: ../anna"),
+        lambda content: content.replace(b"Client: anna", b"Client:"),
+        lambda content: content.replace(b"\nMII", b"\nXXX"),
+        lambda content: content[content.index(b"-----BEGIN PRIVATE") :],
+        lambda content: with_key(content, ec.SECP256R1()),
+        lambda content: with_key(content, ec.SECP384R1()),
     ],
     ids=["empty", "bytes", "half", "key", "name", "nameless", "ca", "bare", "curve", "another"],
 )
-def test_what_is_no_kit_is_refused_and_not_shown(
+def test_what_is_no_key_file_is_refused_and_not_shown(
     change: Callable[[bytes], bytes], keys, tmp_path
 ) -> None:
     path = keys.add("anna", tmp_path / "anna.key")
     content = change(path.read_bytes())
     path.write_bytes(content)
     with pytest.raises(CoterieError) as refusal:
-        Kit.load(path)
+        Credentials.load(path)
     expected = f"{path} is not a client's key file; use the file written by `coterie keys add`."
     assert str(refusal.value) == expected
     assert refusal.value.__suppress_context__
@@ -314,36 +309,38 @@ def test_what_is_no_kit_is_refused_and_not_shown(
 @pytest.mark.parametrize(
     ("name", "why"), [("nowhere", "No such file or directory"), ("keys", "Is a directory")]
 )
-def test_a_kit_that_cannot_be_read_is_refused(name, why, keys, tmp_path) -> None:
+def test_a_key_file_that_cannot_be_read_is_refused(name, why, keys, tmp_path) -> None:
     with pytest.raises(CoterieError, match=f"^Could not read the key file .*{name}: {why}.$"):
-        Kit.load(tmp_path / name)
+        Credentials.load(tmp_path / name)
 
 
-def test_a_renewed_client_has_another_key_and_only_its_new_kit_counts(keys, tmp_path) -> None:
-    old = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+def test_a_renewed_client_has_another_key_and_only_its_new_key_file_counts(keys, tmp_path) -> None:
+    old = Credentials.load(keys.add("anna", tmp_path / "anna.key"))
     with pytest.raises(CoterieError, match="already exists; delete it, or"):
         keys.renew("anna", tmp_path / "anna.key")
-    assert publics(keys) == {"anna": public_pem(old)}
+    assert registered(keys) == {"anna": public_key(old)}
     state = keys.state()
-    new = Kit.load(keys.renew("anna", tmp_path / "new.key"))
-    assert publics(keys) == {"anna": public_pem(new)}
-    assert public_pem(new) != public_pem(old)
+    new = Credentials.load(keys.renew("anna", tmp_path / "new.key"))
+    assert registered(keys) == {"anna": public_key(new)}
+    assert public_key(new) != public_key(old)
     assert keys.state() != state
     with pytest.raises(CoterieError, match="There is no client 'ben'"):
         keys.renew("ben", tmp_path / "ben.key")
 
 
-def test_a_kit_is_read_again_and_says_when_it_cannot_be_used(keys, tmp_path, monkeypatch) -> None:
-    kit = Kit.load(keys.add("anna", tmp_path / "anna.key"))
+def test_a_key_file_is_read_again_and_says_when_it_cannot_be_used(
+    keys, tmp_path, monkeypatch
+) -> None:
+    credentials = Credentials.load(keys.add("anna", tmp_path / "anna.key"))
     keys.renew("anna", tmp_path / "new.key").replace(tmp_path / "anna.key")
-    assert kit.again().public != kit.public
+    assert public_key(credentials.reload()) != public_key(credentials)
     keys.add("ben", tmp_path / "ben.key").replace(tmp_path / "anna.key")
     with pytest.raises(CoterieError, match="belongs to 'ben', not 'anna'"):
-        kit.again()
+        credentials.reload()
     monkeypatch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(minutes=-1))
     keys.renew("anna", tmp_path / "late.key").replace(tmp_path / "anna.key")
     with pytest.raises(CoterieError, match=r"expired on \d.*`coterie keys renew anna`"):
-        kit.again()
+        credentials.reload()
 
 
 def test_a_client_that_is_removed_while_all_are_read_is_left_out(
@@ -367,26 +364,3 @@ def test_what_root_writes_belongs_to_whom_its_folder_does(keys, tmp_path) -> Non
     keys.certify(["example.org"])
     for path in (keys.folder / "clients" / "anna.pem", keys.certificate):
         assert (path.stat().st_uid, path.stat().st_gid) == (12345, 12346)
-
-
-def test_a_server_goes_on_with_the_keys_it_knows_while_a_file_cannot_be_read(
-    keys, tmp_path, caplog
-) -> None:
-    pytest.importorskip("flwr", reason="Flower is not installed")
-    from coterie.network.flower.link import FlowerLink
-
-    link = FlowerLink.__new__(FlowerLink)
-    link.superlink = Mock(keys=keys)
-    link.registered, link.names, link.unread = set(), {}, ""
-    keys.add("anna", tmp_path / "anna.key")
-    before = link._register()
-    assert list(before.values()) == ["anna"]
-    keys.add("bob", tmp_path / "bob.key")
-    damaged = keys.folder / "clients" / "bob.pem"
-    whole = damaged.read_bytes()
-    damaged.write_text("damaged")
-    with caplog.at_level("WARNING", "coterie"):
-        assert [link._register(), link._register()] == [before, before]
-    assert caplog.text.count("could not read the keys") == 1
-    damaged.write_bytes(whole)
-    assert sorted(link._register().values()) == ["anna", "bob"]

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import deploy, inspect, keys, options, run, terminal, use
+from coterie.cli import deploy, inspect, keys, operate, options, run, terminal, use
 from coterie.errors import CoterieError, ran_out_of_memory
 
 app = typer.Typer(
@@ -55,8 +55,9 @@ app.command(cls=options.Command)(use.chat)
 app.command()(inspect.align)
 app.command(cls=options.Command)(deploy.server)
 app.command(cls=options.Command)(deploy.client)
-app.command()(deploy.expel)
-app.command()(deploy.forget)
+app.command()(operate.status)
+app.command()(operate.expel)
+app.command()(operate.forget)
 app.add_typer(keys.app, name="keys")
 
 

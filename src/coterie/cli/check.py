@@ -26,9 +26,9 @@ from coterie.deployment.terms import (
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
-from coterie.network.door_process import listen
-from coterie.network.flower import fleet
-from coterie.network.keys import Keys, Kit
+from coterie.network.client import first_order
+from coterie.network.keys import Credentials, Keys
+from coterie.network.listener import listen
 
 JOIN_TIMEOUT = 30.0
 """Timeout in seconds for the server's order to join a run."""
@@ -70,18 +70,18 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
         step = trial.run_trial(Session(short), short)
         total = size(len(names) * (step.up + step.down))
         each = f"{size(step.up)} up and {size(step.down)} down per client and round"
-        report(f"{each}; Flower may store {total} at the same time")
+        report(f"{each}; orders and replies may need {total} on disk")
     with _checking("disk") as report:
         report(f"{size(shutil.disk_usage(Path()).free)} free in the current folder")
     terminal.say("\nThe server can start.")
 
 
-def check_client(server: str, credentials: Kit, site: Site) -> None:
+def check_client(server: str, credentials: Credentials, site: Site) -> None:
     """Check a client's key, connection and texts, and run one training step of the server's run."""
     with _checking("key") as report:
         report(f"{credentials.name}, valid until {credentials.expires:%Y-%m-%d}")
     with _checking("connection") as report:
-        order = fleet.first_order(server, credentials, JOIN_TIMEOUT)
+        order = first_order(server, credentials, JOIN_TIMEOUT)
         report(f"{server} accepts {credentials.name} and asks it to join a run")
     with _checking("run") as report:
         if reason := version_mismatch(order) or (site.agreed and disagreement(site.agreed, order)):

@@ -1,10 +1,11 @@
 """Output of a deployment's server and clients, and the description of a run that users agree to."""
 
 import json
+import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from datetime import datetime
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +19,8 @@ from rich.text import Text
 from coterie.cli.progress import LiveDisplay, clock, jump_warning
 from coterie.config.run import RunConfig
 from coterie.deployment.costs import MAX_DISK
-from coterie.deployment.seats import Seat, ServerWatch
+from coterie.deployment.status import ServerWatch
+from coterie.deployment.status import Status as RunStatus
 from coterie.deployment.terms import flat
 from coterie.errors import plural
 from coterie.messages.envelope import Order
@@ -29,57 +31,61 @@ class Board(LiveDisplay[Live], ServerWatch):
     """The server's table of clients: status, time of the last upload, and bytes transferred.
 
     A terminal shows the table, which is updated in place. If the output is not a terminal (a file,
-    a pipe, a service's log), a line is printed for each event and each round instead.
+    a pipe, a service's log), each event and each round prints a line instead.
+
+    Args:
+        console: The output.
+        as_json: Whether lines that are not printed on a terminal are JSON objects.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, as_json: bool = False) -> None:
         super().__init__(console, Live(console=console, auto_refresh=False, transient=True))
-        self.bytes_up: Counter[str] = Counter()
-        self.bytes_down: Counter[str] = Counter()
-        self.last_upload: dict[str, str] = {}
-
-    def start(self, title: str, rounds: int, done: int) -> None:
-        self.title, self.rounds, self.done, self.first = title, rounds, done, done
-        resumed = f", resuming after round {done}" if done else ""
-        self._say(f"{title}: {plural(rounds, 'round')}{resumed}")
-        self.began = time.monotonic()
-
-    def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        if self.console.is_terminal:
-            busy = set(working)
-            states = {name: _state(seat, name in busy) for name, seat in sorted(seats.items())}
-            self.live.update(self._table(states), refresh=True)
-
-    def moved(self, client: str, up: int, down: int) -> None:
-        self.bytes_up[client] += up
-        self.bytes_down[client] += down
-        if up:
-            self.last_upload[client] = f"{datetime.now():%H:%M:%S}"
+        self.as_json = as_json and not console.is_terminal
 
     def note(self, text: str) -> None:
-        self._say(f"{datetime.now():%H:%M:%S} {text}")
+        now = datetime.now()
+        self._say(in_json(now, text) if self.as_json else f"{now:%H:%M:%S} {text}")
 
-    def round_over(self, round: int, counted: int) -> None:
-        self.done = round + 1
-        counts = f"{plural(counted, 'upload')} used"
-        self.note(f"round {self.done}/{self.rounds}: {counts}{self._left()}")
+    def show(self, status: RunStatus) -> None:
+        if self.console.is_terminal:
+            self.live.update(status_table(status), refresh=True)
 
-    def _left(self) -> str:
-        finished = self.done - self.first
-        if not finished or self.done == self.rounds:
-            return ""
-        seconds = (time.monotonic() - self.began) / finished * (self.rounds - self.done)
-        return f", about {clock(seconds)} left"
 
-    def _table(self, states: Mapping[str, str]) -> Table:
-        title = f"{self.title}: round {min(self.done + 1, self.rounds)} of {self.rounds}"
-        table = Table("client", "state", title=title + self._left(), title_justify="left")
-        for head in ("last upload", "up", "down"):
-            table.add_column(head, justify="right")
-        for name, state in states.items():
-            moved = (size(self.bytes_up[name]), size(self.bytes_down[name]))
-            table.add_row(name, state, self.last_upload.get(name, ""), *moved)
-        return table
+class JsonLines(logging.Formatter):
+    """Formats log records as JSON objects, one per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return in_json(datetime.fromtimestamp(record.created), text, record.levelname)
+
+
+def in_json(time: datetime, message: str, level: str = "INFO") -> str:
+    """Format an event as a JSON object."""
+    fields = {"time": time.astimezone().isoformat(), "level": level, "message": message}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def status_table(status: RunStatus) -> Table:
+    """Return a table of a run's clients, with the round in the title."""
+    title = f"{status.title}: round {min(status.done + 1, status.rounds)} of {status.rounds}"
+    if status.seconds_left:
+        title += f", about {clock(status.seconds_left)} left"
+    table = Table("client", "state", title=title, title_justify="left", caption=status.waiting)
+    table.caption_justify = "left"
+    for head in ("last reply", "up", "down", "rounds missed"):
+        table.add_column(head, justify="right")
+    for name, client in sorted(status.clients.items()):
+        when = "" if client.last_reply is None else time_of_day(client.last_reply)
+        moved = size(client.bytes_up), size(client.bytes_down)
+        table.add_row(name, client.state, when, *moved, str(client.excluded or ""))
+    return table
+
+
+def time_of_day(seconds: float) -> str:
+    """Format a time, in seconds since 1970, as hours, minutes and seconds."""
+    return f"{datetime.fromtimestamp(seconds):%H:%M:%S}"
 
 
 class ClientBoard(LiveDisplay[Status]):
@@ -110,7 +116,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self._say(f"{value}; retrying")
             case "joined":
                 self.rounds, self.done = value.config.exchanges, 0
-                self.began = time.monotonic()
+                self.began, self.durations = time.monotonic(), []
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 for adapter in value.part.covered:
                     self._say(f"  trained on this machine: {adapter}")
@@ -160,21 +166,13 @@ class ClientBoard(LiveDisplay[Status]):
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
         items += [f"{size(self.bytes[name])} {name[6:]}" for name in self.bytes]  # up or down
-        seconds = (time.monotonic() - self.began) / self.done * (self.rounds - round - 1)
+        self.durations.append(time.monotonic() - self.began)
+        self.began = time.monotonic()
+        seconds = median(self.durations) * (self.rounds - round - 1)  # rounds that waited are few
         items += [f"about {clock(seconds)} left"] if seconds else []
         self._say(f"round {round + 1}/{self.rounds}: {', '.join(items)}")
         self.losses = []
         self.live.update("waiting for the server")
-
-
-def _state(seat: Seat, working: bool) -> str:
-    if seat.present is None:
-        return "away"
-    if not seat.joined:
-        return "joining"
-    if seat.stopped:
-        return "stopped"
-    return "working" if working else "ready"
 
 
 def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The commands of a deployment: `coterie server`, `client`, `expel` and `forget`."""
+"""The commands `coterie server` and `coterie client`."""
 
 import math
 import re
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,19 +22,25 @@ from coterie.cli.options import (
     Out,
     ServersDevice,
     Settings,
-    check_run,
     device_of,
     require_resume,
 )
-from coterie.errors import CoterieError, plural
-from coterie.network.flower import imports_for
+from coterie.errors import CoterieError, imports_for
 
 if TYPE_CHECKING:
     from coterie.config.run import RunConfig
     from coterie.deployment.client import SiteRun
     from coterie.deployment.terms import Terms
-    from coterie.network.keys import Kit
+    from coterie.network.keys import Credentials
     from coterie.privacy.ledger import Budget
+
+
+class LogFormat(StrEnum):
+    """The format of log lines."""
+
+    text = "text"
+    json = "json"
+
 
 DELTA = 1e-5
 """The delta of the privacy budget that --epsilon sets."""
@@ -44,6 +51,21 @@ Check = Annotated[
     ),
 ]
 
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Address for GET /health and GET /metrics (in Prometheus' format), without TLS, such "
+        "as 127.0.0.1:9100. Default: none.",
+    ),
+]
+Format = Annotated[
+    LogFormat,
+    typer.Option(
+        help="Format of server.log, and of the lines that the command prints if the output is no "
+        "terminal."
+    ),
+]
 KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")]
 Data = Annotated[
     str | None,
@@ -74,8 +96,6 @@ Epsilon = Annotated[
         "the budget of the --run file.",
     ),
 ]
-ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
-ClientName = Annotated[str, typer.Option(help="Name of the client.")]
 
 
 def server(
@@ -93,6 +113,8 @@ def server(
     from_round: FromRound = None,
     without: Without = None,
     device: ServersDevice = None,
+    metrics: Metrics = None,
+    log_format: Format = LogFormat.text,
     check: Check = False,
 ) -> None:
     """Serve a run to clients on other machines.
@@ -113,7 +135,7 @@ def server(
     from coterie.config.deployed import check_start, load_deployment
     from coterie.config.values import read_values
 
-    with imports_for("A deployment", "flower"):
+    with imports_for("A deployment", "deployment"):
         from coterie.network.keys import Keys
 
     registered = list((server_keys := Keys(keys)).clients())
@@ -126,20 +148,21 @@ def server(
     if not again:
         require_resume(from_round)
         check_start(config, registered)
-    with imports_for("A deployment", "flower"):
+    with imports_for("A deployment", "deployment"):
         from coterie.cli.check import check_server
-        from coterie.cli.console import Board
+        from coterie.cli.console import Board, JsonLines
         from coterie.deployment import start as deploy
     if check:
         return check_server(values, config, server_keys, address)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
-    with _stoppable(hint), Board(terminal.console) as board:
+    as_json = log_format is LogFormat.json
+    with _stoppable(hint), Board(terminal.console, as_json) as board:
+        log = JsonLines() if as_json else None
+        serving = deploy.Serving(server_keys, address, board, metrics, log)
         if again:
-            finished = deploy.serve_again(
-                folder, server_keys, address, board, from_round, without or (), config
-            )
+            finished = deploy.serve_again(folder, serving, from_round, without or (), config)
         else:
-            finished = deploy.serve(config, folder, server_keys, address, board, without or ())
+            finished = deploy.serve(config, folder, serving, without or ())
     terminal.say(f"The run is finished and saved in {finished.path}.")
 
 
@@ -188,7 +211,7 @@ def client(
     credentials = _load_credentials(key, name)
     paths = {"path": data, "train": train, "validation": validation, "test": test}
     texts, devices = _validated(credentials.name, paths, device)
-    with imports_for("A deployment", "flower"):
+    with imports_for("A deployment", "deployment"):
         from coterie.cli.check import check_client
         from coterie.cli.console import ClientBoard
         from coterie.deployment import start as deploy
@@ -215,64 +238,6 @@ def client(
         raise CoterieError(worker.error)
     if worker.run is not None:
         _show(worker.run, credentials.name)
-
-
-def expel(run: ServersRun, client: ClientName) -> None:
-    """Expel a client from a deployed run, even while the server is running.
-
-    The round in progress is repeated without the client, and the run continues. If a round needs
-    all clients, it now needs all remaining clients. The server discards the method's state for
-    this client; `coterie forget` deletes the client's other data.
-
-    For example:
-
-        coterie expel runs/us --client mallory
-    """
-    check_run(run)
-    from coterie.deployment.forgetting import check_participant
-    from coterie.runs import RunFolder
-
-    folder = RunFolder(run)
-    check_participant(folder, client)
-    folder.expel(client)
-    terminal.say(
-        f"{client} is expelled from {run}.",
-        f"{client} can still connect; to revoke the key: `coterie keys remove {client}`",
-        f"To delete the client's data on the server: `coterie forget {run} --client {client}`",
-    )
-
-
-def forget(run: ServersRun, client: ClientName) -> None:
-    """Delete a client's state, metrics and log lines from a server's run folder.
-
-    Stop the server first, and resume it afterwards. The client's uploads cannot be removed from
-    the averages that contain them. The command therefore prints in how many rounds these uploads
-    were used, and how to train again without the client.
-
-    For example:
-
-        coterie forget runs/us --client mallory
-    """
-    check_run(run)
-    from coterie.deployment.forgetting import forget as forget_in
-    from coterie.runs import RunFolder
-
-    forgotten = forget_in(RunFolder(run), client)
-    terminal.say(
-        f"Deleted from {run}: the state of {client} in the last checkpoint, all earlier "
-        f"checkpoints, {plural(forgotten.metrics, 'metric')} and "
-        f"{plural(forgotten.log_lines, 'log line')}. The name is still in run.json and "
-        "without.json."
-    )
-    if forgotten.rounds:
-        terminal.say(
-            f"Uploads from {client} were used in {plural(len(forgotten.rounds), 'round')}, most "
-            f"recently in round {forgotten.rounds[-1]}. Their effect on the shared parameters and "
-            "on the other clients' models cannot be removed.",
-            f"To train again without {client}, start a new run:",
-            f"  coterie server FILE --without {client} --out FOLDER",
-        )
-    terminal.say(f"{client} can still connect; to revoke the key: `coterie keys remove {client}`")
 
 
 def _agreed(
@@ -331,14 +296,14 @@ def _show(run: "SiteRun", client: str) -> None:
     terminal.say(f"  coterie generate {folder} --client {client} {options}")
 
 
-def _load_credentials(file: Path, name: str | None) -> "Kit":
-    with imports_for("A deployment", "flower"):
-        from coterie.network.keys import Kit
+def _load_credentials(file: Path, name: str | None) -> "Credentials":
+    with imports_for("A deployment", "deployment"):
+        from coterie.network.keys import Credentials
 
-    credentials = Kit.load(file)
+    credentials = Credentials.load(file)
     if name not in (None, credentials.name):
         raise CoterieError(f"The key file {file} belongs to {credentials.name!r}, not {name!r}.")
-    return credentials.again()
+    return credentials.reload()
 
 
 def _absolute(path: str | None) -> str | None:

@@ -8,8 +8,7 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.options import RunFile, Settings
-from coterie.errors import CoterieError, plural
-from coterie.network.flower import imports_for
+from coterie.errors import CoterieError, imports_for, plural
 
 if TYPE_CHECKING:
     from coterie.report.page import Section

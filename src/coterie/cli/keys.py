@@ -139,8 +139,8 @@ def _certificate(server: "Keys") -> str:
 
 
 def _keys() -> "type[Keys]":
-    from coterie.network.flower import imports_for
+    from coterie.errors import imports_for
 
-    with imports_for("Deployment", "flower"):
+    with imports_for("A deployment", "deployment"):
         from coterie.network.keys import Keys
     return Keys

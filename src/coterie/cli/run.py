@@ -25,15 +25,29 @@ if TYPE_CHECKING:
     from coterie.runs import Callback
 
 Engine = Annotated[
-    Literal["local", "flower-simulation"] | None,
+    Literal["local", "ray"] | None,
     typer.Option(
         help="Engine that executes the rounds. local: clients train one after another in this "
-        "process. flower-simulation: clients train in parallel processes on this machine. "
+        "process. ray: clients train in parallel processes, on this machine or in a Ray cluster. "
         "Default: local, or the engine of the resumed run."
     ),
 ]
-
-
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Running Ray cluster to use with --engine ray. This machine must belong to it. "
+        "Default: start Ray on this machine.",
+    ),
+]
+Gpus = Annotated[
+    float | None,
+    typer.Option(
+        metavar="NUMBER",
+        help="GPUs of each process of --engine ray; with a fraction, such as 0.25, processes share "
+        "a GPU. Default: as many as `device` names; with `auto`, 1 if there is a GPU.",
+    ),
+]
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """The methods that `coterie compare` compares by default."""
 MethodNames = Annotated[
@@ -72,6 +86,8 @@ def run(
         bool, typer.Option("--force", help="Overwrite an existing run in --out.")
     ] = False,
     engine: Engine = None,
+    address: Address = None,
+    gpus: Gpus = None,
 ) -> None:
     """Train a method and its baselines, and show each client's results.
 
@@ -103,7 +119,13 @@ def run(
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             finished = coterie.run(
-                config, out=folder, force=force, callbacks=progress(), engine=engine or "local"
+                config,
+                out=folder,
+                force=force,
+                callbacks=progress(),
+                engine=engine or "local",
+                address=address,
+                gpus=gpus,
             )
     else:
         if file is not None or settings or out is not None or force:
@@ -114,7 +136,12 @@ def run(
         check_run(resume)
         with terminal.stoppable(resume):
             finished = coterie.resume(
-                resume, callbacks=progress(), engine=engine, from_round=from_round
+                resume,
+                callbacks=progress(),
+                engine=engine,
+                address=address,
+                gpus=gpus,
+                from_round=from_round,
             )
     _show(finished, arguments)
 

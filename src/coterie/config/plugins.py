@@ -214,10 +214,10 @@ def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None
 
 
 def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
-    """Raise CoterieError unless other processes on this machine can import all the classes.
+    """Raise CoterieError unless other processes can import all the classes.
 
     Args:
-        where: The beginning of the error message, such as "The engine flower-simulation".
+        where: The beginning of the error message, such as "The engine ray".
         kinds: The classes of the objects that a run uses.
     """
     for kind in kinds:

@@ -326,7 +326,7 @@ class SiteRun:
 
     def _complete(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
         """Save the state after this client's part of a round, and return the recorded metrics."""
-        self.part.keep_items(self.folder)
+        self.part.keep_items(self.folder.keep_items)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         about = read.About(round=round, digest=digest, entries=self.recorder.take())
         self._save(about, **files)

@@ -13,11 +13,11 @@ from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
 from coterie.runs import RunFolder
 
-LOGS = ("server.log", "server.log.1", "flower/door.log", "flower/door.log.1")
+LOGS = ("server.log", "server.log.1")
 BY_CLIENT = {"trained", "aggregated", "kept", "left_out"}
 """Keys of result.json whose values are mappings with clients' names as keys."""
-DERIVED = ("report", "table.md")
-"""Files and folders that are generated from the metrics, and can be generated again."""
+DERIVED = ("report", "table.md", "status.json")
+"""Files and folders that can be generated again."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,16 @@ def check_participant(folder: RunFolder, client: str) -> None:
         raise CoterieError(
             f"The run in {folder.path} has no client {client!r} (clients: {', '.join(names)})."
         )
+
+
+def quorum_change(folder: RunFolder) -> str | None:
+    """Return a sentence about a quorum of the run file that expelled clients have lowered."""
+    config = folder.description["config"]
+    quorum, names = config["deployment"]["quorum"], folder.description["clients"]
+    remaining = len(names.keys() - folder.expelled())
+    if quorum is None or config["deployment"]["anyone"] or remaining >= quorum:
+        return None
+    return f"The run file asks for a quorum of {quorum}; it is {remaining} now, all other clients."
 
 
 def forget(folder: RunFolder, client: str) -> Forgotten:

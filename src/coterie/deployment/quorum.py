@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 
 from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat
+from coterie.deployment.status import named
+from coterie.errors import plural
 
 
 class Quorum:
@@ -50,6 +52,15 @@ class Quorum:
         """Return the names of the clients that can take part in a round now."""
         seats = self.seats.items()
         return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
+
+    def missing(self) -> str:
+        """Return words for the clients without which a round cannot begin."""
+        ready = self.ready()
+        stopped = {name for name, seat in self.seats.items() if seat.stopped}
+        absent = self.names - self.expelled - stopped - {*ready}
+        if self.spec.anyone or not absent:
+            return plural(self.needed - len(ready), "more client")
+        return named(absent)
 
     def complete(
         self,

@@ -1,7 +1,7 @@
 """The status of clients on the server of a deployment, and callbacks that display it."""
 
 import time
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from coterie.messages import Json
@@ -68,22 +68,3 @@ def restore_seats(seats: dict[str, Seat], values: Mapping[str, Json], expelled: 
         seats.setdefault(name, Seat()).counted = values["counted"][name]
     for name in {*values["stopped"]} - expelled:
         seats[name].stopped = True
-
-
-class ServerWatch:
-    """Callbacks that follow a deployed run; by default, they do nothing."""
-
-    def start(self, title: str, rounds: int, done: int) -> None:
-        """Begin to display a run that has `rounds` rounds, of which `done` are already complete."""
-
-    def seats(self, round: int, seats: Mapping[str, Seat], working: Iterable[str]) -> None:
-        """Display the status of all clients; the clients in `working` have not replied yet."""
-
-    def moved(self, client: str, up: int, down: int) -> None:
-        """Count the bytes received from a client (`up`) and sent to the client (`down`)."""
-
-    def note(self, text: str) -> None:
-        """Display a line of text about an event."""
-
-    def round_over(self, round: int, counted: int) -> None:
-        """Report that a round is complete and saved, and that `counted` uploads were accepted."""

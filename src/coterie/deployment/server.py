@@ -11,7 +11,8 @@ from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
 from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
-from coterie.deployment.seats import Seat, ServerWatch, restore_seats, seats_state
+from coterie.deployment.seats import Seat, restore_seats, seats_state
+from coterie.deployment.status import Monitor, ServerWatch, clock_time, named
 from coterie.engines.runtime import result
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
@@ -21,7 +22,7 @@ from coterie.messages import Message, MessageError, State
 from coterie.messages.envelope import FAULT_MESSAGES, LEAVES, Kind, Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
-from coterie.network.link import LONGEST_LINE, Link
+from coterie.network.link import Link
 from coterie.runs import Recorder, RunFolder
 
 log = logging.getLogger(__name__)
@@ -48,23 +49,20 @@ class ServerRun(ServerPart):
     ) -> None:
         names = sorted(client.name for client in config.clients)
         super().__init__(config, skeleton, names, own, folder, Recorder(lambda *_: None))
-        self.link, self.watch, self.run = link, watch, folder.description["run"]
+        self.link, self.run = link, folder.description["run"]
+        self.monitor = Monitor(config.label, config.exchanges, folder, watch)
+        self._note = self.monitor.note
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
-        self.leaving: list[str] = []
-        """Expelled clients whose data are still in the method's server-side object."""
+        self.leaving: list[str] = []  # expelled clients whose data are still in `server`
         self.public = public_digest(config)
         self.joins = Joins(self)
-        self.kind: Kind = "step"
-        """The kind of the order that is sent to the clients in `waiting`."""
+        self.kind: Kind = "step"  # the kind of the order that is sent to the clients in `waiting`
         self.round = 0
-        self.waiting: set[str] = set()
-        """Clients that have not replied to the server's current order."""
-        self.unlisted: set[str] = set()
-        """Clients that have a key but are not part of the run."""
+        self.waiting: set[str] = set()  # clients that have not replied to the current order
+        self.unlisted: set[str] = set()  # clients that have a key but are not part of the run
         self.uploads = Uploads(folder.path, self.server, self.aggregation)
-        self.late: set[str] = set()
-        """Tickets of orders whose replies are to be discarded."""
+        self.late: set[str] = set()  # tickets of orders whose replies are to be discarded
 
     def rounds(self) -> None:
         """Run the remaining rounds; raise Diverged if no client can continue."""
@@ -81,7 +79,7 @@ class ServerRun(ServerPart):
         for name in self.folder.expelled():
             self._expel(name)
         done = self._restore()
-        self.watch.start(self.config.label, self.config.exchanges, done)
+        self.monitor.start(done)
         for round in range(done, self.config.exchanges):
             if self._is_over():
                 break
@@ -92,9 +90,10 @@ class ServerRun(ServerPart):
             self.recorder.log(None, SECONDS, time.monotonic() - began)
             self.folder.append(self.recorder.take())
             self._save(round + 1)
-            self.watch.round_over(round, counted)
+            self.monitor.closes(counted)
         self._finish()
         self.folder.finish(result(self.config, self.folder))
+        self.monitor.save(ended=True)
 
     def _round(self) -> int | None:
         """Run a round; return the number of accepted uploads, or None if all clients stopped."""
@@ -106,9 +105,9 @@ class ServerRun(ServerPart):
     def _gather(self) -> list[str]:
         """Wait for a quorum, begin a round and return its clients; return [] if all stopped."""
         quorum = self.quorum
-        if len(quorum.ready()) < quorum.needed:
-            self._note(f"round {self.round + 1}: waiting for {plural(quorum.needed, 'client')}")
-        while len(quorum.ready()) < quorum.needed:
+        while len(ready := quorum.ready()) < quorum.needed:
+            missing = f"{quorum.missing()}; {len(ready)} of {quorum.needed} clients are ready"
+            self.monitor.waits(f"round {self.round + 1}: waiting for {missing}")
             self._poll()
             if quorum.all_stopped(self.joins.hellos):
                 return []
@@ -117,6 +116,7 @@ class ServerRun(ServerPart):
         self.open(self.round, members)
         self.uploads.begin()
         self._ask("step", members)
+        self.monitor.opens()
         return members
 
     def _count(self, members: list[str]) -> Message | None:
@@ -142,6 +142,9 @@ class ServerRun(ServerPart):
         """Wait for uploads until `end`; return False if a client was expelled meanwhile."""
         complete, diverged = self.quorum.complete, self.uploads.diverged
         while not (self.leaving or complete(members, self.waiting, diverged, end)):
+            deadline = f"the deadline is {clock_time(end - time.monotonic())}"
+            uploads = f"waiting for the uploads of {named(self.waiting)}; {deadline}"
+            self.monitor.waits(f"round {self.round + 1}: {uploads}")
             self._poll()
         self._check_expelled()
         if self.leaving:
@@ -154,6 +157,7 @@ class ServerRun(ServerPart):
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
+            self.monitor.excludes(name)
             self._abandon(self.seats[name])
         self.uploads.record(self.recorder)
         self.waiting = set()  # no orders are sent until the next round
@@ -237,7 +241,7 @@ class ServerRun(ServerPart):
                     self._send(name, "join")
                 elif name in self.waiting:
                     self._send(name, self.kind)
-        self.watch.seats(self.round, self.seats, self.waiting)
+        self.monitor.shows(self.seats, self.waiting)
         self.link.wait()
 
     def _check_expelled(self) -> None:
@@ -286,7 +290,7 @@ class ServerRun(ServerPart):
         seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
         if downloads:
             self.recorder.log(name, BYTES_DOWN, len(body), self._metric_round)
-        self.watch.moved(name, 0, len(data))
+        self.monitor.moved(name, down=len(data))
 
     def _reply(self, name: str, data: bytes | None) -> None:
         """Process a client's reply; an invalid reply is logged and does not stop the run."""
@@ -295,7 +299,7 @@ class ServerRun(ServerPart):
         seat.fail()  # cleared below if the reply is valid
         if data is None:
             return
-        self.watch.moved(name, len(data), 0)
+        self.monitor.moved(name, up=len(data))
         try:
             reply, body = unseal(Reply, data)
             if (reply.run, reply.client) != (self.run, name):
@@ -371,11 +375,6 @@ class ServerRun(ServerPart):
             log.debug(event, exc_info=error)
             error = CoterieError(f"{type(error).__name__} in the method")
         self._note(f"{event}: {error}")
-
-    def _note(self, text: str) -> None:
-        line = " ".join(text.split())[:LONGEST_LINE]  # may quote a client's message
-        log.info(line)
-        self.watch.note(line)
 
     def _save(self, rounds: int) -> None:
         self.folder.save(rounds, self._states(), keep=self.config.deployment.checkpoints)

@@ -5,26 +5,31 @@ import secrets
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import torch
 
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.forgetting import check_participant
-from coterie.deployment.server import ServerRun, ServerWatch
+from coterie.deployment.monitoring import monitored
+from coterie.deployment.server import ServerRun
 from coterie.deployment.site import Site
+from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.federation.checks import check
 from coterie.federation.participants import Participant, served
+from coterie.files import refuse_links
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER
-from coterie.network.flower.fleet import keep_serving
-from coterie.network.flower.link import FlowerLink, SuperLink
-from coterie.network.keys import Keys, Kit
+from coterie.network.client import keep_serving
+from coterie.network.keys import Credentials, Keys
 from coterie.network.link import Seen
+from coterie.network.listener import listen
+from coterie.network.mailbox import Mailbox
+from coterie.network.server import MailboxServer
 from coterie.runs import RunFolder, describe
 from coterie.runs.progress import logged
 
@@ -32,22 +37,29 @@ log = logging.getLogger("coterie")
 MiB = 2**20
 
 
-def serve(
-    config: RunConfig,
-    out: Path,
-    keys: Keys,
-    address: str,
-    watch: ServerWatch,
-    without: Sequence[str] = (),
-) -> RunFolder:
+@dataclass(frozen=True)
+class Serving:
+    """The keys, the addresses and the output of a server."""
+
+    keys: Keys
+    """The keys of the server and the clients."""
+    address: str
+    """The address to listen on, HOST:PORT."""
+    watch: ServerWatch
+    """The display of the run."""
+    metrics: str | None = None
+    """The address for /health and /metrics, HOST:PORT; None: no such address."""
+    log_format: logging.Formatter | None = None
+    """The format of server.log; None: plain text."""
+
+
+def serve(config: RunConfig, out: Path, serving: Serving, without: Sequence[str] = ()) -> RunFolder:
     """Serve a new run until it ends, and return the run folder.
 
     Args:
         config: The run.
         out: The run folder.
-        keys: The keys of the server and the clients.
-        address: The address to listen on, HOST:PORT.
-        watch: Callbacks that follow the run.
+        serving: The keys, the address and the display.
         without: The names of clients that must not take part, even if they have a key.
 
     Raises:
@@ -71,14 +83,12 @@ def serve(
     folder = RunFolder.create(out, description, force=earlier.is_run)
     for name in without:
         folder.expel(name)
-    return _run_to_end(folder, config, own, keys, address, watch)
+    return _run_to_end(folder, config, own, serving)
 
 
 def serve_again(
     out: Path,
-    keys: Keys,
-    address: str,
-    watch: ServerWatch,
+    serving: Serving,
     from_round: int | None = None,
     without: Sequence[str] = (),
     update: RunConfig | None = None,
@@ -89,9 +99,7 @@ def serve_again(
 
     Args:
         out: The run folder.
-        keys: The keys of the server and the clients.
-        address: The address to listen on, HOST:PORT.
-        watch: Callbacks that follow the run.
+        serving: The keys, the address and the display.
         from_round: The number of complete rounds after which to resume the run. There must be a
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.
@@ -119,9 +127,9 @@ def serve_again(
             folder.go_back(from_round)
         for name in without:
             folder.expel(name)
-    without_key = {client.name for client in config.clients} - keys.clients().keys()
+    without_key = {client.name for client in config.clients} - serving.keys.clients().keys()
     for name in sorted(without_key - folder.expelled()):
-        watch.note(
+        serving.watch.note(
             f"{name} has no key; create one with `coterie keys add {name}`, or leave the client "
             f"out with --without {name}"
         )
@@ -132,40 +140,35 @@ def serve_again(
             f"The public set or server.test has changed since the run in {out} began; restore "
             "it, or start a new run."
         )
-    return _run_to_end(folder, config, own, keys, address, watch)
+    return _run_to_end(folder, config, own, serving)
 
 
 def _run_to_end(
-    folder: RunFolder,
-    config: RunConfig,
-    own: Participant | None,
-    keys: Keys,
-    address: str,
-    watch: ServerWatch,
+    folder: RunFolder, config: RunConfig, own: Participant | None, serving: Serving
 ) -> RunFolder:
     log.setLevel(logging.INFO)
-    for remark in keys.remarks():
-        watch.note(remark)
+    remarks = serving.keys.remarks()
     skeleton = load_skeleton(config.base, config.root)
     largest = config.deployment.largest_message * MiB
-    with (
-        folder.lock(),
-        logged(folder.path / "server.log", log.name),
-        SuperLink(folder.path / "flower", keys, address, largest) as superlink,
-    ):
-        link = FlowerLink(superlink, largest)
-        try:
-            ServerRun(config, skeleton, folder, link, watch, own).rounds()
-        except httpx.HTTPError as error:
-            raise CoterieError(
-                f"Flower's SuperLink does not respond ({error}); continue with --resume. See "
-                f"{superlink.folder / 'superlink.log'}."
-            ) from error
+    file = folder.path / "server.log"
+    with folder.lock(), logged(file, log.name, log_format=serving.log_format):
+        refuse_links(folder.path, "mailbox")
+        mailbox = Mailbox(folder.path / "mailbox")
+        run = ServerRun(config, skeleton, folder, mailbox, serving.watch, own)
+        for remark in remarks:
+            run.monitor.note(remark)
+        monitoring = None if serving.metrics is None else listen(serving.metrics, "--metrics")
+        listening = listen(serving.address)
+        with (
+            monitored(run.monitor, monitoring),
+            MailboxServer(mailbox, serving.keys, listening, largest),
+        ):
+            run.rounds()
     return folder
 
 
 def take_part(
-    server: str, credentials: Kit, site: Site, seen: Seen, stop: threading.Event
+    server: str, credentials: Credentials, site: Site, seen: Seen, stop: threading.Event
 ) -> Worker:
     """Take part in a run as a client until the run ends.
 

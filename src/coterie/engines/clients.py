@@ -2,14 +2,13 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
-from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
 from coterie.federation.participants import Participant
 from coterie.files import read_inside, write_bytes, writing
@@ -22,6 +21,11 @@ STATES = "states"
 """The folder of `NewStates` in a run folder."""
 Download = Callable[[ClientId], bytes]
 """A function that returns the server's current download for a client."""
+
+
+def encoded(states: Iterable[tuple[str, State | None]]) -> Iterator[tuple[str, bytes]]:
+    """Serialise the states that `ClientPart.states` yields, and leave out those that are None."""
+    return ((file, state.encode()) for file, state in states if state is not None)
 
 
 class NewStates:
@@ -48,13 +52,16 @@ class NewStates:
         finally:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def put(self, part: ClientPart) -> None:
-        """Write a client's states to files; the next checkpoint will contain these states."""
+    def put(self, states: Iterable[tuple[str, bytes]]) -> None:
+        """Write a client's states to files; the next checkpoint will contain these states.
+
+        Args:
+            states: The result of `encoded`.
+        """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        for file, state in part.states():
-            if state is not None:
-                write_bytes(self.path / f"{file}.safetensors", state.encode())
+        for file, state in states:
+            write_bytes(self.path / f"{file}.safetensors", state)
 
     def newest(self, client: ClientId) -> tuple[State | None, State | None]:
         """Return the newest state of a client, and the newest state of the client's best model.

@@ -7,7 +7,7 @@ the number of clients.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
-from coterie.engines.clients import Clients, Download
+from coterie.engines.clients import Clients, Download, encoded
 from coterie.engines.rounds import Rounds
 from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
@@ -56,7 +56,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         """Return the `ClientPart` of a client, in the client's newest state."""
         if name not in self.parts:
             if len(self.parts) >= IN_MEMORY:
-                self.new.put(self.parts.popitem()[1])
+                self.new.put(encoded(self.parts.popitem()[1].states()))
             self.parts[name], _ = self._begin(name, *self.new.newest(name))
         return self.parts[name]
 
@@ -95,7 +95,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         for name in self:
             part, kept = self.part(name), self.new.kept(name)
             part.finish(download(name), kept, round, counted=name not in lost)
-            part.keep_items(self.folder)
+            part.keep_items(self.folder.keep_items)
 
     def stops(self, name: ClientId, rounds: int) -> bool:
         return self.parts[name].stops(rounds) if name in self.parts else super().stops(name, rounds)

@@ -6,7 +6,7 @@ of client names, so the order in which clients finish has no influence.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ class Rounds(ServerPart, Generic[C]):
     """The round loop of a run. It starts the run, or continues it from the newest checkpoint.
 
     Args:
-        clients: The class of the run's clients.
+        clients: The class of the run's clients, or a function that creates them.
         config: The run.
         base: The run's base.
         participants: The clients' data.
@@ -47,7 +47,7 @@ class Rounds(ServerPart, Generic[C]):
 
     def __init__(
         self,
-        clients: type[C],
+        clients: Callable[..., C],
         config: RunConfig,
         base: Base,
         participants: Sequence[Participant],

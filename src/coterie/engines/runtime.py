@@ -1,7 +1,7 @@
 """A client's part of a run, independent of the engine, and the result of a run."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from coterie.federation.participants import (
 )
 from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stops
 from coterie.inference.reference import with_reference
-from coterie.messages import Message, MessageError, State
+from coterie.messages import Json, Message, MessageError, State
 from coterie.messages import names as metric
 from coterie.messages.message import is_finite
 from coterie.messages.schema import Way
@@ -221,22 +221,22 @@ class ClientPart:
         if self.keeper is not None:
             self.keeper.restore(kept)
 
-    def keep_items(self, folder: RunFolder) -> None:
-        """Write the model's scores for all test samples to a run folder.
+    def keep_items(self, keep: Callable[[str, str, Mapping[str, Json]], object]) -> None:
+        """Keep the model's scores for all test samples.
 
-        The scores that the commonest answer would get for these samples are also written. The
-        scores for samples are neither logged nor sent. If no model was scored, nothing is written.
+        The scores that the commonest answer would get for these samples are also kept. The
+        scores for samples are neither logged nor sent. If no model was scored, nothing is kept.
 
         Args:
-            folder: The client's folder.
+            keep: A function like `RunFolder.keep_items`.
         """
         for point, scores in self.scores.items():
             for text, score in scores.items():
                 of = text_digest(self.participant.tests[text], self.config.data.window)
-                folder.keep_items(point, text, {"of": of, **score.items()})
+                keep(point, text, {"of": of, **score.items()})
         if self.scores:
             for text, scored in floor_items(self.config, self.participant).items():
-                folder.keep_items(FLOOR, text, scored)
+                keep(FLOOR, text, scored)
 
     def score_trained(self, round: int) -> None:
         """Score the model after local training.

@@ -12,10 +12,11 @@ from coterie.bases.devices import names_of
 from coterie.config.plugins import check_importable
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
+from coterie.engines.cluster import check_address, set_variables
 from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, imports_for
 from coterie.federation.checks import check
 from coterie.federation.participants import (
     Federation,
@@ -28,8 +29,8 @@ from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER
 from coterie.runs import Callback, RunFolder, describe
 
-Engine = Literal["local", "flower-simulation"]
-"""The name of an engine: `local` (one process) or `flower-simulation` (several processes)."""
+Engine = Literal["local", "ray"]
+"""The name of an engine: `local` (one process) or `ray` (several processes or machines)."""
 
 
 class Session:
@@ -40,13 +41,20 @@ class Session:
         threads: The number of threads that PyTorch uses. None: the value of `threads` in the run
             file, or the engine's default.
         engine: The engine.
+        address: The HOST:PORT of the Ray cluster that the engine `ray` uses; None: this machine.
+        gpus: The number of GPUs of each worker of the engine `ray`; None: as `device` needs.
     """
 
     def __init__(
-        self, config: RunConfig, threads: int | None = None, engine: Engine = "local"
+        self,
+        config: RunConfig,
+        threads: int | None = None,
+        engine: Engine = "local",
+        address: str | None = None,
+        gpus: float | None = None,
     ) -> None:
         self.config, self.engine = config, engine
-        self.rounds = _rounds(engine, config)
+        self.rounds = _rounds(engine, config, address, gpus)
         # Other engines run one client per processor.
         default = torch.get_num_threads() if engine == "local" else 1
         torch.set_num_threads(threads or config.threads or default)
@@ -189,21 +197,26 @@ class Session:
         return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
-def _rounds(engine: Engine, config: RunConfig) -> Callable[..., Rounds[Any]]:
+def _rounds(
+    engine: Engine, config: RunConfig, address: str | None, gpus: float | None
+) -> Callable[..., Rounds[Any]]:
     """Return a function that creates the round loop.
 
     Raises:
         CoterieError: If the engine is unknown, not installed, or cannot import the run's objects.
     """
+    if engine != "ray" and (address, gpus) != (None, None):
+        raise CoterieError("--address and --gpus need the engine `ray` (--engine ray).")
     if engine == "local":
         return local_run
     if engine not in get_args(Engine):
         raise CoterieError(
             f"There is no engine {engine!r}; choose one of {', '.join(get_args(Engine))}."
         )
-    from coterie.network.flower import imports_for
-
-    with imports_for(f"The engine {engine}", "simulation"):
-        from coterie.engines.simulation import SimulatedClients
+    set_variables(address)
+    with imports_for(f"The engine {engine}", "ray"):
+        from coterie.engines.ray import RayClients
+    if address is not None:
+        check_address(address)  # before data are read
     check_importable(f"The engine {engine}", config.objects)
-    return partial(Rounds, SimulatedClients)
+    return partial(Rounds, partial(RayClients, address=address, gpus=gpus))

@@ -1,4 +1,4 @@
-"""Certificates and keys of a deployment, made and read: X.509 on NIST curves, in PEM."""
+"""Creates and parses the certificates (X.509) and private keys of a deployment, in PEM."""
 
 import re
 from collections.abc import Sequence
@@ -16,21 +16,25 @@ from coterie.errors import CoterieError
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DAY = timedelta(days=1)
 AUTHORITY_LASTS = 3652 * DAY
+"""The validity of the certificate authority."""
 CERTIFICATE_LASTS = 730 * DAY
+"""The validity of the server's and the clients' certificates."""
 LABEL = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 HOST = re.compile(rf"(?:{LABEL}\.)*(?![0-9]+$){LABEL}")
-"""A DNS name; what ends in a number is an address with a slip in it."""
+"""A DNS name. Its last label is not a number: 192.0.2.300 is a mistyped address, not a name."""
 Key = TypeVar("Key", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
 
 
 def authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    """A certificate authority, signed by itself."""
-    name = _named("Coterie certificate authority")
-    ends = datetime.now(UTC) + AUTHORITY_LASTS
-    builder = _builder(key, name, ends, name, key).add_extension(
+    """Return a self-signed certificate of a certificate authority."""
+    name = _common_name("Coterie certificate authority")
+    expires = datetime.now(UTC) + AUTHORITY_LASTS
+    builder = _builder(key, name, expires, name, key).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
-    return builder.add_extension(_usage(authority=True), critical=True).sign(key, hashes.SHA256())
+    return builder.add_extension(_key_usage(authority=True), critical=True).sign(
+        key, hashes.SHA256()
+    )
 
 
 def server_certificate(
@@ -39,13 +43,23 @@ def server_certificate(
     authority: x509.Certificate,
     authority_key: ec.EllipticCurvePrivateKey,
 ) -> x509.Certificate:
-    """The server's certificate for some hosts; it never outlives the authority."""
-    names = dict.fromkeys(map(_host, hosts))
-    ends = min(datetime.now(UTC) + CERTIFICATE_LASTS, authority.not_valid_after_utc)
+    """Return a certificate for the server, which expires no later than the authority's certificate.
+
+    Args:
+        key: The server's private key.
+        hosts: The DNS names and IP addresses of the server.
+        authority: The certificate of the authority that signs.
+        authority_key: The authority's private key.
+
+    Raises:
+        CoterieError: A host is neither a DNS name nor an IP address.
+    """
+    names = dict.fromkeys(map(_general_name, hosts))
+    expires = min(datetime.now(UTC) + CERTIFICATE_LASTS, authority.not_valid_after_utc)
     builder = (
-        _builder(key, _named("Coterie server"), ends, authority.subject, authority_key)
+        _builder(key, _common_name("Coterie server"), expires, authority.subject, authority_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(authority=False), critical=True)
+        .add_extension(_key_usage(authority=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
     )
@@ -53,12 +67,18 @@ def server_certificate(
 
 
 def client_certificate(name: str, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    """A client's certificate, signed by itself."""
-    named, ends = _named(f"Coterie client {name}"), datetime.now(UTC) + CERTIFICATE_LASTS
+    """Return a self-signed certificate for a client.
+
+    Args:
+        name: The client's name.
+        key: The client's private key.
+    """
+    subject = _common_name(f"Coterie client {name}")
+    expires = datetime.now(UTC) + CERTIFICATE_LASTS
     builder = (
-        _builder(key, named, ends, named, key)
+        _builder(key, subject, expires, subject, key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(authority=False), critical=True)
+        .add_extension(_key_usage(authority=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
     )
     return builder.sign(key, hashes.SHA256())
@@ -67,32 +87,35 @@ def client_certificate(name: str, key: ec.EllipticCurvePrivateKey) -> x509.Certi
 def _builder(
     key: ec.EllipticCurvePrivateKey,
     subject: x509.Name,
-    ends: datetime,
+    expires: datetime,
     issuer: x509.Name,
     issuer_key: ec.EllipticCurvePrivateKey,
 ) -> x509.CertificateBuilder:
-    """What all certificates have; valid since yesterday, for clocks that are behind."""
-    public, above = key.public_key(), issuer_key.public_key()
-    above_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(above)
+    """Return a certificate builder with the fields and extensions that all certificates have.
+
+    The validity begins a day ago, so that machines whose clocks are slow accept the certificate.
+    """
+    public_key = key.public_key()
+    issuer_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
     return (
         x509.CertificateBuilder()
         .issuer_name(issuer)
         .subject_name(subject)
-        .public_key(public)
+        .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.now(UTC) - DAY)
-        .not_valid_after(ends)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(above_identifier, critical=False)
+        .not_valid_after(expires)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(issuer_identifier, critical=False)
     )
 
 
-def _named(name: str) -> x509.Name:
+def _common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _usage(authority: bool) -> x509.KeyUsage:
-    """An authority signs certificates, a server its handshakes; and neither does anything else."""
+def _key_usage(authority: bool) -> x509.KeyUsage:
+    """Return the permitted uses of a key: only certificates, or only handshakes, are signed."""
     return x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
@@ -106,8 +129,8 @@ def _usage(authority: bool) -> x509.KeyUsage:
     )
 
 
-def _host(host: str) -> x509.GeneralName:
-    """A DNS name or an IP address as certificates name it."""
+def _general_name(host: str) -> x509.GeneralName:
+    """Convert a DNS name or an IP address; raise CoterieError if the host is neither."""
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
@@ -119,7 +142,12 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
-    """A private key; raises one of cryptography's errors, or ValueError, if it is none."""
+    """Parse a private key.
+
+    Raises:
+        ValueError: The key is not on an elliptic curve. Bytes that are not a private key raise
+            further exceptions of `cryptography`.
+    """
     key = serialization.load_pem_private_key(pem, password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError
@@ -127,7 +155,12 @@ def private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
 
 
 def client_from_pem(pem: bytes) -> x509.Certificate:
-    """A client's certificate, with a key on the curve of clients' keys."""
+    """Parse a client's certificate.
+
+    Raises:
+        ValueError: The certificate's key is not on NIST P-384. Bytes that are not a certificate
+            raise further exceptions of `cryptography`.
+    """
     certificate = x509.load_pem_x509_certificate(pem)
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
@@ -137,28 +170,21 @@ def client_from_pem(pem: bytes) -> x509.Certificate:
 
 
 def on_p384(key: Key) -> Key:
-    """The key, if it is on the curve of clients' keys."""
+    """Return the key if it is on NIST P-384, the curve of clients' keys; else raise ValueError."""
     if not isinstance(key.curve, ec.SECP384R1):
         raise ValueError
     return key
 
 
 def pem(certificate: x509.Certificate) -> bytes:
-    """A certificate as text."""
+    """Serialise a certificate in PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as text (PKCS #8), not encrypted."""
+    """Serialise a private key in PEM (PKCS #8), without encryption."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
-    )
-
-
-def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
-    """A public key as text (SubjectPublicKeyInfo), as Flower has it."""
-    return key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )

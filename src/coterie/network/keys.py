@@ -1,14 +1,14 @@
-"""The keys of a deployment: the server's certificate, and who may take part.
+"""The keys of a deployment: the server's certificate, and the certificates of the clients.
 
-A server keeps a folder of keys:
+A server's key folder contains these files:
 
-ca.pem, ca.key           the certificate authority of this deployment; every client trusts it
-server.pem, server.key   the server's certificate, signed by it; TLS uses them
-clients/NAME.pem         the certificate by which the server knows a client, signed by itself
+ca.pem, ca.key           the deployment's certificate authority, which every client trusts
+server.pem, server.key   the server's certificate, signed by the authority, and the server's key
+clients/NAME.pem         a client's self-signed certificate, by which the server identifies NAME
 
-A client gets one file, its kit: its name, its certificate, ca.pem, and its private key, which the
-server forgets. The server trusts exactly the certificates in clients/, so that a client ends with
-its file, and adding one needs no ca.key.
+A client has one key file, with the client's name, the client's certificate, ca.pem, and the
+client's private key, of which the server keeps no copy. The server trusts exactly the certificates
+in clients/: deleting a file removes the client, and adding a client does not need ca.key.
 """
 
 import re
@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,16 +37,15 @@ from coterie.network.certificates import (
     pem,
     private_key,
     private_pem,
-    public_pem,
     server_certificate,
 )
 
 SOON = timedelta(days=30)
-"""How long before the end of a certificate the server begins to speak of it."""
-KIT_BYTES = 1 << 16
-"""A kit is far smaller; of a file that is not one, no more than this is read."""
-HEAD = "# A Coterie client's kit. It contains a private key: keep it secret."
-KIT = re.compile(
+"""The period before a certificate's expiry in which the server warns about it."""
+MAX_KEY_FILE_BYTES = 1 << 16
+"""The maximum number of bytes that are read from a key file; a valid file is much smaller."""
+HEADER = "# A Coterie client's key file. It contains a private key: keep it secret."
+KEY_FILE = re.compile(
     r"#[^\n]*\n"
     r"Client: (?P<name>\S+)\n"
     r"(?P<certificate>-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n)"
@@ -57,39 +56,45 @@ UNREADABLE = (
     *(ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion),
     *(x509.DuplicateExtension, x509.ExtensionNotFound, x509.UnsupportedGeneralNameType),
 )
-"""What cryptography raises for bytes that are not what they should be."""
+"""The exceptions of `cryptography` for bytes that are not a valid certificate or key."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Kit:
-    """What a client needs to take part: who it is, whom it trusts, and its own key."""
+class Credentials:
+    """The contents of a client's key file, with which the client takes part in runs."""
 
     path: Path
-    """The file that it was read from, from which TLS reads it again."""
+    """The key file."""
     name: str
+    """The client's name."""
     expires: datetime
-    """When its certificate ends (UTC)."""
+    """The time at which the client's certificate expires (UTC)."""
     ca: bytes
-    """The certificate authority's certificate, PEM."""
+    """The certificate of the deployment's certificate authority (PEM)."""
     key: ec.EllipticCurvePrivateKey
-    """On NIST P-384."""
+    """The client's private key, on NIST P-384."""
 
     @classmethod
-    def load(cls, path: Path) -> "Kit":
-        """Read a kit; raises CoterieError, which never shows what the file holds."""
+    def load(cls, path: Path) -> "Credentials":
+        """Read a key file.
+
+        Raises:
+            CoterieError: The file cannot be read, or is not a key file. The message quotes nothing
+                from the file, which may contain a private key.
+        """
         try:
             with path.open(encoding="ascii") as file:
-                found = KIT.fullmatch(file.read(KIT_BYTES))
-            if found is None:
+                match = KEY_FILE.fullmatch(file.read(MAX_KEY_FILE_BYTES))
+            if match is None:
                 raise ValueError
-            x509.load_pem_x509_certificate(found["ca"].encode())
-            certificate = x509.load_pem_x509_certificate(found["certificate"].encode())
-            key = on_p384(private_key(found["key"].encode()))
+            x509.load_pem_x509_certificate(match["ca"].encode())
+            certificate = x509.load_pem_x509_certificate(match["certificate"].encode())
+            key = on_p384(private_key(match["key"].encode()))
             if certificate.public_key() != key.public_key():
                 raise ValueError
             expires = certificate.not_valid_after_utc
-            return cls(path, _checked(found["name"]), expires, found["ca"].encode(), key)
+            return cls(path, _validated(match["name"]), expires, match["ca"].encode(), key)
         except OSError as error:
             raise CoterieError(f"Could not read the key file {path}: {error.strerror}.") from None
         except (*UNREADABLE, CoterieError):
@@ -97,28 +102,27 @@ class Kit:
                 f"{path} is not a client's key file; use the file written by `coterie keys add`."
             ) from None
 
-    def again(self) -> "Kit":
-        """The kit as it is now; raises CoterieError if it has expired or is another client's."""
-        kit = Kit.load(self.path)
-        if kit.name != self.name:
-            raise CoterieError(
-                f"The key file {self.path} belongs to {kit.name!r}, not {self.name!r}."
-            )
-        if kit.expires < datetime.now(UTC):
-            raise CoterieError(
-                f"The key file {self.path} expired on {kit.expires:%Y-%m-%d}, by this machine's "
-                f"clock; ask for a new one, which `coterie keys renew {self.name}` writes on the "
-                "server."
-            )
-        return kit
+    def reload(self) -> "Credentials":
+        """Read the key file again, which may have been renewed.
 
-    @property
-    def public(self) -> bytes:
-        """The key by which the server knows the client (PEM, SubjectPublicKeyInfo)."""
-        return public_pem(self.key.public_key())
+        Raises:
+            CoterieError: The file is not a key file, has expired, or belongs to another client.
+        """
+        credentials = Credentials.load(self.path)
+        if credentials.name != self.name:
+            raise CoterieError(
+                f"The key file {self.path} belongs to {credentials.name!r}, not {self.name!r}."
+            )
+        if credentials.expires < datetime.now(UTC):
+            raise CoterieError(
+                f"The key file {self.path} expired on {credentials.expires:%Y-%m-%d}, by this "
+                f"machine's clock; ask for a new one, which `coterie keys renew {self.name}` "
+                "writes on the server."
+            )
+        return credentials
 
     def context(self) -> ssl.SSLContext:
-        """TLS 1.3 as this client, with servers of this deployment alone."""
+        """Return TLS 1.3 settings for connections to servers of this deployment only."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(cadata=self.ca.decode())
@@ -127,18 +131,11 @@ class Kit:
 
 
 @dataclass(frozen=True)
-class Registered:
-    """A client as the server knows it."""
+class RegisteredClient:
+    """A client whose certificate the server accepts."""
 
     name: str
     certificate: x509.Certificate
-
-    @property
-    def public(self) -> bytes:
-        """Its public key (PEM, SubjectPublicKeyInfo)."""
-        return self.certificate.public_key().public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
 
     @property
     def fingerprint(self) -> str:
@@ -147,15 +144,20 @@ class Registered:
 
     @property
     def expires(self) -> datetime:
-        """When its certificate ends (UTC)."""
+        """The time at which the certificate expires (UTC)."""
         return self.certificate.not_valid_after_utc
 
 
 class Keys:
-    """The server's folder of keys.
+    """The server's key folder.
 
-    Raises CoterieError if the folder is no such folder. Only `certify` needs ca.key, which may
-    otherwise be kept elsewhere.
+    Only `certify` needs ca.key, which can be stored outside the folder at other times.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        CoterieError: The folder is not a key folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -173,10 +175,16 @@ class Keys:
 
     @classmethod
     def create(cls, folder: Path, hosts: Sequence[str] = ()) -> "Keys":
-        """A new folder of keys, whole or not at all.
+        """Create a key folder. If an error occurs, no folder remains.
 
-        hosts: names and addresses, beside this machine's own, by which clients reach the server.
-        Raises CoterieError if the folder exists or a host is neither a name nor an address.
+        Args:
+            folder: The folder, which must not exist.
+            hosts: The DNS names and IP addresses by which clients on other machines reach the
+                server. The certificate is also valid for `LOOPBACK`.
+
+        Raises:
+            CoterieError: The folder exists or cannot be written, or a host is neither a DNS name
+                nor an IP address.
         """
         if folder.exists():
             raise CoterieError(
@@ -188,18 +196,25 @@ class Keys:
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = server_certificate(key, [*LOOPBACK, *hosts], authority, authority_key)
 
-        def fill(new: Path) -> None:
-            (new / "clients").mkdir()
-            write_private(new / "ca.key", private_pem(authority_key))
-            write_private(new / "server.key", private_pem(key))
-            write_bytes(new / "ca.pem", pem(authority))
-            write_bytes(new / "server.pem", pem(certificate))
+        def fill(temporary: Path) -> None:
+            (temporary / "clients").mkdir()
+            write_private(temporary / "ca.key", private_pem(authority_key))
+            write_private(temporary / "server.key", private_pem(key))
+            write_bytes(temporary / "ca.pem", pem(authority))
+            write_bytes(temporary / "server.pem", pem(certificate))
 
         write_folder(folder, fill)
         return cls(folder)
 
     def certify(self, hosts: Sequence[str] = ()) -> None:
-        """Renew the server's certificate, for the hosts that it names and these; clients stay."""
+        """Renew the server's certificate. The certificates of clients stay valid.
+
+        Args:
+            hosts: DNS names and IP addresses that are added to those of the current certificate.
+
+        Raises:
+            CoterieError: A host is neither a DNS name nor an IP address, or a file is damaged.
+        """
         certificate = server_certificate(
             _load(self.key, private_key),
             [*self.hosts(), *hosts],
@@ -209,111 +224,136 @@ class Keys:
         write_bytes(self.certificate, pem(certificate))
 
     def hosts(self) -> list[str]:
-        """The names and addresses that the server's certificate is valid for."""
+        """Return the DNS names and IP addresses for which the server's certificate is valid."""
         extensions = _load(self.certificate, x509.load_pem_x509_certificate).extensions
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         return [str(name.value) for name in names]
 
     def expires(self) -> datetime:
-        """When the server's certificate ends (UTC)."""
+        """Return the time at which the server's certificate expires (UTC)."""
         return _load(self.certificate, x509.load_pem_x509_certificate).not_valid_after_utc
 
     def remarks(self) -> list[str]:
-        """Certificates that end soon, a sentence each; raises CoterieError if the server's is not
-        valid now."""
+        """Return a sentence about each certificate that has expired or expires within `SOON`.
+
+        Raises:
+            CoterieError: The server's certificate has expired or is not valid yet.
+        """
         now = datetime.now(UTC)
         certificate = _load(self.certificate, x509.load_pem_x509_certificate)
-        end = certificate.not_valid_after_utc
+        expires = certificate.not_valid_after_utc
         clock = f"by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC"
-        if end < now:
+        if expires < now:
             raise CoterieError(
-                f"The server's certificate expired on {end:%Y-%m-%d}, {clock}; renew it with "
+                f"The server's certificate expired on {expires:%Y-%m-%d}, {clock}; renew it with "
                 f"`coterie keys certify {self.folder}`."
             )
         if certificate.not_valid_before_utc > now:
             raise CoterieError(
                 f"The server's certificate is not valid yet, {clock}; set the clock."
             )
-        ends = {"the server's certificate": (end, f"certify {self.folder}")}
+        certificates = {"the server's certificate": (expires, f"certify {self.folder}")}
         for name, client in self.clients().items():
-            ends[f"the key of {name}"] = client.expires, f"renew {name} --keys {self.folder}"
+            command = f"renew {name} --keys {self.folder}"
+            certificates[f"the key of {name}"] = (client.expires, command)
         return [
-            f"{what} {'ends' if end > now else 'ended'} on {end:%Y-%m-%d}; renew it, at any time, "
-            f"with `coterie keys {how}`"
-            for what, (end, how) in ends.items()
-            if end < now + SOON
+            f"{subject} {'ends' if expires > now else 'ended'} on {expires:%Y-%m-%d}; renew it, at "
+            f"any time, with `coterie keys {command}`"
+            for subject, (expires, command) in certificates.items()
+            if expires < now + SOON
         ]
 
     def add(self, name: str, out: Path) -> Path:
-        """Make a client's key, write its kit to `out`, and register the public key.
+        """Generate a client's key, write the key file, and register the client. Return the file.
 
-        In this order, so that a kill in between leaves at worst a kit that the server refuses, and
-        not a client that nobody can be. Raises CoterieError if the name or the file is taken.
+        If the process is killed between the last two steps, a key file remains that the server
+        rejects. The opposite order could leave a registered client without a key file.
+
+        Args:
+            name: The client's name, which must not be registered.
+            out: The key file to write, which must not exist.
+
+        Raises:
+            CoterieError: The name is invalid or registered, or the file exists or cannot be
+                written.
         """
-        if self._file(name).exists():
+        if self._certificate_file(name).exists():
             raise CoterieError(
                 f"There is already a client {name!r}; choose another name, or write a new key "
                 f"file for that client with `coterie keys renew {name}`."
             )
-        return self._make(name, out)
+        return self._issue(name, out)
 
     def renew(self, name: str, out: Path) -> Path:
-        """Make a client's key and kit anew; the server then accepts this kit and no older one.
+        """Replace a client's key, which becomes invalid. Write a new key file, and return it.
 
-        Raises CoterieError if there is no such client or the file is taken.
+        Args:
+            name: The name of a registered client.
+            out: The key file to write, which must not exist.
+
+        Raises:
+            CoterieError: The client is not registered, or the file exists or cannot be written.
         """
-        if not self._file(name).exists():
-            raise self._nobody(name)
-        return self._make(name, out)
+        if not self._certificate_file(name).exists():
+            raise self._unknown_client(name)
+        return self._issue(name, out)
 
-    def _make(self, name: str, out: Path) -> Path:
+    def _issue(self, name: str, out: Path) -> Path:
         if out.exists():
             raise CoterieError(
                 f"{out} already exists; delete it, or choose another file with --out."
             )
         key = ec.generate_private_key(ec.SECP384R1())
         certificate = pem(client_certificate(name, key))
-        head = f"{HEAD}\nClient: {name}\n".encode()
-        write_private(out, head + certificate + self.ca.read_bytes() + private_pem(key))
+        header = f"{HEADER}\nClient: {name}\n".encode()
+        write_private(out, header + certificate + self.ca.read_bytes() + private_pem(key))
         try:
-            write_bytes(self._file(name), certificate)
+            write_bytes(self._certificate_file(name), certificate)
         except CoterieError:
             out.unlink()
             raise
         return out
 
     def remove(self, name: str) -> None:
-        """Forget a client; raises CoterieError if there is none of that name."""
+        """Remove a client; raise CoterieError if no client has this name."""
         try:
-            self._file(name).unlink()
+            self._certificate_file(name).unlink()
         except FileNotFoundError:
-            raise self._nobody(name) from None
+            raise self._unknown_client(name) from None
 
-    def clients(self) -> dict[str, Registered]:
-        """Every client, in the order of names."""
-        found = {}
+    def clients(self) -> dict[str, RegisteredClient]:
+        """Return the registered clients by name, in alphabetical order.
+
+        Raises:
+            CoterieError: A certificate is damaged.
+        """
+        clients = {}
         for path in sorted(self._clients.glob("[!.]*.pem"), key=lambda path: path.stem):
-            with suppress(FileNotFoundError):  # removed meanwhile
-                name = _checked(path.stem)
-                found[name] = Registered(name, _load(path, client_from_pem))
-        return found
+            with suppress(FileNotFoundError):  # the client was removed meanwhile
+                name = _validated(path.stem)
+                clients[name] = RegisteredClient(name, _load(path, client_from_pem))
+        return clients
 
     def state(self) -> object:
-        """What changes when a certificate here changes."""
-        found = []
+        """Return a value that changes when the server's or a client's certificate changes."""
+        versions = []
         for path in (self.certificate, *sorted(self._clients.glob("[!.]*.pem"))):
             with suppress(FileNotFoundError):
-                about = path.stat()
-                found.append((path.name, about.st_mtime_ns, about.st_ino))
-        return found
+                status = path.stat()
+                versions.append((path.name, status.st_mtime_ns, status.st_ino))
+        return versions
 
-    def door(self, clients: Iterable[Registered]) -> ssl.SSLContext:
-        """TLS 1.3 as this server, with these clients alone; raises CoterieError."""
+    def server_context(self, clients: Iterable[RegisteredClient]) -> ssl.SSLContext:
+        """Return the server's TLS 1.3 settings, which accept only these clients.
+
+        Raises:
+            CoterieError: The server's private key does not belong to its certificate.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # a session that is resumed would not show its certificate again
+        context.num_tickets = 0  # a resumed TLS session would not present a certificate
         context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # certificates, not authorities
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust leaf certificates
         try:
             context.load_cert_chain(self.certificate, self.key)
         except ssl.SSLError as error:
@@ -325,18 +365,18 @@ class Keys:
             context.load_verify_locations(cadata=pems.decode())
         return context
 
-    def _file(self, name: str) -> Path:
-        return self._clients / f"{_checked(name)}.pem"
+    def _certificate_file(self, name: str) -> Path:
+        return self._clients / f"{_validated(name)}.pem"
 
-    def _nobody(self, name: str) -> CoterieError:
+    def _unknown_client(self, name: str) -> CoterieError:
         return CoterieError(
             f"There is no client {name!r} in {self.folder}; `coterie keys list {self.folder}` "
             "lists all clients."
         )
 
 
-def _checked(name: str) -> str:
-    """A client's name, as a run file may name it; raises CoterieError."""
+def _validated(name: str) -> str:
+    """Return a client's name; raise CoterieError if a run file does not permit it."""
     try:
         return TypeAdapter(ClientName).validate_python(name)
     except ValidationError as error:

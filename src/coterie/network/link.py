@@ -6,7 +6,7 @@ from typing import Protocol
 LONGEST_LINE = 300
 """The maximum number of characters of a log line, which may quote text from another machine."""
 Seen = Callable[[str, object], None]
-"""A callback that shows an event: warning, joined, step, finished, fault, or a metric's name."""
+"""A function that is called with an event's name, such as "joined", and a value to display."""
 
 
 class Link(Protocol):
@@ -42,7 +42,8 @@ class Link(Protocol):
             tickets: The tickets of the orders whose replies are requested.
 
         Returns:
-            Pairs of a ticket and its reply, which is None if no reply can arrive any more.
+            Pairs of a ticket and its reply. The reply is None if the order expired, was declined,
+            or was lost with the client's session.
         """
         ...
 

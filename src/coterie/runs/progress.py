@@ -11,7 +11,7 @@ from coterie.messages import Json
 
 
 @contextmanager
-def logged(path: Path, *names: str) -> Iterator[None]:
+def logged(path: Path, *names: str, log_format: logging.Formatter | None = None) -> Iterator[None]:
     """Write log records to a file instead of the terminal while the with block runs.
 
     Handlers that users have added to loggers of Coterie also receive the log records.
@@ -19,8 +19,11 @@ def logged(path: Path, *names: str) -> Iterator[None]:
     Args:
         path: The log file, to which lines are appended.
         names: The names of the loggers whose log records are written.
+        log_format: The format of lines; None: plain text.
     """
     handler = LogFile(path)
+    if log_format is not None:
+        handler.setFormatter(log_format)
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger, logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:

@@ -10,8 +10,9 @@ import torch
 from coterie.bases import is_folder, load_skeleton
 from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
-from coterie.deployment.server import ServerRun, ServerWatch
+from coterie.deployment.server import ServerRun
 from coterie.deployment.site import Site
+from coterie.deployment.status import ServerWatch
 from coterie.federation.participants import served
 from coterie.messages import Message, State
 from coterie.messages.envelope import Order, unseal

@@ -1,11 +1,13 @@
-"""The engine flower-simulation: the local engine's bits and entries, whatever happens meanwhile."""
+"""The engine ray: the local engine's bits and entries, whatever happens meanwhile."""
 
 import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -14,6 +16,7 @@ import yaml
 
 import coterie
 from coterie.config.plugins import load_plugin
+from coterie.config.run import parse
 from coterie.engines.local import LocalClients
 from coterie.errors import CoterieError
 from coterie.methods.contract import Method, ServerSide
@@ -21,7 +24,7 @@ from coterie.methods.pretrained import PretrainedClient
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states, assert_same_tensors, sides
 
-SIMULATION = "flower-simulation"
+RAY = "ray"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 METHODS: dict[str, dict[str, Any]] = {
     "comigs": {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}},
@@ -64,13 +67,13 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
     class Listening(Callback):
         def on_round_end(self, round: int, scores: str) -> None:
             for process in family():
-                for socket in process.net_connections("inet"):
-                    if socket.status == psutil.CONN_LISTEN:
-                        reachable.add(socket.laddr.ip)
+                for connection in process.net_connections("inet"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        reachable.add(connection.laddr.ip)
 
     expected = coterie.run(run, out=tmp_path / "local")
     monkeypatch.setattr(LocalClients, "step", None)  # no other engine does the work
-    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION, callbacks=[Listening()])
+    done = coterie.run(run, out=tmp_path / "ray", engine=RAY, callbacks=[Listening()])
     assert_same(RunFolder(done.path), RunFolder(expected.path))
     assert not (done.path / "states").exists()
     # A table for people, and a model to write with, as after any run.
@@ -89,7 +92,7 @@ def test_example_transforms_act_as_in_the_local_engine(transform, config, tmp_pa
     aggregation = {"transforms": [transform], "largest_change": None}
     run = config(rounds=2, evaluation={"every": 1}, aggregation=aggregation)
     expected = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    done = RunFolder(coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION).path)
+    done = RunFolder(coterie.run(run, out=tmp_path / "ray", engine=RAY).path)
     assert entries(done) == entries(expected)
     for side in sides(expected):  # without clients' secrets, which differ in every run
         assert_same_tensors(done.load(side), expected.load(side), side)
@@ -105,7 +108,7 @@ def test_clients_keep_their_best_models_and_stop_as_in_the_local_engine(config, 
         evaluation={"patience": 1},
     )
     expected = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    done = coterie.run(run, out=tmp_path / "simulation", engine=SIMULATION)
+    done = coterie.run(run, out=tmp_path / "ray", engine=RAY)
     assert_same(RunFolder(done.path), expected)
     assert len({*(expected.result or {})["kept"].values()}) > 1
 
@@ -123,7 +126,7 @@ class Stop(Callback):
             os.kill(os.getpid() if number == signal.SIGKILL else 0, number)
 
 try:
-    coterie.run(sys.argv[1], out=sys.argv[2], engine="flower-simulation", callbacks=[Stop()])
+    coterie.run(sys.argv[1], out=sys.argv[2], engine="ray", callbacks=[Stop()])
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -172,31 +175,116 @@ def session(process: psutil.Process) -> int:
         return 0
 
 
+def named(name: str) -> list[psutil.Process]:
+    """Ray's processes with this text in their command lines."""
+    return [process for process in family() if name in " ".join(process.cmdline())]
+
+
+class Kill(Callback):
+    """Kill processes when the first client of the second round has finished."""
+
+    def __init__(self, name: str, count: int | None = None) -> None:
+        self.name, self.count, self.killed = name, count, 0
+
+    def on_client_end(self, round: int, client: str) -> None:
+        if round == 1 and not self.killed:
+            for process in named(self.name)[: self.count]:
+                process.kill()
+                self.killed += 1
+
+
+@pytest.fixture
+def two_workers(monkeypatch) -> ModuleType:
+    """The engine's module, with two workers for three clients."""
+    engine = import_module("coterie.engines.ray")
+    monkeypatch.setattr(engine, "processors", lambda: 2)
+    return engine
+
+
 @pytest.mark.slow
-def test_an_actor_that_dies_ends_the_run_with_a_sentence(config, local, tmp_path) -> None:
-    run = config(method=METHODS["comigs"], evaluation={"every": 1})
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_lost_workers_clients_are_executed_again(
+    count, config, local, tmp_path, two_workers
+) -> None:
+    run, kill = config(method=METHODS["comigs"], evaluation={"every": 1}), Kill("ray::Work", count)
+    done = coterie.run(run, out=tmp_path / "run", engine=RAY, callbacks=[kill])
+    assert kill.killed == count
+    assert_same(RunFolder(done.path), local)
+    assert (done.path / "ray.log").read_text().count("the worker is lost") == count
 
-    class Kill(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            for process in family():
-                if "ray::ClientAppActor" in " ".join(process.cmdline()):
-                    process.kill()
 
-    with pytest.raises(CoterieError, match=r"Client '\w+' failed; .*simulation\.log"):
-        coterie.run(run, out=tmp_path, engine=SIMULATION, callbacks=[Kill()])
-    assert "died" in (tmp_path / "simulation.log").read_text()
+@pytest.mark.slow
+def test_a_client_that_loses_every_worker_ends_the_run_with_a_sentence(
+    config, local, tmp_path, two_workers, monkeypatch
+) -> None:
+    monkeypatch.setattr(two_workers, "TRIES", 1)
+    run, kill = config(method=METHODS["comigs"], evaluation={"every": 1}), Kill("ray::Work")
+    with pytest.raises(CoterieError, match=r"Client '\w+' failed: 1 workers were lost.*ray\.log"):
+        coterie.run(run, out=tmp_path, engine=RAY, callbacks=[kill])
+    assert "died" in (tmp_path / "ray.log").read_text()
     coterie.resume(tmp_path, engine="local")
     assert_same(RunFolder(tmp_path), local)
 
 
+@pytest.mark.slow
+def test_a_dead_cluster_ends_the_run_with_a_sentence_and_resume_continues(
+    config, local, tmp_path, two_workers, monkeypatch
+) -> None:
+    monkeypatch.setattr(two_workers, "CHECK", 0.01)
+    run, kill = config(method=METHODS["comigs"], evaluation={"every": 1}), Kill("gcs_server")
+    with pytest.raises(
+        CoterieError, match=r"cluster at 127\.0\.0\.1:\d+ does not answer.*--resume"
+    ):
+        coterie.run(run, out=tmp_path, engine=RAY, callbacks=[kill])
+    stopped = RunFolder(tmp_path)
+    assert stopped.rounds() >= 1  # workers that already had an order may complete a round
+    assert stopped.result is None
+    coterie.resume(tmp_path, engine=RAY)
+    assert_same(RunFolder(tmp_path), local)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_is_one_sentence(values, tmp_path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text((EXAMPLES / "int8.py").read_text())
+    load_plugin(mine)
+    run = parse(values(aggregation={"transforms": ["int8"], "largest_change": None}))
+    mine.write_text(mine.read_text() + "# changed\n")
+    with pytest.raises(CoterieError, match=r"^The plugin .*mine\.py has changed since the run"):
+        coterie.run(run, out=tmp_path / "run", engine=RAY)
+
+
+@pytest.mark.slow
+def test_workers_share_a_gpu_and_a_run_that_needs_more_is_refused(
+    config, local, tmp_path, two_workers, monkeypatch
+) -> None:
+    init, seen = two_workers.ray.init, set[int]()
+
+    class Count(Callback):
+        def on_client_end(self, round: int, client: str) -> None:
+            seen.add(len(named("ray::Work")))
+
+    def with_gpu(**options: Any) -> None:
+        init(**options, num_gpus=1)
+
+    monkeypatch.setattr(two_workers.ray, "init", with_gpu)
+    monkeypatch.setattr(two_workers, "processors", lambda: 3)
+    monkeypatch.setattr(two_workers, "share", lambda _, gpus: (gpus, "cpu"))  # no real GPU
+    run = config(method=METHODS["comigs"], evaluation={"every": 1}, device="auto")
+    done = coterie.run(run, out=tmp_path / "run", engine=RAY, gpus=0.5, callbacks=[Count()])
+    assert_same(RunFolder(done.path), local)
+    assert seen == {2}
+    with pytest.raises(CoterieError, match="No machine has the 1 processor and 2 GPUs that a"):
+        coterie.run(run, out=tmp_path / "more", engine=RAY, gpus=2)
+
+
 def test_without_the_extra_it_says_what_to_install(config, tmp_path, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "coterie.engines.simulation", raising=False)
+    monkeypatch.delitem(sys.modules, "coterie.engines.ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(CoterieError) as error:
-        coterie.run(config(), out=tmp_path / "run", engine=SIMULATION)
+        coterie.run(config(), out=tmp_path / "run", engine=RAY)
     assert str(error.value) == (
-        "The engine flower-simulation needs ray; install the extra: "
-        "pip install 'coterie[simulation]'."
+        "The engine ray needs the package ray; install the extra: pip install 'coterie[ray]'."
     )
     assert not (tmp_path / "run").exists()
 
@@ -215,10 +303,10 @@ class Silent(Method):
 def test_a_method_that_is_not_registered_is_refused(config, tmp_path) -> None:
     pytest.importorskip("ray")
     with pytest.raises(CoterieError, match="cannot import the method 'silent'"):
-        coterie.run(config(), method=Silent(), out=tmp_path / "run", engine=SIMULATION)
+        coterie.run(config(), method=Silent(), out=tmp_path / "run", engine=RAY)
     assert not (tmp_path / "run").exists()
 
 
 def test_an_engine_that_is_not_there(config, tmp_path) -> None:
-    with pytest.raises(CoterieError, match="choose one of local, flower-simulation"):
+    with pytest.raises(CoterieError, match="choose one of local, ray"):
         coterie.run(config(), out=tmp_path / "run", engine="cluster")  # pyright: ignore[reportArgumentType]

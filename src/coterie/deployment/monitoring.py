@@ -1,0 +1,93 @@
+"""`GET /health` and `GET /metrics` (in Prometheus' text format) of a running server."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
+
+from coterie.deployment.status import Monitor, Status
+
+METRICS = {
+    "coterie_rounds": "Number of rounds of the run.",
+    "coterie_rounds_complete": "Number of complete rounds.",
+    "coterie_client_present": "Whether the client is connected (1) or not (0).",
+    "coterie_client_received_bytes": "Bytes received from the client since the server started.",
+    "coterie_client_sent_bytes": "Bytes sent to the client since the server started.",
+    "coterie_client_seconds_since_reply": "Seconds since the client's last reply.",
+    "coterie_client_excluded_rounds": "Rounds without an accepted upload of the client, since the "
+    "server started.",
+}
+"""The description of each metric; all are gauges, as counts begin again at a restart."""
+
+
+def values_of(status: Status) -> Iterator[tuple[str, str | None, float]]:
+    """Yield the name of each metric, the client (None: the run's metric), and the value."""
+    yield "coterie_rounds", None, status.rounds
+    yield "coterie_rounds_complete", None, status.done
+    for name, client in sorted(status.clients.items()):
+        yield "coterie_client_present", name, client.state != "away"
+        yield "coterie_client_received_bytes", name, client.bytes_up
+        yield "coterie_client_sent_bytes", name, client.bytes_down
+        if client.last_reply is not None:
+            yield "coterie_client_seconds_since_reply", name, time.time() - client.last_reply
+        yield "coterie_client_excluded_rounds", name, client.excluded
+
+
+def exposition(status: Status) -> str:
+    """Return all metrics in Prometheus' text format."""
+    lines: dict[str, list[str]] = {name: [] for name in METRICS}
+    for name, client, value in values_of(status):
+        label = "" if client is None else f"{{client={json.dumps(client)}}}"
+        lines[name].append(f"{name}{label} {float(value):.15g}")
+    return "".join(
+        f"# HELP {name} {METRICS[name]}\n# TYPE {name} gauge\n" + "".join(f"{v}\n" for v in values)
+        for name, values in lines.items()
+        if values
+    )
+
+
+@contextmanager
+def monitored(monitor: Monitor, listening: socket | None) -> Iterator[None]:
+    """Serve /health and /metrics on a socket, without TLS, while the with block runs.
+
+    Args:
+        monitor: The run's status.
+        listening: The socket; None to serve nothing.
+    """
+    if listening is None:
+        yield
+        return
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            status = monitor.status
+            if self.path == "/health":
+                age = time.time() - status.updated
+                body, kind = json.dumps({"updated_seconds_ago": round(age, 1)}), "application/json"
+            elif self.path == "/metrics":
+                body, kind = exposition(status), "text/plain; version=0.0.4; charset=utf-8"
+            else:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log no requests."""
+
+    with listening, ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket, server.daemon_threads = listening, True
+        threading.Thread(target=server.serve_forever, name="monitoring", daemon=True).start()
+        try:
+            yield
+        finally:
+            server.shutdown()

@@ -1,0 +1,219 @@
+"""The status of a server's run, for the server's display, `coterie status` and monitoring."""
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from datetime import datetime, timedelta
+from statistics import median
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from coterie.deployment.seats import Seat
+from coterie.errors import CoterieError, plural
+from coterie.files import read_inside, write_text
+from coterie.network.link import LONGEST_LINE
+from coterie.runs import RunFolder
+
+log = logging.getLogger(__name__)
+State = Literal["away", "joining", "ready", "working", "stopped"]
+FILE = "status.json"
+SAVE_SECONDS = 2.0
+"""The time between two writes of the status file."""
+REMIND_SECONDS = 60.0
+"""The time after which a reminder that the server is waiting is first repeated; it then doubles."""
+LONGEST_REMINDER = 1800.0
+NAMED = 6
+"""The maximum number of clients that a reminder names."""
+
+
+class ClientStatus(BaseModel):
+    """The status of one client."""
+
+    state: State = "away"
+    bytes_up: int = 0
+    """Number of bytes received from the client since the server started."""
+    bytes_down: int = 0
+    """Number of bytes sent to the client since the server started."""
+    last_reply: float | None = None
+    """The time of the client's last reply, in seconds since 1970; None if there was none."""
+    excluded: int = 0
+    """Number of rounds without an accepted upload of this client, since the server started."""
+
+
+class Status(BaseModel):
+    """The status of a run."""
+
+    title: str
+    rounds: int
+    done: int = 0
+    """Number of complete rounds."""
+    waiting: str = ""
+    """A sentence about the clients for which the server is waiting; empty if it is not waiting."""
+    seconds_left: float | None = None
+    """The estimated time until the end of the run, without waiting; None if it is unknown."""
+    clients: dict[str, ClientStatus] = {}
+    updated: float = 0.0
+    """The time of this status, in seconds since 1970."""
+    ended: bool = False
+    """Whether the server has stopped."""
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> "Status":
+        """Read the status from a server's run folder.
+
+        Raises:
+            CoterieError: The folder contains no valid status.
+        """
+        try:
+            return cls.model_validate_json(read_inside(folder.path, FILE))
+        except FileNotFoundError:
+            raise CoterieError(
+                f"{folder.path} contains no status; is it the run folder of a server?"
+            ) from None
+        except (OSError, ValidationError) as error:
+            raise CoterieError(f"{folder.path / FILE} cannot be read.") from error
+
+
+def is_running(folder: RunFolder) -> bool:
+    """Return whether a process is executing a run."""
+    try:
+        with folder.lock():
+            return False
+    except CoterieError:
+        return True
+
+
+class ServerWatch:
+    """Callbacks that display a server's run; by default, they do nothing."""
+
+    def note(self, text: str) -> None:
+        """Display a line of text about an event."""
+
+    def show(self, status: Status) -> None:
+        """Display the status of the run."""
+
+
+class Monitor:
+    """Keeps the status of a server's run up to date, shows it, and writes it to a file.
+
+    Args:
+        title: A description of the run.
+        rounds: Number of rounds of the run.
+        folder: The run folder.
+        watch: The display.
+    """
+
+    def __init__(self, title: str, rounds: int, folder: RunFolder, watch: ServerWatch) -> None:
+        self.status = Status(title=title, rounds=rounds)
+        self.folder, self.watch = folder, watch
+        self.saved = float("-inf")
+        self.durations: list[float] = []
+        """Seconds from the opening to the end of each round since the server started."""
+        self.opened = 0.0
+        """The time at which the current round was opened, on the monotonic clock."""
+        self.remind_at = self.interval = 0.0
+
+    def note(self, text: str) -> None:
+        """Log a line about an event, and display it."""
+        line = " ".join(text.split())[:LONGEST_LINE]  # the text may quote a client's message
+        log.info(line)
+        self.watch.note(line)
+
+    def start(self, done: int) -> None:
+        """Begin with a run of which `done` rounds are complete."""
+        self.status.done = done
+        resumed = f", resuming after round {done}" if done else ""
+        self.note(f"{self.status.title}: {plural(self.status.rounds, 'round')}{resumed}")
+
+    def opens(self) -> None:
+        """Record that a round is opened."""
+        self.opened, self.status.waiting = time.monotonic(), ""
+        self.remind_at, self.interval = self.opened + REMIND_SECONDS, REMIND_SECONDS
+
+    def waits(self, reason: str) -> None:
+        """Note that the server is waiting; repeat the note after a minute, and then less often.
+
+        Args:
+            reason: A sentence, without its full stop, that names the clients.
+        """
+        now, self.status.waiting = time.monotonic(), reason
+        if now >= self.remind_at:
+            self.note(reason)
+            self.interval = min(max(REMIND_SECONDS, 2 * self.interval), LONGEST_REMINDER)
+            self.remind_at = now + self.interval
+
+    def moved(self, client: str, up: int = 0, down: int = 0) -> None:
+        """Count the bytes received from a client (`up`) and sent to the client (`down`)."""
+        about = self.status.clients.setdefault(client, ClientStatus())
+        about.bytes_up += up
+        about.bytes_down += down
+        if up:
+            about.last_reply = time.time()
+
+    def excludes(self, client: str) -> None:
+        """Count a round without an accepted upload of a client."""
+        self.status.clients.setdefault(client, ClientStatus()).excluded += 1
+
+    def closes(self, counted: int) -> None:
+        """Record that a round with `counted` accepted uploads is complete and saved."""
+        status = self.status
+        self.durations.append(time.monotonic() - self.opened)
+        status.done += 1
+        remaining = status.rounds - status.done
+        status.seconds_left = median(self.durations) * remaining  # rounds that waited are few
+        left = f", about {timedelta(seconds=round(status.seconds_left))} left" if remaining else ""
+        self.note(f"round {status.done}/{status.rounds}: {plural(counted, 'upload')} used{left}")
+        self.remind_at = self.interval = 0.0
+
+    def shows(self, seats: Mapping[str, Seat], working: Collection[str]) -> None:
+        """Display the status of all clients, and write it to the file from time to time.
+
+        Args:
+            seats: The seat of each client.
+            working: The clients that have not replied yet.
+        """
+        status = self.status
+        for name in status.clients.keys() - seats.keys():  # expelled
+            del status.clients[name]
+        for name, seat in seats.items():
+            about = status.clients.setdefault(name, ClientStatus())
+            about.state = state_of(seat, name in working)
+        status.updated = time.time()
+        self.watch.show(status)
+        if time.monotonic() - self.saved > SAVE_SECONDS:
+            self.save()
+
+    def save(self, ended: bool = False) -> None:
+        """Write the status file."""
+        self.status.ended, self.saved = ended, time.monotonic()
+        self.status.waiting = "" if ended else self.status.waiting
+        write_text(self.folder.path / FILE, self.status.model_dump_json(indent=2))
+
+
+def state_of(seat: Seat, is_working: bool) -> State:
+    """Return the state of a client in one word."""
+    if seat.present is None:
+        return "away"
+    if not seat.joined:
+        return "joining"
+    if seat.stopped:
+        return "stopped"
+    return "working" if is_working else "ready"
+
+
+def named(names: Collection[str]) -> str:
+    """Format clients' names; name at most `NAMED` of them."""
+    first, rest = sorted(names)[:NAMED], len(names) - NAMED
+    if rest > 0:
+        return f"{', '.join(first)} and {rest} more"
+    return " and ".join(filter(None, [", ".join(first[:-1]), *first[-1:]]))
+
+
+def clock_time(seconds: float) -> str:
+    """Format a time as hours, minutes and seconds of this machine's time zone.
+
+    Args:
+        seconds: The time, in seconds from now.
+    """
+    return f"{datetime.fromtimestamp(time.time() + seconds):%H:%M:%S}"

@@ -1,0 +1,149 @@
+"""Connections to Ray, and the resources of the engine `ray` in a cluster."""
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from math import ceil
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from coterie.bases.devices import Device
+from coterie.errors import CoterieError
+
+TOKEN = secrets.token_hex(32)
+"""The token of the instances of Ray that this process starts; their processes inherit it."""
+STORE = 2**27
+"""The size of the shared memory for messages, in bytes, of an instance of Ray that this process
+starts. Ray moves messages to disk if they do not fit into this memory."""
+RAY_FOLDER = os.environ.get("RAY_TMPDIR", "/tmp")
+"""The folder of Ray's logs and sockets. A socket's path has at most about 100 characters."""
+
+
+def set_variables(address: str | None) -> None:
+    """Set the environment variables that Ray reads when it is imported.
+
+    An instance of Ray that this process starts then listens only on the loopback interface, and
+    accepts only connections with this process's token, or with the user's if RAY_AUTH_MODE is set.
+
+    Args:
+        address: The address of the cluster to use; None: this process starts Ray.
+
+    Raises:
+        CoterieError: Ray is already imported with other variables.
+    """
+    imported, mode = sys.modules.get("ray") is not None, os.environ.get("RAY_AUTH_MODE")
+    started = os.environ.get("RAY_AUTH_TOKEN") == TOKEN
+    if imported and (mode is None or started) and started == (address is not None):
+        reason = "started Ray itself" if started else "imported Ray before"
+        raise CoterieError(f"This process has {reason}; use the engine `ray` in a new process.")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # otherwise, Ray prints a warning
+    if address is None:
+        # Despite its name, this variable also makes Ray on Linux bind to the loopback interface.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        if mode is None:
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+
+
+@contextmanager
+def connected(address: str | None, processors: int) -> Iterator[None]:
+    """Connect to a cluster, or start Ray on this machine; disconnect or stop it at the end.
+
+    On Linux, processes of Ray that this function starts end when the thread that entered the with
+    statement ends.
+
+    Args:
+        address: The HOST:PORT of the cluster; None: start Ray on this machine.
+        processors: The number of CPUs of an instance of Ray that this function starts.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    options: dict[str, Any] = {"address": address}
+    with ExitStack() as stack:
+        if address is None:
+            folder = TemporaryDirectory("", "coterie-", RAY_FOLDER, ignore_cleanup_errors=True)
+            options = {"address": "local", "num_cpus": processors, "include_dashboard": False}
+            options |= {"object_store_memory": STORE, "_temp_dir": stack.enter_context(folder)}
+        else:
+            check_address(address)
+        try:
+            ray.init(**options, log_to_driver=False, configure_logging=False)
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            action = "start here" if address is None else f"connect to the cluster at {address}"
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise CoterieError(f"Ray cannot {action}: {reason}.") from error
+        stack.callback(ray.shutdown)
+        yield
+
+
+def check_address(address: str) -> None:
+    """Raise CoterieError if no server answers at HOST:PORT. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise CoterieError(f"The address of a Ray cluster is HOST:PORT, not {address!r}.")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CoterieError(
+            f"The Ray cluster at {address} does not answer ({reason}); check the address, or "
+            "continue the run later with --resume."
+        ) from None
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def places(threads: int, gpus: float) -> int:
+    """Return the number of workers for which the cluster's machines have CPUs and GPUs.
+
+    Args:
+        threads: The number of CPUs per worker.
+        gpus: The number of GPUs per worker. If it is a fraction, several workers share a GPU.
+    """
+    import ray
+
+    def fitting(resources: Mapping[str, float]) -> int:
+        cpus, have = int(resources.get("CPU", 0)) // threads, int(resources.get("GPU", 0))
+        if not gpus:
+            return cpus
+        return min(cpus, int(have // gpus) if gpus >= 1 else have * int(1 / gpus + 1e-6))
+
+    return sum(fitting(node["Resources"]) for node in ray.nodes() if node["Alive"])
+
+
+def share(device: Device, asked: float | None) -> tuple[float, Device]:
+    """Return the number of GPUs of each worker, and the device that a worker uses.
+
+    A worker sees only its own GPUs, which are cuda:0, cuda:1 and so on there.
+
+    Args:
+        device: The run's `device`.
+        asked: The number of GPUs that the user asks for; None: as many as `device` names. For
+            `auto`, this is one if the cluster has a GPU.
+
+    Raises:
+        CoterieError: The number is not possible, or the run's device is no GPU.
+    """
+    import ray
+
+    if asked is None:
+        if device == "auto":
+            asked = min(1.0, ray.cluster_resources().get("GPU", 0))
+        else:
+            asked = 1.0 if isinstance(device, str) else float(len(device))
+        if not asked or device in ("cpu", "mps"):
+            return 0, "cpu" if device == "auto" else device
+    if asked <= 0 or (asked > 1 and asked % 1):
+        raise CoterieError(f"--gpus must be a whole number or a fraction below 1, not {asked:g}.")
+    if device in ("cpu", "mps"):
+        raise CoterieError(
+            f"--gpus gives each worker GPUs, but the run's `device` is {device}; set it to auto."
+        )
+    return asked, "cuda" if asked <= 1 else tuple(f"cuda:{n}" for n in range(ceil(asked)))

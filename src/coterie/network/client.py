@@ -1,0 +1,393 @@
+"""The client's end of the network, which fetches orders from the mailbox and sends replies."""
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from coterie.errors import CoterieError
+from coterie.messages import MessageError
+from coterie.messages.envelope import Order, unseal
+from coterie.messages.message import LARGEST_MESSAGE
+from coterie.network.keys import Credentials
+from coterie.network.link import LONGEST_LINE, Seen, Worker
+from coterie.network.protocol import (
+    DIGEST,
+    HEARTBEAT_SECONDS,
+    PIECE,
+    PROTOCOL,
+    SESSION,
+    STALL_SECONDS,
+    VERSION,
+    Offer,
+    Progress,
+)
+
+log = logging.getLogger(__name__)
+CONNECT_SECONDS = 10.0
+"""The time after which an attempt to connect is aborted."""
+FIRST_PAUSE = 0.5
+"""The time between the first two attempts to reach the server."""
+LONGEST_PAUSE = 4.0
+"""The maximum time between two attempts: clients reconnect to a restarted server in 5 seconds."""
+REFUSED_SECONDS = 300.0
+"""The time after which a client whose certificate the server refuses ends with an error."""
+LARGEST_JSON = 1 << 12
+"""The maximum size of a JSON response in bytes."""
+STATUS = {
+    403: "has removed this key, or this client has too many connections",
+    409: "is already connected to another process with this key",
+    413: "refuses this client's reply because it is too large",
+    426: "uses another version of the protocol; install the same version of Coterie on both sides",
+    507: "could not store this client's reply; its disk may be full",
+}
+"""The predicate of an error message whose subject is the server, by status code."""
+CONNECTED = "connected"
+GONE = (404, 410)
+"""The status codes of responses about an order that is no longer valid."""
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Connection:
+    """A client's session with a server, which survives interruptions of the network.
+
+    If a method raises an error during a transfer, another call continues the transfer.
+
+    Args:
+        server: The server's address, HOST:PORT.
+        credentials: The client's name, certificate and private key.
+        reached: A function that is called after each successful response.
+    """
+
+    def __init__(
+        self, server: str, credentials: Credentials, reached: Callable[[], None] = lambda: None
+    ) -> None:
+        self.server, self.credentials, self.reached = server, credentials, reached
+        self.session = secrets.token_hex(16)
+        self.http: httpx.Client | None = None
+        self.offer: Offer | None = None
+        """The order that the client is downloading or executing."""
+        self.order = bytearray()
+        """The part of the order that has arrived."""
+        self.reply: bytes | None = None
+        """The reply to the order, while it is being sent."""
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        """Start the thread that regularly tells the server that this client is running."""
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the session, and tell the server unless the connection is already lost."""
+        self.stopped.set()
+        if self.http is not None:
+            with suppress(httpx.HTTPError, CoterieError):
+                self._request("DELETE", "/session")
+        self.disconnect()
+
+    def connect(self) -> None:
+        """Read the key file again, and replace all connections by new ones.
+
+        Raises:
+            CoterieError: The key file cannot be used.
+        """
+        context = self.credentials.reload().context()
+        self.disconnect()
+        proxied = not proxy_bypass(self.server.rpartition(":")[0])
+        self.http = httpx.Client(
+            base_url=f"https://{self.server}",
+            transport=httpx.HTTPTransport(
+                verify=context,
+                proxy=getproxies().get("https") if proxied else None,
+                trust_env=False,
+                limits=httpx.Limits(keepalive_expiry=None),
+            ),
+            headers={PROTOCOL: VERSION, SESSION: self.session, "Accept-Encoding": "identity"},
+            timeout=httpx.Timeout(STALL_SECONDS, connect=CONNECT_SECONDS),
+            trust_env=False,
+        )
+
+    def disconnect(self) -> None:
+        """Close all connections; the session remains."""
+        if self.http is not None:
+            self.http.close()
+            self.http = None
+
+    def serve(self, worker: Worker) -> None:
+        """Execute the next order, if there is one, and send the reply.
+
+        Raises:
+            httpx.HTTPError: The server cannot be reached, or refuses a request.
+            CoterieError: The key file cannot be used.
+        """
+        if self.reply is None:
+            if (data := self.next_order()) is None:
+                return
+            try:
+                self.reply = worker.answer(data)
+            except MessageError as error:
+                log.error("rejected a message from the server: %s", error)
+                self.decline()
+                return
+        self._send_reply()
+
+    def next_order(self) -> bytes | None:
+        """Wait for an order and return it; return None if there is none yet."""
+        if self.offer is None:
+            with self._stream("GET", "/order") as response:
+                if response.status_code == 204:
+                    return None
+                self.offer = _parsed(response, Offer)
+            self.order = bytearray()
+        if self.offer.size > LARGEST_MESSAGE:
+            self.decline()
+            raise httpx.RemoteProtocolError("the server's order is too large")
+        try:
+            self._download(self.offer)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in GONE:
+                raise
+            self.offer = None
+            return None
+        data = bytes(self.order)
+        self.order = bytearray()
+        if hashlib.sha256(data).hexdigest() != self.offer.digest:
+            self.offer = None  # the next request offers the order again
+            raise httpx.RemoteProtocolError("the server's order arrived damaged")
+        return data
+
+    def decline(self) -> None:
+        """Tell the server that there will be no reply to the order."""
+        if self.offer is not None:
+            self._request("DELETE", f"/orders/{self.offer.ticket}")
+            self.offer, self.order = None, bytearray()
+
+    def _download(self, offer: Offer) -> None:
+        if len(self.order) == offer.size:
+            return
+        headers = {"Range": f"bytes={len(self.order)}-"}
+        with self._stream("GET", f"/orders/{offer.ticket}", headers=headers) as response:
+            for piece in response.iter_raw(PIECE):
+                self.order += piece
+                if len(self.order) > offer.size:
+                    self.order = bytearray()
+                    raise httpx.RemoteProtocolError("the server's order is longer than announced")
+        if len(self.order) < offer.size:
+            raise httpx.ReadError("the connection was closed")
+
+    def _send_reply(self) -> None:
+        assert self.offer is not None
+        assert self.reply is not None
+        path, total = f"/replies/{self.offer.ticket}", len(self.reply)
+        try:
+            with self._stream("GET", path) as response:
+                start = min(_parsed(response, Progress).received, total - 1)
+            headers = {
+                DIGEST: hashlib.sha256(self.reply).hexdigest(),
+                "Content-Length": str(total - start),
+                "Content-Range": f"bytes {start}-{total - 1}/{total}",
+            }
+            self._request("PUT", path, headers=headers, content=_pieces(self.reply, start))
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in (*GONE, 413):
+                raise
+            log.warning("the server does not wait for this client's reply any more")
+        self.offer = self.reply = None
+
+    def _request(self, method: str, path: str, **arguments: object) -> None:
+        with self._stream(method, path, **arguments):
+            pass
+
+    @contextmanager
+    def _stream(self, method: str, path: str, **arguments: Any) -> Iterator[httpx.Response]:
+        """Send a request, and yield the response before its body is read.
+
+        Raises:
+            httpx.HTTPError: The server cannot be reached, or the response reports an error.
+        """
+        if self.http is None:
+            self.connect()
+        assert self.http is not None
+        with self.http.stream(method, path, **arguments) as response:
+            if "content-encoding" in response.headers:  # a few bytes could decompress to many
+                raise httpx.DecodingError("the server's response is compressed")
+            if not response.is_success:
+                raise httpx.HTTPStatusError("", request=response.request, response=response)
+            self.reached()
+            end_empty(response)
+            yield response
+
+    def _beat(self) -> None:
+        """Send heartbeats to the server, also while the other thread trains."""
+        while not self.stopped.wait(HEARTBEAT_SECONDS):
+            if (http := self.http) is not None:
+                with (
+                    suppress(httpx.HTTPError, RuntimeError),  # the other thread has closed `http`
+                    http.stream("POST", "/session") as response,
+                ):
+                    end_empty(response)
+
+
+def end_empty(response: httpx.Response) -> None:
+    """Read the end of a response without a body, so that the connection can be reused."""
+    if response.status_code == 204:
+        response.read()
+
+
+def _pieces(reply: bytes, start: int) -> Iterator[bytes]:
+    for position in range(start, len(reply), PIECE):
+        yield reply[position : position + PIECE]
+
+
+def _parsed(response: httpx.Response, kind: type[Model]) -> Model:
+    """Parse the JSON body of a response; raise httpx.HTTPError if it is invalid."""
+    data = bytearray()
+    for piece in response.iter_raw():
+        data += piece
+        if len(data) > LARGEST_JSON:
+            raise httpx.RemoteProtocolError("the server's response is too long")
+    try:
+        return kind.model_validate_json(bytes(data))
+    except ValidationError as error:
+        raise httpx.RemoteProtocolError("the server's response is not valid") from error
+
+
+def first_order(server: str, credentials: Credentials, seconds: float) -> Order:
+    """Return the order with which a server asks a client to join a run, without replying to it.
+
+    Args:
+        server: The server's address, HOST:PORT.
+        credentials: The client's name, certificate and private key.
+        seconds: The time to wait for the order.
+
+    Raises:
+        CoterieError: The server cannot be reached, or does not send this order in time.
+    """
+    end = time.monotonic() + seconds
+    with Connection(server, credentials) as connection:
+        try:
+            while time.monotonic() < end:
+                if (data := connection.next_order()) is None:
+                    continue
+                order, _ = unseal(Order, data)
+                if order.kind == "join":
+                    return order
+                connection.decline()
+        except httpx.HTTPError as error:
+            raise CoterieError(f"{reason_of(server, error)}.") from None
+    raise CoterieError(
+        f"{server} accepts the key of {credentials.name}, but did not ask this client to join a "
+        "run; is the client listed in the run file?"
+    )
+
+
+def keep_serving(
+    server: str, credentials: Credentials, worker: Worker, stop: threading.Event, seen: Seen
+) -> None:
+    """Execute the server's orders until the run ends, and reconnect after every interruption.
+
+    Args:
+        server: The server's address, HOST:PORT.
+        credentials: The client's name, certificate and private key. The key file is read again
+            after every interruption, so that a renewed file takes effect.
+        worker: The worker that executes the orders.
+        stop: An event; once it is set, the client disconnects before the next order.
+        seen: A function that is called with each event.
+
+    Raises:
+        CoterieError: The server has refused the client's certificate for `REFUSED_SECONDS`.
+    """
+    pause, status, refused_since = FIRST_PAUSE, "", None
+
+    def reached() -> None:
+        nonlocal pause, status, refused_since
+        if status != CONNECTED:
+            seen("connected", server)
+        pause, status, refused_since = FIRST_PAUSE, CONNECTED, None
+
+    with Connection(server, credentials, reached) as connection:
+        while not stop.is_set() and not (worker.finished and connection.reply is None):
+            try:
+                connection.serve(worker)
+            except (httpx.HTTPError, CoterieError) as error:
+                connection.disconnect()
+                if (reason := reason_of(server, error, status == CONNECTED)) != status:
+                    status = reason
+                    seen("away", reason)
+                refused_since = (refused_since or time.monotonic()) if is_refusal(error) else None
+                if refused_since and time.monotonic() - refused_since > REFUSED_SECONDS:
+                    raise CoterieError(f"{reason}.") from None
+                stop.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error indicates that the server refuses the client's certificate."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return error.response.status_code == 403
+    # A server that refuses a certificate closes the connection after the handshake.
+    return isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and any(
+        words in str(error)
+        for words in ("UNKNOWN_CA", "CERTIFICATE", "disconnected without", "reset by peer")
+    )
+
+
+def reason_of(server: str, error: Exception, was_connected: bool = False) -> str:
+    """Return the reason why a server cannot be reached, as a sentence without a full stop.
+
+    Args:
+        server: The server's address, HOST:PORT.
+        error: The error of a request.
+        was_connected: Whether the server responded to the previous request. In this case, a closed
+            connection counts as interrupted; a refused client fails again when it reconnects.
+    """
+    if isinstance(error, CoterieError):  # an error of the key file
+        return str(error).rstrip(".")
+    if isinstance(error, httpx.HTTPStatusError):
+        code = error.response.status_code
+        return f"{server} {STATUS.get(code, f'responded with status {code}')}"
+    text = str(error)
+    is_closed = is_refusal(error) or "peer closed" in text
+    if is_refusal(error) and not was_connected:
+        return (
+            f"{server} closed the connection; if this repeats, the server has removed or renewed "
+            "this key, and a new key file is needed"
+        )
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return f"{server} {_certificate_fault(text)}; not connected"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return f"{server} is unreachable"
+    if isinstance(error, httpx.RemoteProtocolError | httpx.DecodingError) and not is_closed:
+        return f"{server} sent an invalid response ({text})"[:LONGEST_LINE]
+    return f"the connection to {server} was interrupted"
+
+
+def _certificate_fault(text: str) -> str:
+    """Describe the fault of the server's certificate that a TLS error message reports."""
+    clock = f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    if "has expired" in text:
+        return f"has a certificate that has expired, {clock}"
+    if "not yet valid" in text:
+        return f"has a certificate that is not valid yet, {clock}"
+    if "mismatch" in text:
+        return (
+            "is not among the names in its server's certificate, to which `coterie keys certify "
+            "--host` adds names"
+        )
+    return "has a certificate from an authority that this key file does not trust"

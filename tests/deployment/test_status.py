@@ -1,0 +1,191 @@
+"""What an operator sees: reminders, the status file, /health and /metrics."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.deployment import status as module
+from coterie.deployment.monitoring import exposition, monitored
+from coterie.deployment.seats import Seat
+from coterie.deployment.status import Monitor, ServerWatch, Status, named
+from coterie.errors import CoterieError
+from coterie.network.listener import listen
+from coterie.runs import RunFolder
+
+
+class Lines(ServerWatch):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@pytest.fixture
+def watch() -> Lines:
+    return Lines()
+
+
+@pytest.fixture
+def monitor(tmp_path: Path, watch: Lines) -> Monitor:
+    return Monitor("fedavg", 3, RunFolder(tmp_path), watch)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A monotonic clock that a test sets."""
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_server_that_waits_says_so_at_once_and_ever_less_often(monitor, watch, clock) -> None:
+    said = []
+    for second in range(4000):
+        clock[0] = 1000.0 + second
+        monitor.waits("waiting for anna")
+        if len(watch.lines) > len(said):
+            said.append(second)
+            watch.lines[-1:] = [f"{second}"]
+    assert said == [0, 60, 180, 420, 900, 1860, 3660]
+    assert monitor.status.waiting == "waiting for anna"
+
+
+def test_a_round_that_takes_long_is_mentioned_after_a_minute(monitor, watch, clock) -> None:
+    monitor.opens()
+    for second in range(100):
+        clock[0] = 1000.0 + second
+        monitor.waits("waiting for the upload of ben")
+    assert watch.lines == ["waiting for the upload of ben"]
+    monitor.closes(2)
+    assert monitor.status.waiting == "waiting for the upload of ben"
+    monitor.opens()
+    assert monitor.status.waiting == ""
+
+
+def test_the_time_left_does_not_count_waiting(tmp_path, watch, clock) -> None:
+    monitor = Monitor("fedavg", 5, RunFolder(tmp_path), watch)
+    for wait, work in ((5000, 10), (0, 12), (90_000, 11)):
+        clock[0] += wait
+        monitor.opens()
+        clock[0] += work
+        monitor.closes(1)
+    assert monitor.status.seconds_left == 2 * 11
+    assert watch.lines[-1] == "round 3/5: 1 upload used, about 0:00:22 left"
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["ben"], "ben"),
+        (["ben", "anna"], "anna and ben"),
+        (["c", "a", "b"], "a, b and c"),
+        ([f"client-{n}" for n in range(9)], "client-0, client-1, client-2, client-3, client-4, "
+         "client-5 and 3 more"),
+    ],
+)  # fmt: skip
+def test_few_names_are_listed(names, text) -> None:
+    assert named(names) == text
+
+
+def filled(monitor: Monitor) -> None:
+    monitor.moved("anna", up=100, down=7)
+    monitor.excludes("ben")
+    monitor.shows({"anna": Seat(present="1", joined=True), "ben": Seat()}, {"anna"})
+
+
+def test_the_status_is_read_from_the_folder(monitor, tmp_path) -> None:
+    filled(monitor)
+    about = Status.read(RunFolder(tmp_path))
+    assert about == monitor.status
+    assert {name: client.state for name, client in about.clients.items()} == {
+        "anna": "working",
+        "ben": "away",
+    }
+    monitor.shows({"anna": Seat()}, set())  # ben was expelled
+    monitor.save(ended=True)
+    assert Status.read(RunFolder(tmp_path)).clients.keys() == {"anna"}
+    assert Status.read(RunFolder(tmp_path)).ended
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"title": "x"}', '{"title": 3, "rounds": "many"}'])
+def test_a_damaged_status_is_one_sentence(text, tmp_path) -> None:
+    with pytest.raises(CoterieError, match="contains no status"):
+        Status.read(RunFolder(tmp_path))
+    (tmp_path / "status.json").write_text(text)
+    with pytest.raises(CoterieError, match=r"status\.json cannot be read"):
+        Status.read(RunFolder(tmp_path))
+
+
+def test_metrics_are_in_the_text_format_of_prometheus(monitor) -> None:
+    filled(monitor)
+    monitor.status.clients["anna"].last_reply = time.time() - 50
+    lines = exposition(monitor.status).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values.pop('coterie_client_seconds_since_reply{client="anna"}')) >= 50
+    assert {name: float(value) for name, value in values.items()} == {
+        "coterie_rounds": 3,
+        "coterie_rounds_complete": 0,
+        'coterie_client_present{client="anna"}': 1,
+        'coterie_client_present{client="ben"}': 0,
+        'coterie_client_received_bytes{client="anna"}': 100,
+        'coterie_client_received_bytes{client="ben"}': 0,
+        'coterie_client_sent_bytes{client="anna"}': 7,
+        'coterie_client_sent_bytes{client="ben"}': 0,
+        'coterie_client_excluded_rounds{client="anna"}': 0,
+        'coterie_client_excluded_rounds{client="ben"}': 1,
+    }
+    declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert sorted(declared) == sorted({name.split("{")[0] for name in values} | {
+        "coterie_client_seconds_since_reply"
+    })  # fmt: skip
+
+
+def test_health_and_metrics_are_served_and_nothing_else(monitor) -> None:
+    filled(monitor)
+    listening = listen("127.0.0.1:0", "--metrics")
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with monitored(monitor, listening):
+        with urllib.request.urlopen(f"{url}/health") as answer:
+            assert json.load(answer)["updated_seconds_ago"] < 60
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert b"coterie_rounds 3\n" in answer.read()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/status.json")
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}/health")
+
+
+def test_the_command_shows_the_status_and_says_whether_the_server_runs(
+    config, tmp_path, monkeypatch
+) -> None:
+    folder = RunFolder.create(tmp_path / "us", {"config": config().as_dict(), "clients": {}})
+    monkeypatch.setattr("coterie.cli.operate.check_run", lambda _: None)
+    monitor = Monitor("fedavg", 3, folder, ServerWatch())
+    filled(monitor)
+    monitor.status.waiting = "round 1: waiting for ben; 1 of 2 clients are ready"
+    monitor.save()
+
+    def shown(*options: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["status", str(folder.path), *options])
+        return result.exit_code, result.output
+
+    code, text = shown()
+    assert code == 1
+    assert "waiting for ben" in " ".join(text.split())
+    assert "The server is not running; this is the status of" in text
+    with folder.lock():
+        assert shown()[0] == 0
+        assert "not running" not in shown()[1]
+        assert Status.model_validate_json(shown("--json")[1]) == monitor.status
+    monitor.save(ended=True)
+    code, text = shown()
+    assert code == 0
+    assert "The run has ended" in text

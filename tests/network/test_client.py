@@ -1,0 +1,324 @@
+"""A client and a mailbox's server over links that break, and over restarts of the server."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mail
+import pytest
+from lossy import Fault, LossyProxy
+from mail import LARGEST, Post, replies, wait
+
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site
+from coterie.errors import CoterieError
+from coterie.messages import MessageError
+from coterie.messages.envelope import Kind, Order, seal
+from coterie.network import client as client_module
+from coterie.network import link
+from coterie.network import mailbox as mailbox_module
+from coterie.network import server as server_module
+from coterie.network.client import Connection, first_order, keep_serving
+from coterie.network.keys import Credentials
+from coterie.network.listener import listen
+from coterie.network.mailbox import Mailbox
+from coterie.network.server import MailboxServer
+
+ORDER, REPLY = os.urandom(9_000_000), os.urandom(11_000_000)
+
+
+@dataclass
+class Echo:
+    """A worker that gives each order the same reply."""
+
+    reply: bytes = REPLY
+    orders: list[bytes] = field(default_factory=list)
+    finished: bool = False
+    released: threading.Event | None = None
+    """An event that the worker waits for before its reply."""
+
+    def answer(self, data: bytes) -> bytes:
+        self.orders.append(data)
+        if self.released is not None:
+            assert self.released.wait(30)
+        return self.reply
+
+
+@pytest.fixture(autouse=True)
+def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients notice soon that they are to stop."""
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.3)
+
+
+@pytest.fixture
+def post(tmp_path: Path) -> Iterator[Post]:
+    with mail.post(tmp_path) as made:
+        yield made
+
+
+@contextmanager
+def client(
+    address: str, credentials: Credentials, worker: link.Worker
+) -> Iterator[list[tuple[str, object]]]:
+    """Run a client in a thread; yield the events that it shows."""
+    events: list[tuple[str, object]] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        def seen(event: str, value: object) -> None:
+            events.append((event, value))
+
+        try:
+            keep_serving(address, credentials, worker, stop, seen)
+        except CoterieError as error:
+            events.append(("error", str(error)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield events
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def reply_to(mailbox: Mailbox, ticket: str, seconds: float = 60) -> bytes | None:
+    """Wait for the reply to an order, and return it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _, reply in mailbox.replies([ticket]):
+            return reply
+        mailbox.wait()
+    raise AssertionError("no reply has arrived")
+
+
+def is_present(mailbox: Mailbox) -> bool:
+    return "anna" in mailbox.present()
+
+
+@pytest.mark.parametrize("fault", ["reset", "close", "corrupt", "stall"])
+def test_a_large_transfer_arrives_over_a_link_that_keeps_breaking(
+    fault: Fault, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "STALL_SECONDS", 1.0)
+    worker = Echo()
+    with (
+        LossyProxy(post.port, fault, limit=4_000_000) as proxy,
+        client(proxy.address, post.credentials(), worker) as events,
+    ):
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", ORDER, 0, 60)
+        assert reply_to(post.mailbox, ticket) == REPLY
+    lost = f"the connection to {proxy.address} was interrupted"
+    assert set(events) == {("connected", proxy.address), ("away", lost)}
+    assert proxy.faults >= 4  # 20 MB do not fit into 4 connections
+    assert worker.orders == [ORDER]  # it is executed once
+
+
+def test_a_transfer_arrives_over_a_slow_link(post: Post) -> None:
+    worker = Echo(REPLY[:500_000])
+    with (
+        LossyProxy(post.port, delay=0.05) as proxy,
+        client(proxy.address, post.credentials(), worker) as events,
+    ):
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", ORDER[:500_000], 0, 60)
+        assert reply_to(post.mailbox, ticket) == worker.reply
+    assert events == [("connected", proxy.address)]
+
+
+def test_requests_share_connections(post: Post) -> None:
+    with (
+        LossyProxy(post.port) as proxy,
+        client(proxy.address, post.credentials(), Echo(b"reply")),
+    ):
+        wait(lambda: is_present(post.mailbox))
+        for number in range(5):
+            assert reply_to(post.mailbox, post.mailbox.send("anna", b"order", number, 60))
+            time.sleep(0.4)  # a request for an order ends without one
+    assert proxy.accepted <= 2
+
+
+def test_a_client_is_back_soon_after_the_server_has_restarted(tmp_path: Path) -> None:
+    assert client_module.LONGEST_PAUSE < 5
+    worker = Echo(b"reply")
+    with mail.post(tmp_path) as post:
+        running = client(post.address, post.credentials(), worker)
+        events = running.__enter__()
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", b"order", 0, 60)
+        assert reply_to(post.mailbox, ticket) == b"reply"
+    try:
+        wait(lambda: ("away", f"{post.address} is unreachable") in events)
+        time.sleep(4)  # until the pauses are at their longest
+        mailbox = Mailbox(tmp_path / "mailbox")
+        listening = listen(f"127.0.0.1:{post.port}")
+        with MailboxServer(mailbox, post.keys, listening, LARGEST):
+            wait(lambda: is_present(mailbox), 8)
+            assert reply_to(mailbox, mailbox.send("anna", b"again", 0, 60)) == b"reply"
+            assert [events[0], events[-1]] == 2 * [("connected", post.address)]
+    finally:
+        running.__exit__(None, None, None)
+    assert worker.orders == [b"order", b"again"]
+
+
+def test_a_reply_is_sent_after_a_restart_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    released = threading.Event()
+    worker = Echo(b"reply", released=released)
+    with mail.post(tmp_path) as post:
+        running = client(post.address, post.credentials(), worker)
+        running.__enter__()
+        wait(lambda: is_present(post.mailbox))
+        post.mailbox.send("anna", b"order", 0, 60)
+        wait(lambda: worker.orders)
+    try:
+        mailbox = Mailbox(tmp_path / "mailbox")
+        with MailboxServer(mailbox, post.keys, listen(f"127.0.0.1:{post.port}"), LARGEST):
+            released.set()
+            wait(lambda: is_present(mailbox))
+            assert reply_to(mailbox, mailbox.send("anna", b"again", 0, 60)) == b"reply"
+    finally:
+        running.__exit__(None, None, None)
+    assert worker.orders == [b"order", b"again"]
+
+
+def test_an_order_that_is_no_message_is_declined_once(
+    post: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(Site("anna", {}, tmp_path / "out"))
+    with client(post.address, post.credentials(), worker) as events:
+        wait(lambda: is_present(post.mailbox))
+        for data in (b"", b"no order", seal(order("join"))[:-1], os.urandom(300_000)):
+            ticket = post.mailbox.send("anna", data, 0, 60)
+            assert reply_to(post.mailbox, ticket) is None
+            assert replies(post, ticket) == []
+    assert caplog.text.count("rejected a message from the server") == 4
+    assert events == [("connected", post.address)]
+
+
+def test_declining_survives_a_link_that_breaks(post: Post) -> None:
+    declined = 0
+
+    class Refusing(Echo):
+        def answer(self, data: bytes) -> bytes:
+            nonlocal declined
+            declined += 1
+            if declined == 1:
+                proxy.__exit__(None, None, None)
+            raise MessageError("not an order")
+
+    with LossyProxy(post.port) as proxy, client(proxy.address, post.credentials(), Refusing()):
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", b"order", 0, 60)
+        wait(lambda: declined)
+        assert replies(post, ticket) == []
+        port = int(proxy.address.rpartition(":")[2])
+        with LossyProxy(post.port, port=port):
+            assert reply_to(post.mailbox, ticket) is None
+
+
+def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None:
+    worker = Echo(b"reply " * 100)
+    with (
+        mail.post(tmp_path, largest=100) as post,
+        client(post.address, post.credentials(), worker),
+    ):
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", b"order", 0, 60)
+        assert reply_to(post.mailbox, ticket) is None
+        time.sleep(1)
+        assert worker.orders == [b"order"]
+        worker.reply = b"smaller"
+        assert reply_to(post.mailbox, post.mailbox.send("anna", b"next", 1, 60)) == b"smaller"
+
+
+def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(
+    post: Post,
+) -> None:
+    worker = Echo(b"reply", released=threading.Event())
+    with client(post.address, post.credentials(), worker):
+        wait(lambda: is_present(post.mailbox))
+        first = post.mailbox.send("anna", b"first", 0, 60)
+        wait(lambda: worker.orders)
+        second = post.mailbox.send("anna", b"second", 0, 60)
+        assert worker.released is not None
+        worker.released.set()
+        assert reply_to(post.mailbox, second) == b"reply"
+        assert replies(post, first) == [(first, None)]
+    assert worker.orders == [b"first", b"second"]
+
+
+def test_a_client_is_present_while_it_trains(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(mailbox_module, "ABSENT_SECONDS", 1.5)
+    worker = Echo(b"reply", released=threading.Event())
+    assert worker.released is not None
+    with client(post.address, post.credentials(), worker):
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", b"order", 0, 60)
+        wait(lambda: worker.orders)
+        session = post.mailbox.present()
+        for _ in range(30):
+            time.sleep(0.1)
+            assert post.mailbox.present() == session
+        worker.released.set()
+        assert reply_to(post.mailbox, ticket) == b"reply"
+        assert post.mailbox.present() == session
+    assert post.mailbox.present() == {}  # it has disconnected
+
+
+def test_a_client_ends_when_its_worker_has_finished_and_the_reply_was_sent(post: Post) -> None:
+    class Last(Echo):
+        def answer(self, data: bytes) -> bytes:
+            self.finished = True
+            return super().answer(data)
+
+    with (
+        LossyProxy(post.port, limit=4_000_000) as proxy,
+        client(proxy.address, post.credentials(), Last()),
+    ):
+        wait(lambda: is_present(post.mailbox))
+        ticket = post.mailbox.send("anna", b"order", 0, 60)
+        assert reply_to(post.mailbox, ticket) == REPLY
+        wait(lambda: not is_present(post.mailbox))
+
+
+def order(kind: Kind) -> Order:
+    return Order(run="0123456789abcdef", client="anna", kind=kind, round=0)
+
+
+def test_the_first_order_to_join_is_returned_and_not_replied_to(post: Post) -> None:
+    found: list[Order] = []
+    thread = threading.Thread(
+        target=lambda: found.append(first_order(post.address, post.credentials(), 20))
+    )
+    thread.start()
+    wait(lambda: is_present(post.mailbox))
+    step = post.mailbox.send("anna", seal(order("step")), 0, 60)
+    assert reply_to(post.mailbox, step) is None
+    join = post.mailbox.send("anna", seal(order("join")), 0, 60)
+    thread.join(20)
+    assert found == [order("join")]
+    assert reply_to(post.mailbox, join) is None
+    assert post.mailbox.present() == {}
+
+
+def test_a_server_that_asks_for_nothing_is_reported(post: Post) -> None:
+    with pytest.raises(CoterieError, match="did not ask this client to join a run"):
+        first_order(post.address, post.credentials(), 0.5)
+
+
+def test_the_order_is_checked_against_its_digest(post: Post) -> None:
+    with Connection(post.address, post.credentials()) as connection:
+        connection._request("POST", "/session")
+        ticket = post.mailbox.send("anna", b"order", 0, 60)
+        (post.mailbox.files.folder / ticket).write_bytes(b"ORDER")
+        with pytest.raises(client_module.httpx.RemoteProtocolError, match="arrived damaged"):
+            connection.next_order()
+        (post.mailbox.files.folder / ticket).write_bytes(b"order")
+        assert connection.next_order() == b"order"

@@ -1,0 +1,299 @@
+"""The server's address, changes of its keys, its connections, and its log of refusals."""
+
+import os
+import re
+import shutil
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
+from mail import Post, is_closed, ping, post, wait
+
+from coterie.errors import CoterieError
+from coterie.network import listener as module
+from coterie.network.keys import Keys
+from coterie.network.listener import listen, source_of
+from coterie.network.mailbox import Mailbox
+from coterie.network.server import MailboxServer
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Post]:
+    with post(tmp_path, clients=("anna", "bob")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "127.0.0.1:0", "[::1]:0"])
+def test_a_server_listens_on_addresses_of_both_versions(address: str) -> None:
+    host = address.rpartition(":")[0].strip("[]")
+    with listen(address) as listening:
+        assert listening.getsockname()[0] == host
+        port = listening.getsockname()[1]
+        local = "::1" if ":" in host else "127.0.0.1"
+        socket.create_connection((local, port), timeout=10).close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "9092", ":9092", "0.0.0.0", "localhost:9092", "::1:9092", "[127.0.0.1]:80", "[::1]:"),
+        *("1.2.3.4:99999", "1.2.3.4:80;", "1.2.3.4:80 ssl", "[fe80::1%eth0]:80", "unix:/tmp/x"),
+        *("1.2.3.4:-1", "1.2.3.4:+80", "1.2.3.4:٨٠", "1.2.3.4: 80", "[[::1]]:80", "[::1:80"),
+    ],
+)
+def test_an_invalid_address_is_refused(address: str) -> None:
+    with pytest.raises(CoterieError, match="takes an IP address and a port") as raised:
+        listen(address)
+    assert repr(address) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_whoever_has_a_network_of_ipv6_counts_as_one_address(address, source) -> None:
+    assert source_of(address) == source
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with listen("127.0.0.1:0") as server:
+        port = server.getsockname()[1]
+        with pytest.raises(CoterieError, match=f"another program uses port {port}"):
+            listen(f"127.0.0.1:{port}")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(CoterieError, match="this machine does not have that address"):
+        listen("192.0.2.1:9092")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may use every port")
+def test_a_port_below_1024_needs_permission() -> None:
+    with pytest.raises(CoterieError, match="choose a port above 1023"):
+        listen("127.0.0.1:1")
+
+
+def test_a_server_does_not_start_with_the_key_of_another_certificate(tmp_path: Path) -> None:
+    keys, other = Keys.create(tmp_path / "keys"), Keys.create(tmp_path / "other")
+    shutil.copy(other.key, keys.key)
+    with (
+        listen("127.0.0.1:0") as listening,
+        pytest.raises(CoterieError, match="do not belong together"),
+    ):
+        MailboxServer(Mailbox(tmp_path / "mailbox"), keys, listening, 1000)
+
+
+def test_a_stopped_server_closes_its_connections_and_its_port(tmp_path: Path) -> None:
+    with post(tmp_path) as here:
+        connection = here.connect()
+        assert ping(connection) == 204
+    assert is_closed(connection)
+    with listen(f"127.0.0.1:{here.port}"):
+        pass
+    connection.close()
+
+
+def test_a_client_that_is_added_while_the_server_runs_can_connect(here: Post) -> None:
+    carol = here.add("carol").context()
+    wait(lambda: not here.is_refused(carol))
+    assert here.ping(carol) == 204
+
+
+def test_a_removed_client_is_disconnected_and_refused(here: Post) -> None:
+    with here.connect() as anna, here.connect(here.context("bob")) as bob:
+        assert ping(anna) == ping(bob) == 204
+        here.keys.remove("anna")
+        assert is_closed(anna)
+        assert here.is_refused(here.context())
+        assert ping(bob) == 204
+        assert here.ping(here.context("bob")) == 204
+
+
+def test_a_request_in_progress_ends_when_its_client_is_removed(here: Post) -> None:
+    with here.connect() as anna:
+        assert ping(anna) == 204
+        anna.sendall(
+            b"GET /order HTTP/1.1\r\nHost: x\r\nCoterie-Protocol: 1\r\nCoterie-Session: %b\r\n\r\n"
+            % here.mailbox.present()["anna"].encode()
+        )
+        wait(lambda: any(c.requests for c in here.listener.connections.values()))
+        here.keys.remove("anna")
+        assert is_closed(anna)
+
+
+def test_a_renewed_key_replaces_the_old_one(here: Post) -> None:
+    with here.connect() as connection:
+        assert ping(connection) == 204
+        here.keys.renew("anna", here.folder / "new.key")
+        assert is_closed(connection)
+        assert here.is_refused(here.context())
+        assert here.ping(here.context("new")) == 204
+
+
+def test_a_renewed_certificate_of_the_server_takes_effect_without_a_restart(here: Post) -> None:
+    def certificate() -> bytes | None:
+        with here.connect() as connection:
+            return connection.getpeercert(binary_form=True)
+
+    with here.connect() as connection:
+        before = certificate()
+        here.keys.certify(["new.example.org"])
+        wait(lambda: certificate() != before)
+        assert ping(connection) == 204  # an open connection stays open
+
+
+def damage_a_client(keys: Keys) -> None:
+    (keys.folder / "clients" / "bob.pem").write_bytes(b"damaged")
+
+
+def damage_the_certificate(keys: Keys) -> None:
+    keys.certificate.write_bytes(b"damaged")
+
+
+def exchange_the_certificate(keys: Keys) -> None:
+    other = Keys.create(keys.folder.with_name("other"))
+    shutil.copy(other.certificate, keys.certificate)
+
+
+def move_away(keys: Keys) -> None:
+    keys.folder.rename(keys.folder.with_name("moved"))
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_a_client, damage_the_certificate, exchange_the_certificate, move_away]
+)
+def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(
+    here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Keys], None]
+) -> None:
+    with here.connect() as connection:
+        assert ping(connection) == 204
+        damage(here.keys)
+        wait(lambda: "could not read the keys" in caplog.text)
+        assert ping(connection) == 204
+        assert here.ping() == 204
+        assert here.ping(here.context("bob")) == 204
+
+
+def test_a_damaged_key_folder_is_logged_once_and_read_again_when_it_is_repaired(
+    here: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    def faults() -> list[str]:
+        return [m for m in caplog.messages if m.startswith("could not read the keys: ")]
+
+    damage_a_client(here.keys)
+    wait(faults)
+    here.keys.remove("anna")
+    read = here.listener.keys.state
+    reads: list[object] = []
+    here.listener.keys.state = lambda: reads.append(None) or read()  # pyright: ignore
+    wait(lambda: len(reads) > 1)
+    assert faults() == [faults()[0]]
+    assert "bob.pem is damaged" in faults()[0]
+    (here.keys.folder / "clients" / "bob.pem").unlink()
+    wait(lambda: here.is_refused(here.context()))
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /session HTTP/1.1\r\nHost:"])
+def test_a_connection_without_a_complete_request_is_closed(
+    here: Post, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
+    with here.connect() as connection:
+        connection.sendall(sent)
+        assert is_closed(connection)
+    wait(lambda: not here.listener.connections)
+
+
+def test_a_connection_is_closed_some_time_after_its_last_request(
+    here: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with here.connect() as connection:
+        assert ping(connection) == 204
+        assert not is_closed(connection, seconds=1.5)
+        monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
+        assert is_closed(connection)
+        assert here.ping() == 204
+
+
+def test_a_connection_that_waits_for_an_order_is_not_idle(
+    here: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.1)
+    with here.connect() as connection:
+        assert ping(connection) == 204
+        connection.sendall(
+            b"GET /order HTTP/1.1\r\nHost: x\r\nCoterie-Protocol: 1\r\nCoterie-Session: %b\r\n\r\n"
+            % here.mailbox.present()["anna"].encode()
+        )
+        assert not is_closed(connection, seconds=2.5)
+        here.mailbox.send("anna", b"order", 0, 60)
+        connection.settimeout(10)
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_the_open_connections_of_a_client_are_limited(
+    here: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECTIONS", 2)
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(here.connect()) for _ in range(2))
+        assert ping(first) == ping(second) == 204
+        assert is_closed(stack.enter_context(here.connect()))
+        assert here.ping(here.context("bob")) == 204  # the limit is each client's own
+        assert ping(first) == ping(second) == 204
+        first.close()
+        wait(lambda: len(here.listener.connected("anna")) == 1)
+        assert here.ping() == 204
+
+
+def test_a_refusal_is_logged_with_its_address_and_reason(
+    here: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys.create(here.folder / "others")
+    keys.add("eve", here.folder / "eve.key")
+    stranger = ssl.create_default_context(cafile=here.keys.ca)
+    assert here.is_refused(stranger, "127.0.0.2")
+    stranger.load_cert_chain(here.folder / "eve.key")
+    assert here.is_refused(stranger, "127.0.0.3")
+    with here.plain("127.0.0.4") as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert is_closed(plain)
+    here.plain("127.0.0.5").close()
+    wait(lambda: "127.0.0.5" in caplog.text)
+    refused = [m for m in caplog.messages if m.startswith("refused")]
+    assert refused == [
+        "refused a connection from 127.0.0.2: no client certificate",
+        "refused a connection from 127.0.0.3: certificate refused (self-signed certificate)",
+        "refused a connection from 127.0.0.4: http request",
+        "refused a connection from 127.0.0.5: connection closed",
+    ]
+
+
+def test_many_refusals_of_an_address_are_counted_each_minute(
+    here: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(9):
+        here.plain("127.0.0.2").close()
+    here.plain("127.0.0.3").close()
+    wait(lambda: here.listener.refusals == {"127.0.0.2": 9, "127.0.0.3": 1})
+    lines = [re.sub(":.*", "", m) for m in caplog.messages if m.startswith("refused")]
+    single = "refused a connection from "
+    assert sorted(lines) == [f"{single}127.0.0.2"] * 3 + [f"{single}127.0.0.3"]
+    caplog.clear()
+    monkeypatch.setattr(module, "REPORT_SECONDS", 1)
+    wait(lambda: caplog.messages)
+    monkeypatch.undo()
+    assert caplog.messages == ["refused 9 connections from 127.0.0.2 in a minute"]
+    caplog.clear()
+    here.plain("127.0.0.2").close()  # the next minute begins at zero
+    wait(lambda: caplog.messages == ["refused a connection from 127.0.0.2: connection closed"])

@@ -1,0 +1,311 @@
+"""Connections that imitate a client end in the TLS handshake, and nothing they send is parsed."""
+
+import random
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
+from aiohttp.web_protocol import RequestHandler
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.x509.oid import NameOID
+from mail import A_SESSION, PING, Post, ping, post, wait
+
+from coterie.network import certificates
+from coterie.network import listener as module
+from coterie.network.certificates import client_certificate, pem, private_key
+from coterie.network.keys import Credentials, Keys
+from coterie.network.protocol import PROTOCOL, SESSION, VERSION
+
+Private = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed25519PrivateKey
+NOW, DAY = datetime.now(UTC), timedelta(days=1)
+ANNA, AUTHORITY = "Coterie client anna", "Coterie certificate authority"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Post]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FAILURES_PER_SECOND", 10**9)
+        patch.setattr(module, "REPORT_SECONDS", 10**9)
+        with post(tmp_path_factory.mktemp("mail")) as running:
+            yield running
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The decrypted bytes that reach the HTTP server."""
+    received: list[bytes] = []
+    receive = RequestHandler.data_received
+
+    def data_received(self: RequestHandler, data: bytes) -> None:
+        received.append(data)
+        receive(self, data)
+
+    monkeypatch.setattr(RequestHandler, "data_received", data_received)
+    return received
+
+
+def is_refused(here: Post, parsed: list[bytes], attempt: Callable[[], object]) -> bool:
+    """Return whether an attempt ends in a failed handshake, without any parsed bytes."""
+    failed, made = here.listener.refusals.total(), len(here.listener.connections)
+    attempt()
+    wait(lambda: here.listener.refusals.total() > failed and not here.listener.handshakes)
+    return (
+        here.listener.refusals.total() == failed + 1
+        and len(here.listener.connections) <= made
+        and not parsed
+    )
+
+
+def strangers(here: Post) -> dict[str, ssl.SSLContext]:
+    """Return TLS settings that trust the server, without a registered certificate."""
+    contexts = {"no certificate": ssl.create_default_context(cafile=here.keys.ca)}
+    other = Keys.create(here.folder / "elsewhere")
+    other.add("anna", here.folder / "elsewhere.key")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(hours=-1))
+        here.keys.add("late", here.folder / "late.key")
+    fingerprint = here.keys.clients()["late"].certificate.fingerprint(hashes.SHA256())
+    wait(lambda: fingerprint in here.listener.registered)
+    for name in ("elsewhere", "late"):
+        credentials = Credentials.load(here.folder / f"{name}.key")
+        contexts[name] = replace(credentials, ca=here.keys.ca.read_bytes()).context()
+    server = ssl.create_default_context(cafile=here.keys.ca)
+    server.load_cert_chain(here.keys.certificate, here.keys.key)
+    contexts["the server's certificate"] = server
+    for version in (ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2):
+        context = here.context()
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        context.minimum_version = ssl.TLSVersion.TLSv1
+        context.maximum_version = version
+        contexts[version.name] = context
+    return contexts
+
+
+def test_connections_without_a_registered_certificate_are_refused(
+    here: Post, parsed: list[bytes]
+) -> None:
+    for name, context in strangers(here).items():
+        assert is_refused(here, parsed, lambda c=context: here.is_refused(c)), name
+    assert here.ping() == 204
+    assert b"".join(parsed) == PING
+
+
+def certificate(
+    key: Private,
+    name: str = ANNA,
+    issuer: tuple[str, Private] | None = None,
+    begins: datetime = NOW - DAY,
+    authority: bool = False,
+) -> bytes:
+    """Return a certificate (PEM), signed by an issuer (a name and a key) or by itself."""
+    above, signing = issuer or (name, key)
+    builder = x509.CertificateBuilder(
+        issuer_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, above)]),
+        subject_name=x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]),
+        public_key=key.public_key(),
+        serial_number=x509.random_serial_number(),
+        not_valid_before=begins,
+        not_valid_after=begins + 2 * DAY,
+    ).add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+    hashed = None if isinstance(signing, ed25519.Ed25519PrivateKey) else hashes.SHA256()
+    return pem(builder.sign(signing, hashed))
+
+
+def impostors(
+    anna: Credentials, registered: bytes, authority: ec.EllipticCurvePrivateKey
+) -> dict[str, tuple[Private, bytes]]:
+    """Return private keys, and the certificates that an impostor presents with each."""
+    mine, other = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    edward = ed25519.Ed25519PrivateKey.generate()
+    small, large = (rsa.generate_private_key(65537, bits) for bits in (1024, 4096))
+    return {
+        "anna's name": (mine, certificate(mine)),
+        "anna's name, as in a key file": (mine, pem(client_certificate("anna", mine))),
+        "anna's key in another certificate": (anna.key, certificate(anna.key)),
+        "anna's key under another name": (anna.key, certificate(anna.key, "Coterie client bob")),
+        "anna's key, not valid yet": (anna.key, certificate(anna.key, begins=NOW + DAY)),
+        "signed by anna": (
+            mine,
+            certificate(mine, "Coterie client bob", (ANNA, anna.key)) + registered,
+        ),
+        "anna's certificate as a second one": (mine, certificate(mine) + registered),
+        "anna as the issuer, without her signature": (
+            mine,
+            certificate(mine, issuer=(ANNA, other)) + registered,
+        ),
+        "signed by an authority of the same name": (
+            mine,
+            certificate(mine, issuer=(AUTHORITY, other))
+            + certificate(other, AUTHORITY, authority=True),
+        ),
+        "signed by the server's authority": (
+            mine,
+            certificate(mine, issuer=(AUTHORITY, authority)),
+        ),
+        "an authority": (mine, certificate(mine, authority=True)),
+        "Ed25519": (edward, certificate(edward)),
+        "RSA of 1,024 bits": (small, certificate(small)),
+        "RSA of 4,096 bits": (large, certificate(large)),
+        "a long chain": (mine, certificate(mine) + 60 * certificate(other, AUTHORITY)),
+    }
+
+
+def test_certificates_that_resemble_a_registered_one_are_refused(
+    here: Post, parsed: list[bytes]
+) -> None:
+    registered = pem(here.keys.clients()["anna"].certificate)
+    authority = private_key((here.keys.folder / "ca.key").read_bytes())
+    cases = impostors(here.credentials(), registered, authority)
+    for name, (key, presented) in cases.items():
+        private = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        (here.folder / "impostor.pem").write_bytes(presented + private)
+        context = ssl.create_default_context(cafile=here.keys.ca)
+        context.set_ciphers("ALL:@SECLEVEL=0")  # the server decides
+        context.load_cert_chain(here.folder / "impostor.pem")
+        assert is_refused(here, parsed, lambda c=context: here.is_refused(c)), name
+    assert here.ping() == 204
+
+
+def test_a_tls_session_is_not_resumed_without_a_certificate(here: Post) -> None:
+    context = here.context()
+    with here.connect(context) as connection:
+        assert ping(connection) == 204
+        session = connection.session
+    plain = here.plain()
+    with context.wrap_socket(plain, server_hostname="localhost", session=session) as again:
+        assert not again.session_reused
+
+
+def flights(here: Post) -> tuple[bytes, bytes]:
+    """Return the two messages that anna's TLS sends in a handshake.
+
+    The first is her ClientHello; the second contains her certificate and signature.
+    """
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = here.context().wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with here.plain() as plain:
+        with suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+        first = outgoing.read()
+        plain.sendall(first)
+        while True:
+            incoming.write(plain.recv(65536))
+            with suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+                break
+    wait(lambda: not here.listener.handshakes)
+    return first, outgoing.read()
+
+
+def record(kind: int, body: bytes, length: int | None = None) -> bytes:
+    """Return a TLS record."""
+    size = len(body) if length is None else length
+    return bytes([kind, 3, 3]) + size.to_bytes(2, "big") + body
+
+
+def broken(hello: bytes) -> dict[str, bytes]:
+    """Return bytes that are not a handshake, or only begin like one."""
+    return {
+        "HTTP": PING,
+        "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        "nothing": b"",
+        "random bytes": b"\x16\x03" + random.Random(0).randbytes(999),
+        "a line of the PROXY protocol": b"PROXY TCP4 10.0.0.1 10.0.0.2 1 2\r\n" + hello,
+        "a hello of SSL 2": bytes.fromhex("802e0100020015000000100100800200800300800400800500"),
+        "half a hello": hello[: len(hello) // 2],
+        "a hello twice": hello + hello,
+        "a hello, then a request in the clear": hello + record(23, PING),
+        "a request in a record": record(23, PING),
+        "a heartbeat": record(24, b"\x01\x40\x00"),
+        "a thousand warnings": record(21, b"\x01\x00") * 1000 + hello,
+        "a record that is too long": record(22, bytes(20_000), 20_000),
+        "empty records": record(22, b"") * 1000 + hello,
+        "a hello of 15 MiB": record(22, b"\x01\xf0\x00\x00" + bytes(16_000))
+        + record(22, bytes(16_000)) * 20,
+    }
+
+
+def response(here: Post, *messages: bytes) -> bytes:
+    """Return everything that the server sends in response to bytes, until it disconnects."""
+    received = b""
+    with here.plain() as plain, suppress(ConnectionError):
+        for message in messages[:-1]:
+            plain.sendall(message)
+            received += plain.recv(65536)
+        plain.sendall(messages[-1])
+        plain.shutdown(1)
+        while piece := plain.recv(65536):
+            received += piece
+    return received
+
+
+@pytest.mark.slow
+def test_a_broken_handshake_never_leads_to_a_request(here: Post, parsed: list[bytes]) -> None:
+    hello, _ = flights(here)
+    for name, data in broken(hello).items():
+        assert is_refused(here, parsed, lambda d=data: response(here, d)), name
+    chance = random.Random(0)
+    for _ in range(200):
+        at, bit = chance.randrange(len(hello)), 1 << chance.randrange(8)
+        data = hello[:at] + bytes([hello[at] ^ bit]) + hello[at + 1 :]
+        assert is_refused(here, parsed, lambda d=data: response(here, d)), (at, bit)
+    assert here.ping() == 204
+
+
+def test_a_recorded_handshake_of_a_client_is_refused(here: Post, parsed: list[bytes]) -> None:
+    hello, rest = flights(here)
+    assert is_refused(here, parsed, lambda: response(here, hello, rest + record(23, PING)))
+    assert here.ping() == 204
+
+
+@pytest.mark.parametrize(
+    "pause", [pytest.param(0.02, id="one byte at a time"), pytest.param(0, id="only its hello")]
+)
+def test_a_handshake_that_does_not_end_is_given_up(
+    here: Post, parsed: list[bytes], monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1.0)
+    hello, _ = flights(here)
+
+    def trickle() -> None:
+        with here.plain() as plain, suppress(ConnectionError):
+            for byte in hello:
+                plain.sendall(bytes([byte]))
+                time.sleep(pause)
+            while plain.recv(65536):
+                pass
+
+    assert is_refused(here, parsed, trickle)
+    assert here.ping() == 204
+
+
+@pytest.mark.parametrize("size", [1000, 1_000_000])
+def test_a_reply_that_is_cut_off_is_not_taken_for_a_complete_one(here: Post, size: int) -> None:
+    assert here.ping() == 204
+    ticket = here.mailbox.send("anna", b"order", 0, 60)
+    order = here.mailbox.inboxes["anna"].order
+    assert order is not None
+    head = (
+        f"PUT /replies/{ticket} HTTP/1.1\r\nHost: x\r\n{PROTOCOL}: {VERSION}\r\n"
+        f"{SESSION}: {A_SESSION}\r\nContent-Range: bytes 0-{size - 1}/{size}\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    )
+    with here.connect() as connection:
+        connection.sendall(head.encode() + bytes(size // 2))
+        wait(lambda: order.received == size // 2)
+    wait(lambda: not any(c.requests for c in here.listener.connections.values()))
+    assert list(here.mailbox.replies([ticket])) == []
+    assert here.mailbox.inboxes["anna"].order is order
+    assert here.ping() == 204
