@@ -30,7 +30,7 @@ TOLERANCE = 1e-10
 class Bounds:
     """Bounds on the number of clients per expert, and on the number of experts per client.
 
-    The bounds apply to each module separately.
+    The bounds apply separately to each module that has experts.
     """
 
     clients_per_expert: int
@@ -43,9 +43,9 @@ class Bounds:
     def refuse(self, experts: int, clients: int) -> None:
         """Raise CoterieError if E experts cannot be assigned to C clients within the bounds.
 
-        Every expert is assigned to k_c clients, and every client gets at least k_e and at most b
-        experts. The attributes of this class contain k_c, k_e and b. An assignment is possible if
-        and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
+        Every expert is assigned to k_c clients, where k_c is `clients_per_expert`. Every client
+        gets at least k_e experts (`least`) and at most b experts (`most`). An assignment is
+        possible if and only if `C k_e <= E k_c <= C min(b, E)` and `k_c <= C`.
 
         Args:
             experts: The number E of experts.
@@ -109,8 +109,9 @@ def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: 
     c.
 
     Args:
-        expert_embeddings: Mean embeddings e of the experts, (experts, r); r is the embedding width.
-        token_embeddings: Mean embeddings t of the clients' tokens, (clients, r).
+        expert_embeddings: Each expert's embedding e, averaged over tokens, (experts, r), where r is
+            the embedding width.
+        token_embeddings: Each client's token embedding t, averaged over tokens, (clients, r).
         dim: The dimension by whose square root the scores are divided: either the layer's width, as
             in FedAMoLE's paper, or the embedding width r.
 
@@ -146,10 +147,11 @@ def relevance_of_known(
 
 
 def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
-    """Find an optimal assignment for one module.
+    """Assign the experts of one module to clients, such that the sum of scores is maximal.
 
-    The result is deterministic and does not depend on the number of threads, because the solver
-    breaks ties in a fixed order.
+    The sum is over all pairs of a client and an expert that is assigned to this client. The result
+    is deterministic and does not depend on the number of threads, because the solver breaks ties in
+    a fixed order.
 
     Args:
         scores: The relevance of experts for clients, (experts, clients). The scores must be finite,
@@ -187,14 +189,14 @@ def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
 
 
 def assign_all(scores: Mapping[str, np.ndarray], bounds: Bounds) -> dict[str, np.ndarray]:
-    """Find an optimal assignment for each module.
+    """Assign the experts of each module to clients with the function `assign`.
 
-    The assignments are computed in parallel, in as many threads as PyTorch uses (HiGHS releases the
-    GIL). Each assignment is computed by one thread, so the results do not depend on the number of
-    threads.
+    The modules' assignments are computed in parallel, in as many threads as PyTorch uses (HiGHS
+    releases the GIL). Each assignment is computed by one thread, so the results do not depend on
+    the number of threads.
 
     Args:
-        scores: A mapping from the name of each module to scores; see `assign`.
+        scores: A mapping from the name of each module to its scores; see `assign`.
         bounds: The bounds of every assignment.
 
     Returns:
@@ -206,7 +208,7 @@ def assign_all(scores: Mapping[str, np.ndarray], bounds: Bounds) -> dict[str, np
 
 
 def _as_integral(solution: np.ndarray, bounds: Bounds) -> np.ndarray:
-    """Convert a solution, (experts, clients), to bool.
+    """Convert the solver's solution, (experts, clients), to bool.
 
     Raises:
         RuntimeError: If the solution is not integral or violates the bounds.

@@ -46,7 +46,7 @@ SAMPLED = 64
 
 @dataclass(frozen=True)
 class Measure:
-    """The sizes of one upload."""
+    """The sizes of one upload, and the direction in which the upload changes the parameters."""
 
     sizes: Mapping[tuple[Kind, str], Size]
     """The sizes, keyed by kind and group. For the kind `weight`, the group is an empty string."""
@@ -57,7 +57,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Bound:
-    """The limits of one upload in a round."""
+    """The limits of one upload: factors that scale its groups of tensors, and a maximum weight."""
 
     scales: Mapping[str, float] = field(default_factory=dict)
     """The scaling factor of each group that must be scaled. In a group of parameters, the change of
@@ -67,10 +67,10 @@ class Bound:
 
 
 class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A transform that excludes or scales uploads that are much larger than the round's median."""
+    """A transform that excludes or scales uploads that far exceed the round's median size."""
 
     name: ClassVar[str] = "bounds"
-    summary: ClassVar[str] = "exclusion of uploads that are much larger than the round's median"
+    summary: ClassVar[str] = "exclusion of uploads that far exceed the round's median size"
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     def join(self, client: str, hello: Message) -> int:
@@ -121,7 +121,7 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
     Args:
         upload: The decoded upload.
         reference: The client's parameters at the start of the round, keyed by group and name.
-        weight: The client's weight.
+        weight: The client's weight in the mean, which is one of the sizes.
     """
     sizes: dict[tuple[Kind, str], Size] = {("weight", ""): (weight, 1)}
     direction: dict[str, Tensor] = {}
@@ -208,8 +208,9 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 
     Returns:
         A nested mapping, whose outer keys are clients and whose inner keys are names of metrics.
-        Clients whose uploads contain no parameters are left out. The metric `ratio` is the largest
-        change of a group as a multiple of the round's median. The metric `cosine` is the cosine
+        Clients whose uploads contain no parameters are left out. For the metric `ratio`, the change
+        of each group of parameters is expressed as a multiple of the round's median change of this
+        group; the metric is the largest of these multiples. The metric `cosine` is the cosine
         similarity of the client's change and the sum of the other clients' normalised changes, or
         None if no other client changed the same parameters.
     """

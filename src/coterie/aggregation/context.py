@@ -61,7 +61,7 @@ class Context:
     """The ledger of the client's privacy budget; None on the server."""
 
     def generator(self, purpose: str, update: Groups) -> torch.Generator:
-        """Return a random generator for one update; only this client can reproduce the generator.
+        """Return a random generator for an update, which only the client itself can reproduce.
 
         The seed depends on a secret of the client and on the digest of the update. If an upload is
         repeated after a crash, it therefore has the same noise as before. A different upload has

@@ -43,7 +43,10 @@ def with_defaults(
 
 
 def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
-    """Check that transforms and phases are unique and that at most one transform is a reduction.
+    """Check that no transform or phase occurs twice, and that at most one transform is a reduction.
+
+    The phases are the training phase, and the phases that transforms add with the attribute
+    `before`.
 
     Args:
         listed: The transforms in `aggregation.transforms`.

@@ -70,7 +70,7 @@ class ClientTransforms:
         return replace(download, groups=groups, values=values)
 
     def send(self, upload: Message, exchange: int) -> Message:
-        """Encode an upload."""
+        """Encode an upload of the method's client-side object. The caller sends the result."""
         if not self.pipeline.active:
             return upload
         contexts = self._contexts(exchange, "up")
@@ -140,7 +140,7 @@ class ServerTransforms:
         """The limits of the exchange's uploads, keyed by client and transform."""
 
     def join(self, client: str, hello: Message) -> None:
-        """Add a client.
+        """Add a client, and pass the client's first message to the transforms.
 
         Raises:
             MessageError: If a transform rejects the client's first message.
@@ -150,7 +150,7 @@ class ServerTransforms:
             self._joined.setdefault(stage.key, {})[client] = result
 
     def begin(self, exchange: int, phase: str, clients: Iterable[str]) -> None:
-        """Start or restart an exchange."""
+        """Start or restart an exchange, and discard states that `commit` has not yet accepted."""
         self.exchange, self.phase, self.clients = exchange, phase, tuple(clients)
         self._pending, self._sent, self._limits = {}, {}, {}
         self.memories = _copied(self._final)
@@ -256,7 +256,9 @@ class ServerTransforms:
         }
 
     def refuse(self, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Determine which uploads are excluded, and store the limits of limited uploads.
+        """Determine which uploads are excluded and which are limited, and store the limits.
+
+        The method `bounded` applies the stored limits.
 
         Args:
             measures: The results of `measure`, keyed by client.
@@ -334,11 +336,11 @@ class ServerTransforms:
         return mean
 
     def commit(self, counted: Iterable[str]) -> None:
-        """Make the states of the current exchange permanent.
+        """Replace the transforms' permanent states with their states after the current exchange.
 
         Args:
-            counted: The clients whose uploads are accepted. The states of other clients are not
-                changed.
+            counted: The clients whose uploads are accepted. For every client that is not in
+                `counted`, transforms keep the state from before the exchange.
         """
         self._final = self.memories
         if self.pipeline.active:
@@ -381,7 +383,7 @@ class ServerTransforms:
 def _divided(
     pipeline: Pipeline, values: Mapping[str, Json]
 ) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Divide the values of a download into the values from `tell` and the method's own values."""
+    """Divide a download's values into values of the hook `tell` and the method's own values."""
     names = {stage.transform.name for stage in pipeline.stages_with("tell")}
     return (
         {name: value for name, value in values.items() if name in names},

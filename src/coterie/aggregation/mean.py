@@ -86,11 +86,15 @@ class Aggregation:
         return Contribution(client, upload.only(self._means).groups, weight)
 
     def each(self, upload: Message) -> Message:
-        """Return only those fields of an upload that the method's server-side object receives."""
+        """Return the part of an upload that the method's server-side object receives.
+
+        From each client, this object receives the fields whose reduction is `each`. The remaining
+        fields are averaged over clients.
+        """
         return upload.only(self._each)
 
     def mean(self, round: int, contributions: Iterable[Contribution]) -> Message:
-        """Aggregate the contributions of a round.
+        """Compute the mean of a round's contributions, or the reduction that replaces the mean.
 
         Returns:
             A message with the aggregated tensors. The message's value `HELD` maps the group and

@@ -59,7 +59,7 @@ class ServerOptimiser(Transform):
         return result
 
     def _step(self, moments: dict[str, dict[str, Tensor]], name: str, delta: Tensor) -> Tensor:
-        """Update the moments of a tensor, and return the tensor's step.
+        """Update the moments of a tensor, and return the change to add to the tensor's old value.
 
         Args:
             moments: The moments of the tensor's group, keyed by kind (`m` or `v`) and tensor name.

@@ -167,7 +167,10 @@ class Pipeline:
 
     @staticmethod
     def _relative(stages: Iterable[Stage]) -> frozenset[str]:
-        """Return the names of the groups that are encoded as differences from the reference."""
+        """Return the names of the groups of which only the difference from a reference is encoded.
+
+        The reference consists of the tensors that the client last received.
+        """
         plain = (stage.plain for stage in stages if not stage.transform.sealed)
         return frozenset[str]().union(*plain)
 

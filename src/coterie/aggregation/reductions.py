@@ -31,7 +31,7 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """The coordinate-wise mean without a fraction of the values at each end."""
+    """The coordinate-wise mean after dropping a fraction of the largest and smallest values."""
 
     name: ClassVar[str] = "trimmed_mean"
     summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"

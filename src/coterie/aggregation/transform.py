@@ -73,8 +73,8 @@ class Transform(BaseModel):
             schema: The fields of the transform's input.
 
         Returns:
-            The names of the groups that contain float32 tensors and whose reduction is in
-            `reductions`.
+            The names of the groups that contain float32 tensors and whose reduction is listed in
+            the attribute `reductions`.
         """
         fields = (f for f in schema.up if f.reduce in self.reductions)
         return {f.name for f in fields if f.dtype == "float32"}
@@ -87,8 +87,8 @@ class Transform(BaseModel):
             dtype: The dtype of the encoded tensors, such as `float16`.
 
         Returns:
-            The schema with the new dtype. The dtype of downloads is changed only if `downloads` is
-            true.
+            The schema with the new dtype. The dtype of downloads is changed only if the attribute
+            `downloads` is true.
         """
         groups, ways = self.covered(schema), ("up", "down") if self.downloads else ("up",)
         fields = {
@@ -103,13 +103,13 @@ class Transform(BaseModel):
     def schema(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, schema: Schema
     ) -> Schema:
-        """Declare the encoded fields.
+        """Declare the fields of messages that the transform has encoded.
 
         Args:
             schema: The fields of the transform's input.
 
         Returns:
-            The fields of the transform's output. Other fields cannot be sent.
+            The fields of the transform's output. Fields that are not returned cannot be sent.
         """
         return schema
 
@@ -169,8 +169,8 @@ class Transform(BaseModel):
         Args:
             update: Float32 tensors keyed by group and name. For each tensor that the client has
                 received before, the transform gets the difference from the last received tensor of
-                the same name. If `sealed` is true, the transform always gets the tensors
-                themselves.
+                the same name. If the attribute `sealed` is true, the transform always gets the
+                tensors themselves.
             context: The circumstances of the call.
 
         Returns:
@@ -222,9 +222,10 @@ class Transform(BaseModel):
         return None
 
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
-        """Process a client's upload in a phase listed in `before`. Runs on the server.
+        """Process a client's upload in an additional phase. Runs on the server.
 
-        The hook is called once per client, in the order of client names.
+        Additional phases are listed in the attribute `before`. The hook is called once per client,
+        in the order of client names.
 
         Args:
             phase: The phase of the round.

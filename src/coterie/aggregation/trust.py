@@ -22,8 +22,8 @@ def trust_row(
         scores: A mapping from the names of all clients, including `own`, to the scores that the
             client `own` gives to them. Clients whose score is not finite get weight 0.
         top: The number of best scores to keep. None keeps all scores.
-        threshold: The value that a score must exceed to be kept. The two best scores are always
-            kept. With None, there is no threshold.
+        threshold: The value that a score must exceed to be kept. This condition does not apply to
+            the two best scores. With None, there is no threshold.
 
     Returns:
         A mapping from clients to weights. The weights sum to 1. If no score is finite, `own` gets
@@ -39,7 +39,8 @@ def trust_row(
         row[others[row[others] <= threshold]] = -torch.inf
     if not row.isfinite().any():
         log.warning(
-            "Client %r has no finite trust score, so it keeps its own model in this exchange.",
+            "No trust score of client %r is finite, so the client keeps its own model in this "
+            "exchange.",
             own,
         )
         return {name: float(name == own) for name in scores}
