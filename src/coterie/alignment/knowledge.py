@@ -170,9 +170,10 @@ class Positions:
         return matched(self.samples, teacher.samples)
 
     def by_offsets(self, teacher: Knowledge) -> Tensor:
-        """Match each of the student's p positions with a position of the teacher.
+        """Match each position of the student with a position of the teacher.
 
-        Two positions match if they are preceded by the same number of characters.
+        This object contains the student's p positions. A position of the student matches a position
+        of the teacher if both are preceded by the same number of characters of the same answer.
 
         Returns:
             A tensor (p,) int64, which contains the index of the teacher's position, or -1 if no
@@ -183,9 +184,10 @@ class Positions:
         return matched(student, keyed(teacher.ends, teacher.starts, numbers))
 
     def by_warping(self, teacher: Knowledge) -> Tensor:
-        """Match each of the student's p positions with a position of the teacher, as FedMKT does.
+        """Match each position of the student with a position of the teacher, as FedMKT does.
 
-        The positions are matched by dynamic time warping; see the function `dynamic`.
+        This object contains the student's p positions. The positions are matched by dynamic time
+        warping; see the function `dynamic`.
 
         Returns:
             A tensor (p,) int64, which contains the index of the teacher's position, or -1 if no
@@ -209,10 +211,15 @@ class Positions:
 
 
 def _pieces(side: Knowledge | Positions, number: int, answer: str) -> tuple[Tensor, list[str]]:
-    """Return the positions in a sample, and the texts between consecutive positions.
+    """Return the indices of a sample's positions, and the texts between consecutive positions.
 
     Positions inside a character are left out. A position is inside a character if the tokenizer
     splits the character into several tokens; see `alignment.sequence.ends`.
+
+    Args:
+        side: The positions of the teacher or of the student in all samples.
+        number: The index of the sample in `side`.
+        answer: The sample's answer.
     """
     first, last = side.starts[number : number + 2].tolist()
     positions = torch.arange(first, last)[side.ends[first:last] >= 0]

@@ -90,11 +90,12 @@ def _special(source: Vocabulary, target: Vocabulary) -> dict[int, int]:
 def _nearest(
     queries: Sequence[bytes], words: Sequence[bytes], progress: Callable[[float], None]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the nearest word for each query. Return the first word if several are equally near.
+    """Find the word with the smallest edit distance in bytes for each query.
 
-    Queries are compared with words of equal length first, then with words that are one byte shorter
-    or longer, and so on. The difference in length is a lower bound on the distance. The search for
-    a query therefore ends when no remaining word can be nearer.
+    If several words are equally near, the first of these words is returned. Queries are compared
+    with words of equal length first, then with words that are one byte shorter or longer, and so
+    on. The difference in length is a lower bound on the distance. The search for a query therefore
+    ends when no remaining word can be nearer.
 
     Returns:
         Two arrays: the index of each query's nearest word, and the edit distance in bytes between

@@ -18,7 +18,9 @@ WITHIN = -1
 
 
 def ends(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Count the characters before each position.
+    """Count the characters of a text before each token position.
+
+    A text of m tokens has m + 1 positions: one before each token, and one after the last token.
 
     Args:
         offsets: For each of the m tokens, the range of its characters (start, end).
@@ -85,12 +87,13 @@ def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
 def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
     """Match the positions of two token sequences with FedMKT's dynamic-programming algorithm.
 
+    A sequence of m tokens has m + 1 positions, numbered from 0. Position j is preceded by j tokens.
     Dynamic time warping pairs every token with one or more tokens of the other sequence such that
     the sum of edit distances is minimal. If a student's token is paired with exactly one token of
-    the teacher, the positions directly after these two tokens match. Position 0 matches position 0.
-    Ties are resolved in favour of a step in both sequences, and then in favour of a step only in
-    the student's sequence. The algorithm is from FedMKT (arXiv 2406.02224, appendix A), and the
-    warping is from Fu et al. (arXiv 2301.12726).
+    the teacher, the positions directly after these two tokens match. The positions 0 of student and
+    teacher also match. Ties are resolved in favour of a step in both sequences, and then in favour
+    of a step only in the student's sequence. The algorithm is from FedMKT (arXiv 2406.02224,
+    appendix A), and the warping is from Fu et al. (arXiv 2301.12726).
 
     Args:
         student: The student's m tokens as text.

@@ -37,10 +37,10 @@ def summarise(source: Vocabulary, mapping: VocabularyMap) -> Summary:
 
 
 def worst(source: Vocabulary, mapping: VocabularyMap, most: int) -> list[int]:
-    """Return the ids of the source tokens with the largest distances, largest distance first.
+    """Return the ids of the source tokens with the largest edit distances to their target tokens.
 
-    At most `most` ids are returned. Tokens with the distance 0 are left out. Ties are
-    resolved in favour of the smallest id.
+    The token with the largest distance comes first. At most `most` ids are returned. Tokens with
+    the distance 0 are left out. Ties are resolved in favour of the smallest id.
     """
     ranked = [
         (-distance, i)

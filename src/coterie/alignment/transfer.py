@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """Target distributions at p positions, each over k tokens of the student's vocabulary."""
+    """Target distributions at p token positions, each over k tokens of the student's vocabulary."""
 
     tokens: Tensor
     """(p, k) int64: ids in the student's vocabulary."""

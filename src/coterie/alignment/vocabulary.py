@@ -135,7 +135,10 @@ def byte_piece(token: str) -> bytes | None:
 
 
 def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
-    """Read a vocabulary. If `roles` is empty, infer the roles from the names of special tokens."""
+    """Read a tokenizer's vocabulary.
+
+    If `roles` is empty, infer the roles of special tokens from their names.
+    """
     described = json.loads(tokenizer.to_str())
     ids = tokenizer.get_vocab(with_added_tokens=True)
     added = {token["content"] for token in described["added_tokens"]}
@@ -156,7 +159,10 @@ def _of_raw(tokenizer: RawTokenizer, roles: Mapping[str, int]) -> Vocabulary:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """List the steps of a decoder from tokenizer.json in the order in which they are applied."""
+    """List the steps of a tokenizer's decoder in the order in which they are applied.
+
+    The decoder, which converts tokens to text, is described in tokenizer.json.
+    """
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
