@@ -114,7 +114,7 @@ def _shards(index: Path) -> Mapping[str, str]:
         and all(isinstance(name, str) for name in shards.values())
         and isinstance(content.get("metadata"), dict)
     ):
-        raise CoterieError(f"{index} has no valid `metadata` and `weight_map`; download it again.")
+        raise CoterieError(f"{index} lacks valid `metadata` or `weight_map`; download it again.")
     return shards
 
 

@@ -15,7 +15,11 @@ from torch import Tensor
 
 
 class _Pass(NamedTuple):
-    """A padding mask, and flags that tell whether a pass continues or repeats the previous pass."""
+    """The padding mask of a forward pass, and the pass's relation to the previous forward pass.
+
+    If `goes_on` is true, the pass reads further samples of the previous pass's batch. If `repeats`
+    is true, the pass recomputes an earlier pass.
+    """
 
     mask: Tensor | None = None
     goes_on: bool = False
