@@ -25,7 +25,10 @@ def mean_embeddings(
     batch: int,
     private: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the mean embeddings on each layer over all tokens except padding.
+    """Compute each expert's mean embedding and the mean token embedding on each layer.
+
+    The means are over all tokens except padding. For the input x of a token, the embedding of
+    expert j is A_j x, and the router's token embedding is W_t x (FedAMoLE, arXiv 2411.19128).
 
     Args:
         base: The base.
@@ -74,7 +77,7 @@ def token_embeddings(
 def _sums(
     base: Base, adapter: AmoleAdapter, samples: AnyBatch, batch: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Sum the embeddings of each sample's tokens on each layer, and count the tokens.
+    """Sum expert and token embeddings over each sample's tokens on each layer; count the tokens.
 
     The shapes are documented in the class `Recording`.
     """

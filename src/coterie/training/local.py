@@ -26,8 +26,8 @@ class LocalTraining:
     Args:
         context: The client's context.
         adapter: The adapter to train.
-        levels: The levels of the schedule. A level is ignored if it selects no parameter of the
-            adapter.
+        levels: The levels of the schedule, each of which is a set of parameters that are updated
+            together. A level is ignored if it selects no parameter of the adapter.
     """
 
     def __init__(self, context: ClientContext, adapter: Trainable, levels: Sequence[Level]) -> None:
@@ -115,7 +115,8 @@ class LocalTraining:
     def moments(self, parameter: Tensor) -> list[Tensor]:
         """Return the moments that the optimisers store for a parameter.
 
-        Moments that do not have the shape of the parameter are left out.
+        Only tensors with the parameter's shape are returned, so step counts, for example, are left
+        out.
         """
         states = (updater.optimiser.state.get(parameter, {}) for updater in self._updaters.values())
         return [
@@ -126,7 +127,7 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """Return the optimiser state of each level, and the gradients for later updates."""
+        """Return each level's optimiser state, and the gradients accumulated for later updates."""
         gradients = {
             name: parameter.grad.clone()
             for name, parameter in self._leftover_parameters().items()

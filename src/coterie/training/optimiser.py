@@ -75,7 +75,7 @@ def build(
 
 @contextmanager
 def _torch_errors(spec: OptimiserSpec) -> Iterator[None]:
-    """Turn errors of torch into a CoterieError that names the optimiser."""
+    """Turn torch's errors inside the `with` block into a CoterieError that names the optimiser."""
     try:
         yield
     except (

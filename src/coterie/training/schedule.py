@@ -65,9 +65,9 @@ class Level:
 def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]:
     """Return the learning rate schedule of a run, as a function of the step.
 
-    Steps are counted from 0. The schedule spans all steps of the run. With `restart`, the schedule
-    spans the steps of one round, and starts again in every round. After the warm-up, the learning
-    rate is
+    Steps are counted from 0. The schedule spans all steps of the run. With the setting `restart`,
+    the schedule spans the steps of one round, and starts again in every round. After the warm-up,
+    the learning rate is
 
     - cosine: half a cosine from the peak to the final learning rate;
     - one-cycle: as in torch's `OneCycleLR`, where both the warm-up and the decay are half a cosine;
@@ -107,17 +107,18 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
 def learning_rate_beside(
     training: TrainingSpec, rounds: int, round: int, updates: int
 ) -> Callable[[int], float]:
-    """Return the learning rate schedule of a round's updates that are not local steps.
+    """Return the learning rate schedule of a round's updates other than local training steps.
 
-    With `restart`, these updates have a separate schedule, which spans the updates of the round.
-    Otherwise, all of these updates have the learning rate that the round's first local step would
-    have in a schedule without a warm-up.
+    For example, distillation makes updates that are not local training steps. With the setting
+    `restart`, these updates have a separate schedule, which spans the updates of the round.
+    Otherwise, all of these updates have the learning rate that the round's first local training
+    step would have in a schedule without a warm-up.
 
     Args:
         training: The settings of the run.
         rounds: The number of rounds in the run.
         round: The round, counted from 0.
-        updates: The number of updates in the round that are not local steps.
+        updates: The number of updates in the round that are not local training steps.
 
     Returns:
         A function that returns the learning rate of an update. Its argument is the number of the

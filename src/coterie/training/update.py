@@ -100,7 +100,11 @@ class Updater:
     def _add_gradient(
         self, piece: Piece, share: float, penalty: Penalty | None, where: str
     ) -> float:
-        """Add a piece's contribution to the gradients, and return its contribution to the loss."""
+        """Add a piece's contribution to the gradients, and return its contribution to the loss.
+
+        Both contributions are multiplied by `share`, the piece's share of the batch's tokens or
+        pairs.
+        """
         base = self.context.base
         with autocast(base.precision, base.device.type):
             loss = piece.loss()
@@ -115,7 +119,7 @@ class Updater:
         return loss.item() * share
 
     def _memory_settings(self) -> list[str]:
-        """Return settings that reduce the memory of a step."""
+        """Return changes of settings that reduce a step's use of memory, for an error message."""
         samples, config = self.context.training.at_once, self.context.base.model.config
         window = f"data.window to less than {self.context.window}"
         recompute = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
