@@ -21,12 +21,14 @@ SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template
 def load_deployment(
     values: Mapping[str, Any], registered: Sequence[str], without: Collection[str] = ()
 ) -> "RunConfig":
-    """Return a run for the server of a deployment, where clients need a name but no text.
+    """Create the run of a deployment from a run file that need not say where clients' texts are.
+
+    Each client's text stays on the client's own machine.
 
     Args:
         values: The plain data of the run file.
-        registered: The names of all clients that have a key. If the run file lists no clients,
-            all clients with a key are clients of the run.
+        registered: The names of all clients that have a key with which they can connect to the
+            server. If the run file lists no clients, all of these clients take part in the run.
         without: The names of clients to leave out.
 
     Raises:
@@ -69,6 +71,11 @@ def load_deployment(
 def check_start(config: "RunConfig", registered: Collection[str]) -> None:
     """Check that a new run has enough clients for its quorum, and that each client has a key.
 
+    Args:
+        config: The run.
+        registered: The names of all clients that have a key with which they can connect to the
+            server.
+
     Raises:
         CoterieError: The run has too few clients, or a client has no key.
     """
@@ -96,9 +103,10 @@ def load_agreed(path: Path, client: str) -> "RunConfig":
 def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
     """Return a run in which every client that has no text gets the demo's text.
 
-    The run file of a deployment need not name the clients' texts. If any client gets the demo's
-    text, the settings that require structured records are removed, because the demo's text is
-    plain.
+    The run file of a deployment need not say where the clients' texts are. With the demo's text in
+    their place, the rest of this run file can be checked on any machine. If any client gets the
+    demo's text, the settings that require structured records are removed, because the demo's text
+    is plain.
 
     Args:
         values: The plain data of the run file.

@@ -130,8 +130,8 @@ class RunConfig(Sections[Method]):
             name: The client's name, or `server` for a server with a model of its own.
 
         Returns:
-            The run's settings. If the run file gives the client a learning rate of its own, the
-            client's learning rate replaces the run's learning rate.
+            The run's settings. If the run file gives the client a learning rate of its own, this
+            learning rate replaces the run's learning rate; see `TrainingSpec.of`.
         """
         return self.training.of(self._model_owner(name))
 
@@ -146,8 +146,8 @@ class RunConfig(Sections[Method]):
     def with_method(self, method: str | Method) -> "RunConfig":
         """Return a copy of the run with another method and without baselines.
 
-        If the method aggregates no field as a mean, the copy has neither a server optimiser nor
-        transforms.
+        If the new method averages no field over clients, the copy has neither a server optimiser
+        nor transforms.
 
         Args:
             method: A method with its settings, or a method's name. The name of the run's own method

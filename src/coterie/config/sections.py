@@ -169,7 +169,7 @@ class Sections(BaseModel, Generic[M]):
     @model_validator(mode="before")
     @classmethod
     def _inline_templates(cls, values: Any) -> Any:
-        """Replace the path of each template file with the file's content.
+        """Replace the path of each file with a prompt or chat template by the file's content.
 
         Clients of a deployment need the content, because they do not have the file.
         """
