@@ -61,15 +61,19 @@ class Ledger:
         """For each run id, a mapping from the names of releases to noise multipliers."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
-        """Record a release before it is sent, and return whether the budget permits it.
+        """Record a release if it is permitted, and return whether it is permitted.
 
-        A release that is already recorded is permitted again at no cost.
+        Call this method before the release is sent. A release is permitted if the total cost of all
+        releases stays within the limit, and if the current part of the run costs at most as much as
+        `releases` releases with this noise. A release that is already recorded is permitted again
+        at no cost.
 
         Args:
             release: Name of the release, such as a digest. If several parts of a run make releases,
                 the name begins with the name of the part and a colon.
             noise: Standard deviation of the noise, divided by the sensitivity.
-            releases: Number of releases that this part of the run makes in all rounds.
+            releases: Number of releases that the current part of the run makes in all rounds. A
+                run without parts counts as one part.
 
         Raises:
             CoterieError: The file cannot be read or written.

@@ -81,9 +81,10 @@ def epsilon(noise: float, releases: int, delta: float) -> float:
 
 
 def noise_for(epsilon: float, releases: int, delta: float) -> float:
-    """Return the smallest noise multiplier with which releases are (epsilon, delta)-private.
+    """Return the smallest noise multiplier that gives (epsilon, delta)-differential privacy.
 
-    This is the inverse of the function `epsilon`.
+    The guarantee is for all releases together. This function is the inverse of the function
+    `epsilon`.
 
     Args:
         epsilon: Epsilon of all releases together, greater than 0.
@@ -104,8 +105,9 @@ def noise_for(epsilon: float, releases: int, delta: float) -> float:
 def _log_delta(eps: float, mu: float) -> float:
     """Compute the logarithm of `Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)`.
 
-    This is the formula of Theorem 8 of Balle and Wang (arXiv 1805.06530). It is evaluated in
-    logarithms, because e^eps overflows.
+    This difference is the delta of a Gaussian mechanism (Theorem 8 of Balle and Wang, arXiv
+    1805.06530). Phi is the distribution function of the standard normal distribution. The formula
+    is evaluated in logarithms, because e^eps overflows.
     """
     first = float(log_ndtr(-eps / mu + mu / 2))
     second = eps + float(log_ndtr(-eps / mu - mu / 2))

@@ -12,7 +12,7 @@ BITS = 62
 
 
 def draw() -> int:
-    """Draw a number from the operating system's entropy.
+    """Draw a random number from the operating system's entropy.
 
     Tests replace this function to get reproducible numbers.
     """
