@@ -101,7 +101,7 @@ class ReportedRun:
 
     @property
     def has_routers(self) -> bool:
-        """Whether the run recorded router weights and every client has a fixed set of experts."""
+        """Whether the run recorded routing weights and every client has a fixed set of experts."""
         return bool(self.names(ROUTING)) and not self.names(ASSIGNMENT)
 
     def expert_names(self, client: str, count: int) -> list[str]:

@@ -189,8 +189,8 @@ class Message:
         groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
             tensors to tensors.
         values: A mapping from names to JSON values.
-        peers: A mapping from the names of other clients to the groups that these clients uploaded.
-            The mapping is empty except in downloads that forward uploads.
+        peers: A mapping from the names of clients other than the receiver to the groups that these
+            clients uploaded. The mapping is empty except in downloads that forward uploads.
     """
 
     round: int = 0
