@@ -107,8 +107,8 @@ class ReportedRun:
     def expert_names(self, client: str, count: int) -> list[str]:
         """Return names for a client's experts.
 
-        An expert's name is its role, followed by a number if several experts have the same role. If
-        the roles are unknown, the names are `expert 1`, `expert 2`, ...
+        An expert's name is its role, such as `generalist`, followed by a number if several experts
+        have the same role. If the roles are unknown, the names are `expert 1`, `expert 2`, ...
 
         Args:
             client: the name of the client.

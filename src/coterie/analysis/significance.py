@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Whether the confidence interval excludes 0."""
         return not self.low <= 0 <= self.high
 
 

@@ -34,7 +34,7 @@ Fault = Literal[
 ]
 """Reason why a client sends no upload."""
 FAULT_MESSAGES: dict[Fault, str] = {
-    "refused": "the client rejected the message; see the client's log",
+    "refused": "the client rejected the server's message; see the client's log",
     "failed": "an error occurred on the client's machine; see the client's log",
     "diverged": "the client's loss or upload is not finite; a lower training.learning_rate may "
     "help",

@@ -185,7 +185,8 @@ class Message:
     """A message between a client and the server: a hello, a download or an upload.
 
     Args:
-        round: Number of exchanges completed before this message.
+        round: Number of exchanges completed before this message. In most methods, a round is one
+            exchange.
         groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
             tensors to tensors.
         values: A mapping from names to JSON values.

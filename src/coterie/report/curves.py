@@ -160,7 +160,8 @@ def _steps(run: ReportedRun, level: str) -> Column:
 
     Args:
         run: the run.
-        level: the name of the metric, which is LOSS followed by the name of the schedule's level.
+        level: the name of the metric, which is LOSS followed by the name of a level. A level is a
+            group of parameters that are trained together on a schedule.
 
     Returns:
         A series, indexed by the number of the update (counted from 1).
@@ -226,7 +227,10 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a heat map for each method whose finished runs differ in the routers' schedule."""
+    """Yield a heat map for each method whose finished runs differ in the routers' schedule.
+
+    The schedule says how often, and for how many updates at a time, routers are trained.
+    """
     records, metric = [], experiment.metric
     for run in experiment.all:
         router = run.config["method"].get("router") or {}
