@@ -121,8 +121,8 @@ def run(
         address: The HOST:PORT of a running Ray cluster for the engine "ray"; by default, the engine
             starts Ray on this machine.
         gpus: The number of GPUs of each process of the engine "ray", which may be a fraction, such
-            as 0.25. By default, each process has as many GPUs as `device` of the run file names;
-            for `auto`, one if there is a GPU.
+            as 0.25. By default, each process has the number of GPUs that the key `device` of the
+            run file requests. For `auto`, this is one GPU, or none if the Ray cluster has no GPU.
 
     Returns:
         The finished run and its baselines.

@@ -72,7 +72,8 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 def check_nesting(text: str | bytes) -> None:
     """Raise ValueError if JSON is so deeply nested that functions cannot recurse over its values.
 
-    Python's own limit depends on the version, and on the calls that are in progress.
+    The limit is MOST_NESTED levels. Python's own limit is not used, because it depends on the
+    version of Python and on the calls that are in progress.
     """
     data = text.encode(errors="replace") if isinstance(text, str) else text
     if data.count(b"[") + data.count(b"{") <= MOST_NESTED:

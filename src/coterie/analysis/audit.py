@@ -92,7 +92,7 @@ def _shared_metrics(run: LocalRun) -> Table:
     lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
     kinds = {line["name"]: _kind(line["value"]) for line in lines} | {SECONDS: "a number"}
     title = "metrics sent with every upload (deployment.share_metrics)"
-    note = "The last upload also contains the kept model's scores and round."
+    note = "The last upload also contains the scores and round of the model that the client keeps."
     return Table(title, ("metric", "contents"), sorted(kinds.items()), note)
 
 
@@ -123,7 +123,10 @@ def _declared(run: LocalRun) -> Table:
 
 
 def _named(group: str, peers: bool) -> str:
-    """Return the name of a group of tensors, with a prefix for tensors of other clients."""
+    """Return the name of a group of tensors, with the prefix `others'` if `peers` is true.
+
+    Groups in `Message.peers` were uploaded by clients other than the receiver.
+    """
     return f"others' {group}" if peers else group
 
 
@@ -136,7 +139,10 @@ def _dtypes(field: Field) -> str:
 def _account(
     run: LocalRun, name: ClientId, messages: Mapping[Way, Message], parameters: Parameters
 ) -> Iterator[Row]:
-    """Yield one client's rows for all tables. Each row begins with the title of the row's table."""
+    """Yield one client's rows for all tables of the audit.
+
+    Each row begins with the title of the table to which the row belongs.
+    """
     side = run.clients[name]
     for way, title in WAYS.items():
         message, total = messages[way], len(run.schema.send(way, messages[way]))
@@ -152,7 +158,8 @@ def _account(
 def _contents(schema: Schema, way: Way, message: Message, parameters: Parameters) -> Iterator[Row]:
     """Yield a row for each kind of tensor in a message, and a row for each JSON value.
 
-    If a message contains tensors of several other clients, these clients' tensors are combined.
+    If a download forwards the uploads of several clients, the tensors of these clients are
+    combined.
     """
     groups: dict[tuple[bool, str], list[tuple[str, Tensor]]] = {}
     for peer, group, name, tensor in message.tensors():
@@ -173,8 +180,8 @@ def _kinds(
     """Yield a row for each kind of tensor in a group.
 
     The kind of a parameter consists of the parameter's role, expert and location in the base. The
-    kind of any other tensor is the tensor's name if the name is in `described`. Otherwise, the kind
-    is an empty string.
+    kind of any other tensor is the tensor's name if the name is in `described` (the names that the
+    method's schema lists for the group). Otherwise, the kind is an empty string.
     """
     kinds: dict[tuple[str, str], list[Tensor]] = {}
     for name, tensor in tensors:

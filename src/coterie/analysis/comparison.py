@@ -80,9 +80,11 @@ class Comparison:
           None if the server has no model;
         - `kept`: for each client, the rounds of the kept models, one per seed; empty if clients
           always keep the model of the last round;
-        - `difference`: a mapping with the fields of a `Difference` and with the name of the
-          reference row (under `from`). If the rows cannot be compared, the mapping contains the
-          reason (under `unpaired`) instead of the fields. The entry is None for the reference row;
+        - `difference`: the difference from the reference row, with which all other rows are
+          compared. The entry is a mapping with the fields of a `Difference` and the name of the
+          reference row (under `from`). If the two rows cannot be compared, the mapping contains
+          the reason (under `unpaired`) instead of the fields. The entry is None for the reference
+          row;
         - `at_floor`: whether the method is not significantly better than always giving the
           commonest answer.
 
@@ -144,7 +146,13 @@ class Comparison:
 
 
 def _scored(method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
-    """Return a row's means and standard deviations over clients and over seeds."""
+    """Return a method's row with means and standard deviations over clients and over seeds.
+
+    Args:
+        method: the name of the method.
+        results: the results of the method's runs, one per seed.
+        key: the name of the metric.
+    """
     frame = over_runs(results)
     clients = frame.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
     return {
@@ -263,7 +271,11 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
 
 
 def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
-    """Yield a sentence that explains MARK, and sentences on rows that could not be compared."""
+    """Yield the notes on comparisons with the reference row.
+
+    One sentence explains MARK, which marks rows without a significant difference. Further sentences
+    name the rows that could not be compared.
+    """
     compared = {name: row["difference"] for name, row in rows.items() if row.get("difference")}
     reference = next((difference["from"] for difference in compared.values()), "")
     if any("value" in difference for difference in compared.values()):

@@ -101,14 +101,14 @@ class ReportedRun:
 
     @property
     def has_routers(self) -> bool:
-        """Whether the run recorded router weights and every client has a fixed set of experts."""
+        """Whether the run recorded routing weights and every client has a fixed set of experts."""
         return bool(self.names(ROUTING)) and not self.names(ASSIGNMENT)
 
     def expert_names(self, client: str, count: int) -> list[str]:
         """Return names for a client's experts.
 
-        An expert's name is its role, followed by a number if several experts have the same role. If
-        the roles are unknown, the names are `expert 1`, `expert 2`, ...
+        An expert's name is its role, such as `generalist`, followed by a number if several experts
+        have the same role. If the roles are unknown, the names are `expert 1`, `expert 2`, ...
 
         Args:
             client: the name of the client.

@@ -36,8 +36,9 @@ NO_LEVELS = (
 
 
 def costs_by_label(experiment: Experiment) -> dict[str, Cost | str]:
-    """Return for each label the cost of a round, or the reason why the cost is unknown.
+    """Return the cost of a round, in floating-point operations, for each label of the experiment.
 
+    A label is a method with its settings. If a cost is unknown, the value is the reason as text.
     Labels whose method trains nothing or whose run has not begun are omitted.
 
     Raises:
@@ -109,7 +110,7 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     Args:
         base: the base, to which the adapter is attached.
         adapter: the adapter, which contains the trained parameters.
-        level: the level of the schedule.
+        level: the level of the schedule, a group of parameters that are trained together.
         window: the length of the sample in tokens.
     """
     model = adapter.attach(base.model)

@@ -225,7 +225,10 @@ def _evaluation(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _moments(training: TrainingSpec) -> int:
-    """Count the tensors of a parameter's shape that the optimiser stores for the parameter."""
+    """Count the state tensors that the optimiser stores per parameter, such as two for Adam.
+
+    Only tensors with the parameter's shape are counted.
+    """
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimiser = build(training.optimiser, [parameter], training.learning_rate)

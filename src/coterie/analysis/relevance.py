@@ -35,7 +35,10 @@ NOT_INSTALLED = f"{COMPONENTS} (scikit-learn is not installed)"
 
 @dataclass(frozen=True)
 class LayerRelevance:
-    """The relevance of samples to one layer's experts, and each client's number of experts."""
+    """The relevance of clients' samples to one layer's experts.
+
+    The object also contains the number of experts that would choose each client.
+    """
 
     layer: str
     points: Mapping[str, np.ndarray]
@@ -51,7 +54,8 @@ def sample_relevance(
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
     """Compute the relevance of clients' samples to the experts, for each label.
 
-    The result contains only the labels of methods in which experts choose clients by relevance.
+    A label of the experiment is a method with its settings. The result contains only the labels of
+    methods in which experts choose clients by relevance.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.

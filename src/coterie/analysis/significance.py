@@ -34,12 +34,15 @@ COMMONEST = "commonest answer"
 
 
 class Unpaired(Exception):
-    """Raised if two rows cannot be compared window by window; the message states the reason."""
+    """Raised if two rows of a comparison, such as two methods, cannot be compared by window.
+
+    The message states the reason.
+    """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between the mean scores of two rows, with its significance.
+    """The difference between the mean scores of two rows of a comparison, and its significance.
 
     `value` is the observed difference, `low` and `high` are the limits of the 95 % confidence
     interval, and `p` is the two-sided p-value.
@@ -52,7 +55,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Whether the confidence interval excludes 0."""
         return not self.low <= 0 <= self.high
 
 
@@ -151,7 +154,9 @@ def _items(result: Result, metric: Metric) -> Items:
     checked: dict[str, Mapping[str, Any]] = {}
     for name, reported in scores(result)[metric.name].items():
         if name not in items:
-            raise Unpaired("runs of earlier versions and deployed runs keep no scores by window")
+            raise Unpaired(
+                "runs of earlier versions of Coterie and deployed runs keep no scores by window"
+            )
         mean = _value(_sums(items[name], metric).sum(1, keepdims=True), metric)
         if not np.isclose(mean, reported, rtol=1e-6):
             raise Unpaired("the scores by window come from a different round than the result")

@@ -185,7 +185,10 @@ def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
 
 
 def left_out(results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield a sentence for each pair of a method and a client that has excluded uploads."""
+    """Yield sentences on clients that were excluded from rounds of a run.
+
+    There is a sentence for each pair of a method and an excluded client.
+    """
     for method, result in results.items():
         for client, rounds in result.get("left_out", {}).items():
             reason, number = list(rounds.values())[-1], len(rounds)

@@ -53,14 +53,17 @@ class Coloured:
 def coloured_texts(
     experiment: Experiment, layer: str | None, folder: Path | None = None
 ) -> dict[str, Sequence[Coloured] | CoterieError]:
-    """Route every text through every client's model, for each label whose runs have routers.
+    """Find the expert that every client's model chooses for each token of some texts.
+
+    This is done for each label (method and settings) whose runs have routers. The texts are the
+    clients' test texts, unless `folder` is given. A client's test text is routed only through
+    models with this client's base, because another base may have another tokenizer.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.
         layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
             first, the middle and the last layer.
-        folder: a folder of files NAME.txt that are routed instead of the clients' test texts; None
-            selects the test texts.
+        folder: a folder of files NAME.txt that are routed instead of the clients' test texts.
 
     Returns:
         For each label whose runs have routers, the routed texts, or an error that explains why no

@@ -125,11 +125,11 @@ def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
 def reference_of(
     logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
 ) -> Reference:
-    """Create the reference for n preference pairs.
+    """Create the reference of the DPO loss for n preference pairs.
 
-    The reference contains a bound on the rounding errors of the rewards. The bound assumes that the
-    rounding errors of an answer's tokens are independent. The sum of these errors then grows with
-    the square root of the number of tokens.
+    The reference contains a bound on the rounding errors of the pairs' reward margins. The bound
+    assumes that the rounding errors of an answer's tokens are independent. The sum of these errors
+    then grows with the square root of the number of tokens.
 
     Args:
         logprobs: A tensor of shape (n, 2) with the log-likelihoods, in nats, of the chosen and the

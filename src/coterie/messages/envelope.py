@@ -34,7 +34,7 @@ Fault = Literal[
 ]
 """Reason why a client sends no upload."""
 FAULT_MESSAGES: dict[Fault, str] = {
-    "refused": "the client rejected the message; see the client's log",
+    "refused": "the client rejected the server's message; see the client's log",
     "failed": "an error occurred on the client's machine; see the client's log",
     "diverged": "the client's loss or upload is not finite; a lower training.learning_rate may "
     "help",
@@ -81,13 +81,13 @@ class _Header(BaseModel):
 
 
 class Order(_Header):
-    """The header of a server's order to a client.
+    """The header of an envelope with a server's order to a client.
 
     The order is to join the run, take part in a round, finish the run, or abandon the run.
 
     The envelope's body is a download if the kind of the order is `step` or `finish`, and empty
-    otherwise. Fields added by other protocol versions are ignored, so that a client
-    can report the difference in versions.
+    otherwise. Unknown fields, which a server with another protocol version may add, are ignored, so
+    that the client can report the difference in versions.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -151,7 +151,7 @@ def _is_array(value: Json) -> bool:
 
 
 def _is_score(value: Json) -> bool:
-    """Return whether a value maps metrics to numbers, including the metrics required by reports."""
+    """Return whether a value maps metrics to numbers, and includes perplexity and bits per byte."""
     return (
         isinstance(value, dict)
         and {"perplexity", "bits_per_byte"} <= value.keys()
@@ -179,7 +179,7 @@ VALUE_CHECKS |= {name.removesuffix("/"): is_valid for name, is_valid in VALUE_CH
 
 
 class Reply(_Header):
-    """The header of a client's reply to an order.
+    """The header of an envelope with a client's reply to an order.
 
     In a reply to `join`, the envelope's body is the message declared by `Schema.hello`. In a reply
     to `step`, the body is an upload.

@@ -185,12 +185,13 @@ class Message:
     """A message between a client and the server: a hello, a download or an upload.
 
     Args:
-        round: Number of exchanges completed before this message.
+        round: Number of exchanges completed before this message. In most methods, a round is one
+            exchange.
         groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
             tensors to tensors.
         values: A mapping from names to JSON values.
-        peers: A mapping from the names of other clients to the groups that these clients uploaded.
-            The mapping is empty except in downloads that forward uploads.
+        peers: A mapping from the names of clients other than the receiver to the groups that these
+            clients uploaded. The mapping is empty except in downloads that forward uploads.
     """
 
     round: int = 0

@@ -66,9 +66,10 @@ def shared(held: Frame) -> Frame:
 
 
 def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield figures of the experts held by clients, for labels whose method assigns experts.
+    """Yield figures of the experts held by clients, for methods that assign experts to clients.
 
-    The figures show the run with the smallest seed.
+    There is a set of figures for each label (method and settings), and the figures show the label's
+    run with the smallest seed.
     """
     runs = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
     holdings_by_label = {label: held for label, held in runs.items() if held.size}
@@ -118,8 +119,8 @@ def _held_experts(label: str, held: Frame) -> Picture:
         f"experts-{path_part(label)}",
         f"Experts of each client, {label}",
         "Rows are clients, columns are domain experts (the experts that are assigned to clients); "
-        "a cell is coloured if the client held the expert in that round. Each linear layer has its "
-        "own experts, so the same number on two layers means two different experts."
+        "a cell is coloured if the client held the expert in the panel's round. Each linear layer "
+        "has its own experts, so the same number on two layers means two different experts."
         f"{_selection('layers', shown_layers, layers)}"
         f"{_selection('rounds', shown_rounds, rounds)} {SMALLEST_SEED}",
         f"Heat maps of {len(clients)} clients by {experts} experts in rounds "
@@ -145,7 +146,7 @@ def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> 
 
 
 def _ids(held: Column) -> str:
-    """Format the numbers of the experts held by a client, such as `0, 3, 7`."""
+    """Format the indices of the experts held by a client, such as `0, 3, 7`."""
     return ", ".join(map(str, np.flatnonzero(held))) or "none"
 
 

@@ -22,7 +22,7 @@ MEGA, GIGA = 1e6, 1e9
 
 
 def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure that shows, for each label, the bytes sent per client and round."""
+    """Yield a figure of the bytes sent per client and round, for each method and its settings."""
     runs = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
     if runs:
         yield _traffic(experiment, runs)
@@ -89,7 +89,7 @@ def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture
 
 
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure that shows, for each label, the floating-point operations per round.
+    """Yield a figure of the floating-point operations per round, for each method and its settings.
 
     If FedAvg was run, the figure also shows the operations relative to FedAvg.
     """

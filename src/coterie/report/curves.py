@@ -47,7 +47,10 @@ LAST = (
 
 
 def keeps(experiment: Experiment) -> bool:
-    """Return whether any finished run reports the scores of kept models."""
+    """Return whether clients of any finished run kept their best models.
+
+    The scores of these models are reported, although they may be from earlier rounds.
+    """
     return any(result.get("kept") for runs in experiment.finished.values() for result in runs)
 
 
@@ -56,7 +59,7 @@ def _title(experiment: Experiment) -> str:
 
 
 def _last(experiment: Experiment) -> Frame:
-    """Return a frame of the final scores, with a row per label and run.
+    """Return a frame of the final scores, with a row per label (method and settings) and run.
 
     The columns are the same as in `Experiment.series`. The final scores of a finished run are the
     scores in the run's result. If clients keep their best models, these are the scores of the kept
@@ -71,9 +74,9 @@ def _last(experiment: Experiment) -> Frame:
 
 
 def _best(experiment: Experiment) -> list[str]:
-    """Return the labels with the best final means, in the order of the summary table.
+    """Return the labels whose mean final scores are best, in the order of the summary table.
 
-    At most `MOST` labels are returned.
+    A label is a method with its settings. At most `MOST` labels are returned.
     """
     means = _last(experiment)[MEAN].groupby("label", sort=False).mean().dropna()
     selected = means.map(experiment.metric.order).nsmallest(MOST).index
@@ -157,7 +160,8 @@ def _steps(run: ReportedRun, level: str) -> Column:
 
     Args:
         run: the run.
-        level: the name of the metric, which is LOSS followed by the name of the schedule's level.
+        level: the name of the metric, which is LOSS followed by the name of a level. A level is a
+            group of parameters that are trained together on a schedule.
 
     Returns:
         A series, indexed by the number of the update (counted from 1).
@@ -223,7 +227,10 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
 
 
 def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a heat map for each method whose finished runs differ in the routers' schedule."""
+    """Yield a heat map for each method whose finished runs differ in the routers' schedule.
+
+    The schedule says how often, and for how many updates at a time, routers are trained.
+    """
     records, metric = [], experiment.metric
     for run in experiment.all:
         router = run.config["method"].get("router") or {}

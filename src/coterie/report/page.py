@@ -49,7 +49,7 @@ SINGLE = (
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: an experiment, or content that the caller of `write_report` adds."""
+    """A section of report.html: an experiment, or content added by the caller of `write_report`."""
 
     name: str
     tables: Sequence[Table]
@@ -183,7 +183,10 @@ def _html(sections: Sequence[Section], private: str) -> str:
 
 @cache
 def _svg(picture: Picture, theme: Theme, narrow: bool = False) -> bytes:
-    """Render a figure as SVG. The SVG is cached, because both the page and a file contain it."""
+    """Render a figure as SVG.
+
+    The SVG is cached, because it is used in report.html and also written to its own file.
+    """
     return picture.render(Canvas(theme, narrow), "svg")
 
 

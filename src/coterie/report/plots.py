@@ -90,7 +90,7 @@ def over_rounds(
         canvas: the canvas to draw on.
         figures: scores, with a row per label and round. Each panel has two columns: the `mean` and
             the `std` over seeds.
-        labels: the labels to draw.
+        labels: the labels (methods and settings) to draw.
         panels: the names of the panels to draw.
         look: the look of each label.
         metric: the metric of the scores.

@@ -22,7 +22,7 @@ TITLE = "Samples and experts"
 def relevance(
     results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
 ) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of relevance for each label in `results`.
+    """Yield a figure of samples' relevance to experts for each method (label) in `results`.
 
     Args:
         results: the return value of `sample_relevance`.

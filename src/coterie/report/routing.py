@@ -1,4 +1,4 @@
-"""Figure of router weights over rounds: a panel per client and expert, and a line per layer."""
+"""Figure of routing weights over rounds: a panel per client and expert, and a line per layer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,10 +17,12 @@ from coterie.report.style import Canvas, LeftOut, Picture
 
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label whose runs have routers."""
+    """Yield a figure of routing weights for each method (label) whose runs have routers."""
     routed = [label for label, run in experiment.first if run.has_routers]
     if not routed:
-        yield LeftOut("Expert scores", "no run recorded router weights over a fixed set of experts")
+        yield LeftOut(
+            "Expert scores", "no run recorded routing weights over a fixed set of experts"
+        )
     for label in routed:
         yield _scores(label, [r for r in experiment.drawn[label] if r.has_routers])
 
@@ -65,13 +67,14 @@ def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:
     return Picture(
         f"routing-{path_part(label)}",
         f"Expert scores of {label}",
-        "Mean router weight of each expert over the tokens of a round's last batch, with one "
+        "Mean routing weight of each expert over the tokens of a round's last batch, with one "
         "line per layer, coloured by depth. Mean over seeds.",
-        f"Line plot of the mean router weight by round for each expert of {listed(experts)}, with "
-        f"one line for each of {deepest} layers. The table lists the weights in the last round.",
+        f"Line plot of the mean routing weight by round for each expert of {listed(experts)}, with "
+        f"one line for each of {deepest} layers. The table lists the mean routing weights in the "
+        "last round.",
         draw,
         Table(
-            "Mean weights in the last round, by layer",
+            "Mean routing weights in the last round, by layer",
             ["client", "expert", *(str(n + 1) for n in range(deepest))],
             [[*names, *cells, *[""] * (deepest - len(cells))] for names, cells in last.items()],
         ),

@@ -81,7 +81,7 @@ SMALLEST_SEED = "From the run with the smallest seed."
 
 @dataclass(frozen=True)
 class Look:
-    """The colour, marker and dash pattern of a label in all figures.
+    """The colour, marker and dash pattern with which all figures draw a method (label) or client.
 
     The colour is an index in `Theme.colours`.
     """
@@ -92,7 +92,10 @@ class Look:
 
 
 def looks(labels: Sequence[str]) -> dict[str, Look]:
-    """Assign a look to every label. Looks can repeat only if there are more labels than markers."""
+    """Assign a look to every label, which names a method with its settings or a client.
+
+    Looks can repeat only if there are more labels than markers.
+    """
     used = {FIXED[label] for label in labels if label in FIXED}
     free = [n for n in range(2, len(LIGHT.colours)) if n not in used]
     free.sort(key=lambda n: n in FIXED.values())  # colours of absent FIXED methods come last

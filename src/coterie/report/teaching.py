@@ -75,9 +75,9 @@ def lessons(run: ReportedRun) -> Lessons:
 
 
 def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure for each label whose run recorded lessons.
+    """Yield a figure of distillation for each label whose run recorded lessons.
 
-    For each label, only the run with the smallest seed is considered.
+    For each label (method and settings), only the run with the smallest seed is considered.
     """
     by_label = {label: lessons(run) for label, run in experiment.first}
     pictures = [_picture(label, records) for label, records in by_label.items() if records.rounds]
@@ -169,7 +169,7 @@ def _quality(lesson: Lesson) -> list[str]:
     """Return the cells of a table that show a lesson's statistics.
 
     Returns:
-        The number of samples, the share of aligned positions, and the share of the teacher's
+        The number of samples, the share of aligned token positions, and the share of the teacher's
         probability mass that could be translated. The shares are empty if there are no samples.
     """
     if not lesson["samples"]:

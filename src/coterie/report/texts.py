@@ -49,13 +49,13 @@ class TextPicture(Picture):
 def texts(
     results: Mapping[str, Sequence[Coloured] | CoterieError],
 ) -> Iterator[TextPicture | LeftOut]:
-    """Yield a figure for each label and layer in `results`.
+    """Yield a figure of routed texts for each method (label) and layer in `results`.
 
     Args:
         results: the return value of `coloured_texts`.
     """
     if not results:
-        reason = "no run recorded router weights over a fixed set of experts"
+        reason = "no run recorded routing weights over a fixed set of experts"
         yield LeftOut("Experts of each token", reason)
     for label, coloured in results.items():
         title = f"Experts of each token, {label}"

@@ -23,7 +23,7 @@ the weights that all clients give to one client's update.
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield heat maps and line plots for each label whose runs have trust weights."""
+    """Yield heat maps and line plots for each method (label) whose runs recorded trust weights."""
     labels = [label for label, run in experiment.first if run.names(TRUST)]
     if not labels:
         yield LeftOut("Trust weights", "no run recorded trust weights")
@@ -67,7 +67,11 @@ def _heat_maps(label: str, weights: Matrices) -> Picture:
 
 
 def _others(label: str, weights: Matrices) -> Picture:
-    """Return heat maps without the diagonal, whose high values would hide other differences."""
+    """Return heat maps of the trust weights that clients give to other clients.
+
+    The diagonal is left blank. Each client's weight for itself is so high that differences between
+    the other weights would be invisible.
+    """
     others = {n: frame.mask(np.eye(len(frame), dtype=bool)) for n, frame in weights.items()}
     low, high = _ends(others)
     return Picture(
@@ -82,13 +86,16 @@ def _others(label: str, weights: Matrices) -> Picture:
 
 
 def _ends(weights: Matrices) -> tuple[float, float]:
-    """Return the lowest and the highest weight over all rounds."""
+    """Return the lowest and the highest trust weight over all rounds."""
     values = pd.concat(weights)
     return float(values.min(axis=None)), float(values.max(axis=None))
 
 
 def _draw(canvas: Canvas, weights: Matrices, low: float, high: float) -> Figure:
-    """Draw the matrices of up to four rounds, in colours that range from `low` to `high`."""
+    """Draw heat maps of the trust weights in up to four rounds.
+
+    The colours range from `low` to `high`.
+    """
     rounds = list(weights)
     matrices = {f"round {rounds[n]}": weights[rounds[n]] for n in evenly(len(rounds), 4)}
     return of_pairs(canvas, matrices, low, high, "trust weight")
@@ -112,8 +119,8 @@ def _evolution(label: str, weights: Matrices) -> Picture:
     return Picture(
         f"trust-over-rounds-{path_part(label)}",
         f"Trust over rounds, {label}",
-        "One panel per client: the client's weights for all clients, including itself. Mean over "
-        "seeds.",
+        "One panel per client: the client's trust weights for all clients, including itself. "
+        "Mean over seeds.",
         f"Line plot of trust weights by round, with one panel for each of {listed(frame)}.",
         draw,
     )

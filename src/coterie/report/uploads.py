@@ -19,9 +19,11 @@ TITLE = "Size of clients' changes"
 
 
 def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure with a panel per label and a line per client.
+    """Yield a figure of the norms of clients' changes over rounds, relative to the median.
 
-    Crosses mark uploads that were excluded from a round.
+    A change is the difference between an upload and the preceding download. The figure has a panel
+    per label (method and settings) and a line per client. Crosses mark uploads that were excluded
+    from a round.
     """
     runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
     if runs:

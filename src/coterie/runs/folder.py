@@ -108,7 +108,7 @@ class RunFolder:
         return folder
 
     def refuse(self, force: bool) -> None:
-        """Raise CoterieError if the folder contains files that a new run must not overwrite."""
+        """Raise CoterieError if the folder has files but no run, or a run and `force` is false."""
         if self.is_run:
             if not force:
                 raise CoterieError(
@@ -384,12 +384,12 @@ class Recorder:
         return len(self._lines)
 
     def undo(self, start: int, end: int | None = None, *, keep: str | None = None) -> None:
-        """Delete metrics of the round in progress.
+        """Delete metrics of the round in progress, which are indexed from 0 as they are recorded.
 
         Args:
-            start: The value of `count` before the first deleted metric was recorded.
-            end: The value of `count` after the last deleted metric; None: delete to the end.
-            keep: The prefix of the names of metrics that are not deleted; None: delete all.
+            start: The index of the first metric to delete (`count` before it was recorded).
+            end: The index after the last metric to delete; None: delete all later metrics.
+            keep: A prefix; metrics whose names begin with it are not deleted. None: delete all.
         """
         span, prefixes = self._lines[start:end], () if keep is None else (keep,)
         self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]

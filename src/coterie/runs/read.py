@@ -103,7 +103,7 @@ class Outcome(Result):
 
 
 class Without(_Part):
-    """The content of without.json."""
+    """The content of without.json: the clients that were expelled from a deployed run."""
 
     clients: list[str]
 
@@ -115,7 +115,11 @@ class Trained(_Part):
 
 
 class About(_Part):
-    """The content of about.json, in the checkpoints of a deployed client."""
+    """The content of about.json in a deployed client's checkpoint.
+
+    The checkpoint contains the state after a step. The file identifies the order for this step, and
+    has the metrics of the step.
+    """
 
     round: int
     digest: str

@@ -135,7 +135,10 @@ class MethodContract:
             assert client.state().encode() == after
 
     def test_clients_may_miss_rounds_and_join_late(self, run: RunConfig) -> None:
-        """Check that all states are finite after rounds in which clients were absent."""
+        """Check that clients' states are finite after rounds that some clients missed.
+
+        Some clients miss the first round, so that they begin later than the others.
+        """
         local = joined(run)
         names = sorted(local.clients)
         for round, present in enumerate((names[:1], names[1:], names)):

@@ -63,7 +63,7 @@ def up(local: LocalRun, name: str, round: int) -> Message:
     Args:
         local: The run.
         name: The client's name.
-        round: The number of the exchange, counted from 0.
+        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
     """
     return local.schema.receive(
         "up", local.clients.part(name)._serialise("up", local.clients[name].upload(round))
@@ -76,7 +76,7 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
     Args:
         local: The run.
         name: The client's name.
-        round: The number of the exchange, counted from 0.
+        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
         download: The download to receive; by default, the server's current download for the client.
 
     Returns:
@@ -103,7 +103,7 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
 
     Args:
         local: The run.
-        round: The number of the exchange, counted from 0.
+        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
         uploads: A mapping from the clients' names to the uploads to aggregate.
     """
     counted = (
@@ -118,7 +118,7 @@ def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> 
 
     Args:
         local: The run.
-        round: The number of the exchange, counted from 0.
+        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
         present: The names of the clients that take part; by default, all clients.
 
     Returns:
