@@ -101,9 +101,9 @@ def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch)
 
 def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
     for name in list(sys.modules):
-        if name.startswith(("coterie.network", "coterie.deployment.start", "aiohttp")):
+        if name.startswith(("coterie.network", "coterie.deployment.mailbox", "aiohttp")):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("coterie.deployment.start", raising=False)
+    monkeypatch.delattr("coterie.deployment.mailbox", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
     assert "pip install 'coterie[deployment]'" in said

@@ -124,11 +124,11 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
     told = {**private.as_dict(), "clients": [{"name": c.name} for c in private.clients]}
     told["data"] = {**told["data"], "public": None}
     path.write_text(yaml.safe_dump(told))
-    agreed, limit = deploy_cli._agreed(path, "poet", None)
+    agreed, limit = deploy_cli.terms_of(path, "poet", None)
     assert limit is not None
     assert (limit.epsilon, limit.delta) == (8.0, 1e-5)
-    assert deploy_cli._agreed(path, "poet", 3.0)[1] == Budget(3.0, 1e-5)
-    assert deploy_cli._agreed(None, "poet", None) == (None, None)
+    assert deploy_cli.terms_of(path, "poet", 3.0)[1] == Budget(3.0, 1e-5)
+    assert deploy_cli.terms_of(None, "poet", None) == (None, None)
     ledger = Ledger(tmp_path / "privacy-poet.json", "f" * 16)
     noise = noise_for(8.0, private.rounds, 1e-5)
     assert all(ledger.spend(str(n), noise, private.rounds) for n in range(private.rounds))

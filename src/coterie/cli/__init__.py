@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import deploy, inspect, keys, operate, options, run, terminal, use
+from coterie.cli import deploy, flower, inspect, keys, operate, options, run, terminal, use
 from coterie.errors import CoterieError, ran_out_of_memory
 
 app = typer.Typer(
@@ -59,6 +59,7 @@ app.command()(operate.status)
 app.command()(operate.expel)
 app.command()(operate.forget)
 app.add_typer(keys.app, name="keys")
+app.add_typer(flower.app, name="flower")
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:

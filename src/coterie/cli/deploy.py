@@ -151,18 +151,19 @@ def server(
     with imports_for("A deployment", "deployment"):
         from coterie.cli.check import check_server
         from coterie.cli.console import Board, JsonLines
-        from coterie.deployment import start as deploy
+        from coterie.deployment.mailbox import MailboxServing
+        from coterie.deployment.start import serve, serve_again
     if check:
         return check_server(values, config, server_keys, address)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
     as_json = log_format is LogFormat.json
     with _stoppable(hint), Board(terminal.console, as_json) as board:
         log = JsonLines() if as_json else None
-        serving = deploy.Serving(server_keys, address, board, metrics, log)
+        serving = MailboxServing(board, metrics, log, keys=server_keys, address=address)
         if again:
-            finished = deploy.serve_again(folder, serving, from_round, without or (), config)
+            finished = serve_again(folder, serving, from_round, without or (), config)
         else:
-            finished = deploy.serve(config, folder, serving, without or ())
+            finished = serve(config, folder, serving, without or ())
     terminal.say(f"The run is finished and saved in {finished.path}.")
 
 
@@ -210,15 +211,16 @@ def client(
         raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
     credentials = _load_credentials(key, name)
     paths = {"path": data, "train": train, "validation": validation, "test": test}
-    texts, devices = _validated(credentials.name, paths, device)
+    texts, devices = validate_texts(credentials.name, paths, device)
     with imports_for("A deployment", "deployment"):
         from coterie.cli.check import check_client
         from coterie.cli.console import ClientBoard
-        from coterie.deployment import start as deploy
+        from coterie.deployment.mailbox import take_part
+        from coterie.deployment.site import Site
 
-    agreed, limit = _agreed(run, credentials.name, epsilon)
+    agreed, limit = terms_of(run, credentials.name, epsilon)
     local = {"base": _absolute(base), "public": _absolute(public), "device": devices}
-    site = deploy.Site(credentials.name, texts, out, agreed=agreed, limit=limit, **local)
+    site = Site(credentials.name, texts, out, agreed=agreed, limit=limit, **local)
     if check:
         return check_client(server, credentials, site)
     if not (run or yes or sys.stdin.isatty()):
@@ -231,7 +233,7 @@ def client(
         with ClientBoard(terminal.console, partial(_memory, client=credentials.name)) as board:
             if not yes:
                 site = replace(site, agrees=board.agrees, asks=sys.stdin.isatty())
-            worker = deploy.take_part(server, credentials, site, board, threading.Event())
+            worker = take_part(server, credentials, site, board, threading.Event())
     if worker.declined:
         raise CoterieError(f"The run {worker.declined}. Nothing more was sent.")
     if worker.error:
@@ -240,7 +242,7 @@ def client(
         _show(worker.run, credentials.name)
 
 
-def _agreed(
+def terms_of(
     run: Path | None, client: str, epsilon: float | None
 ) -> "tuple[Terms | None, Budget | None]":
     """Return the terms that a client has agreed to, and the client's privacy budget for all runs.
@@ -311,7 +313,7 @@ def _absolute(path: str | None) -> str | None:
     return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
 
 
-def _validated(
+def validate_texts(
     name: str, paths: Mapping[str, str | None], device: str
 ) -> tuple[dict[str, str], str | tuple[str, ...]]:
     """Validate a client's options before the client connects to the server.

@@ -1,10 +1,10 @@
-"""Entry points of a deployment: functions that run a server or a client until the run ends."""
+"""Runs the server of a deployment until the run ends."""
 
 import logging
 import secrets
-import threading
-from collections.abc import Sequence
-from contextlib import closing
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,45 +12,56 @@ import torch
 
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
-from coterie.deployment.client import Worker
 from coterie.deployment.forgetting import check_participant
 from coterie.deployment.monitoring import monitored
 from coterie.deployment.server import ServerRun
-from coterie.deployment.site import Site
 from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.federation.checks import check
 from coterie.federation.participants import Participant, served
-from coterie.files import refuse_links
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER
-from coterie.network.client import keep_serving
-from coterie.network.keys import Credentials, Keys
-from coterie.network.link import Seen
+from coterie.network.link import Link
 from coterie.network.listener import listen
-from coterie.network.mailbox import Mailbox
-from coterie.network.server import MailboxServer
 from coterie.runs import RunFolder, describe
 from coterie.runs.progress import logged
 
 log = logging.getLogger("coterie")
-MiB = 2**20
 
 
 @dataclass(frozen=True)
-class Serving:
-    """The keys, the addresses and the output of a server."""
+class Serving(ABC):
+    """The network and the output of a server."""
 
-    keys: Keys
-    """The keys of the server and the clients."""
-    address: str
-    """The address to listen on, HOST:PORT."""
     watch: ServerWatch
     """The display of the run."""
     metrics: str | None = None
     """The address for /health and /metrics, HOST:PORT; None: no such address."""
     log_format: logging.Formatter | None = None
     """The format of server.log; None: plain text."""
+
+    @abstractmethod
+    def link(self, folder: RunFolder, config: RunConfig) -> AbstractContextManager[Link]:
+        """Connect the server with its clients.
+
+        Args:
+            folder: The run folder.
+            config: The run.
+
+        Returns:
+            A context manager that yields the link, and disconnects the clients at the end.
+
+        Raises:
+            CoterieError: The network cannot be used.
+        """
+
+    def clients(self) -> Collection[str] | None:
+        """Return the names of the clients that can connect, or None if they are unknown."""
+        return None
+
+    def remarks(self) -> Sequence[str]:
+        """Return sentences about the network that the operator should read."""
+        return ()
 
 
 def serve(config: RunConfig, out: Path, serving: Serving, without: Sequence[str] = ()) -> RunFolder:
@@ -59,7 +70,7 @@ def serve(config: RunConfig, out: Path, serving: Serving, without: Sequence[str]
     Args:
         config: The run.
         out: The run folder.
-        serving: The keys, the address and the display.
+        serving: The network and the display.
         without: The names of clients that must not take part, even if they have a key.
 
     Raises:
@@ -99,7 +110,7 @@ def serve_again(
 
     Args:
         out: The run folder.
-        serving: The keys, the address and the display.
+        serving: The network and the display.
         from_round: The number of complete rounds after which to resume the run. There must be a
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.
@@ -119,6 +130,7 @@ def serve_again(
             "start a new run."
         )
     config = config.model_copy(update={"deployment": update.deployment, "device": update.device})
+    names = {client.name for client in config.clients}
     for name in without:
         if name not in folder.expelled():  # a repeated command may expel the client again
             check_participant(folder, name)
@@ -127,8 +139,9 @@ def serve_again(
             folder.go_back(from_round)
         for name in without:
             folder.expel(name)
-    without_key = {client.name for client in config.clients} - serving.keys.clients().keys()
-    for name in sorted(without_key - folder.expelled()):
+    if (registered := serving.clients()) is None:
+        registered = names
+    for name in sorted(names - {*registered} - folder.expelled()):
         serving.watch.note(
             f"{name} has no key; create one with `coterie keys add {name}`, or leave the client "
             f"out with --without {name}"
@@ -147,41 +160,15 @@ def _run_to_end(
     folder: RunFolder, config: RunConfig, own: Participant | None, serving: Serving
 ) -> RunFolder:
     log.setLevel(logging.INFO)
-    remarks = serving.keys.remarks()
+    remarks = serving.remarks()
     skeleton = load_skeleton(config.base, config.root)
-    largest = config.deployment.largest_message * MiB
     file = folder.path / "server.log"
     with folder.lock(), logged(file, log.name, log_format=serving.log_format):
-        refuse_links(folder.path, "mailbox")
-        mailbox = Mailbox(folder.path / "mailbox")
-        run = ServerRun(config, skeleton, folder, mailbox, serving.watch, own)
-        for remark in remarks:
-            run.monitor.note(remark)
         monitoring = None if serving.metrics is None else listen(serving.metrics, "--metrics")
-        listening = listen(serving.address)
-        with (
-            monitored(run.monitor, monitoring),
-            MailboxServer(mailbox, serving.keys, listening, largest),
-        ):
-            run.rounds()
+        with serving.link(folder, config) as link:
+            run = ServerRun(config, skeleton, folder, link, serving.watch, own)
+            with monitored(run.monitor, monitoring):
+                for remark in remarks:
+                    run.monitor.note(remark)
+                run.rounds()
     return folder
-
-
-def take_part(
-    server: str, credentials: Credentials, site: Site, seen: Seen, stop: threading.Event
-) -> Worker:
-    """Take part in a run as a client until the run ends.
-
-    Args:
-        server: The server's address, HOST:PORT.
-        credentials: The client's name, certificate and private key.
-        site: The client's texts and settings.
-        seen: A function that is called whenever something happens that the user should see.
-        stop: An event that ends the client early when it is set.
-    """
-    log.setLevel(logging.INFO)
-    site.out.mkdir(parents=True, exist_ok=True)
-    file = site.out / f"client-{site.name}.log"
-    with logged(file, log.name), closing(Worker(site, seen)) as worker:
-        keep_serving(server, credentials, worker, stop, seen)
-    return worker

@@ -1,0 +1,321 @@
+"""A Flower app that takes part in a Flower federation, on Flower's public interface.
+
+`coterie flower init` writes an app whose objects come from `server_app` and `client_app`. The
+server app runs a `ServerRun`, and sends its orders as messages of type `train`. Flower executes the
+client app in a new process for each message, so that the client's state rests in its folder.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coterie.cli import deploy, terminal
+from coterie.cli.console import Board, ClientBoard
+from coterie.config.deployed import load_deployment
+from coterie.config.plugins import load_plugin
+from coterie.config.run import RunConfig
+from coterie.config.values import read_yaml
+from coterie.deployment.client import Worker
+from coterie.deployment.site import Site
+from coterie.deployment.start import Serving, serve, serve_again
+from coterie.errors import CoterieError, imports_for
+from coterie.files import read_inside, write_bytes
+from coterie.messages.envelope import Order, unseal
+from coterie.network.link import Link
+from coterie.runs import RunFolder
+from coterie.runs.progress import logged
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+OLDEST = "1.23"
+"""The oldest version of Flower that was tried."""
+POLL_SECONDS = 0.5
+"""The time between two requests of the server app for replies."""
+ASK_SECONDS = 60.0
+"""The time in which a node must state its client's name; the server app then asks again."""
+ABSENT_SECONDS = 90.0
+"""The time after which a node counts as disconnected if Flower does not list it.
+
+Flower stops listing a busy node whose heartbeat is late.
+"""
+ORDER, NAME = "order", "name"
+"""The keys of records in messages: an order or its reply, and a client's name."""
+
+log = logging.getLogger("coterie")
+
+
+class GridLink:
+    """The `network.link.Link` of a server app: messages through Flower's grid.
+
+    Each node states the name of its client when it is asked. If two nodes state the same name, the
+    first one is used while it is connected.
+    """
+
+    def __init__(self, grid: "Grid", note: Callable[[str], None]) -> None:
+        self.grid, self.note = grid, note
+        self.names: dict[int, str] = {}
+        """The name that each node has stated; empty if the node cannot take part."""
+        self.asked: dict[int, str] = {}
+        """The ids of messages that ask nodes for their names, by node."""
+        self.nodes: dict[str, int] = {}
+        """The node of each connected client, by name."""
+        self.listed: dict[int, float] = {}
+        """The time on the monotonic clock at which Flower last listed each node."""
+        self.warnings: set[str] = set()
+        self.lost: set[str] = set()
+        """Tickets of orders that could not be sent."""
+
+    def present(self) -> Mapping[str, str]:
+        now = time.monotonic()
+        self.listed |= dict.fromkeys(self.grid.get_node_ids(), now)
+        online = {node for node, last in self.listed.items() if now - last < ABSENT_SECONDS}
+        self.asked = {node: id for node, id in self.asked.items() if node in online}
+        for node in sorted(online - self.names.keys() - self.asked.keys()):
+            self.asked[node] = self._push(node, "query", None, ASK_SECONDS)
+        for id, name in self._pull(self.asked.values(), NAME):
+            node = next(node for node, asked in self.asked.items() if asked == id)
+            del self.asked[node]
+            if isinstance(name, str):
+                self.names[node] = name
+                if not name:
+                    self.note(f"node {node} cannot take part; the log of that SuperNode says why")
+        self.nodes = {}
+        for node, name in self.names.items():
+            if name and node in online and self.nodes.setdefault(name, node) != node:
+                self._warn(f"node {node} is ignored: node {self.nodes[name]} is {name!r}, too")
+        return {name: str(node) for name, node in self.nodes.items()}
+
+    def _warn(self, text: str) -> None:
+        """Show a warning once."""
+        if text not in self.warnings:
+            self.warnings.add(text)
+            self.note(text)
+
+    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+        return self._push(self.nodes[client], "train", data, seconds, str(round))
+
+    def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
+        tickets = set(tickets)
+        for ticket in tickets & self.lost:
+            self.lost.remove(ticket)
+            yield ticket, None
+        for ticket, data in self._pull(tickets, ORDER):
+            yield ticket, data if isinstance(data, bytes) else None
+
+    def wait(self) -> None:
+        time.sleep(POLL_SECONDS)
+
+    def _push(
+        self, node: int, kind: str, data: bytes | None, seconds: float, group: str = ""
+    ) -> str:
+        """Send a message to a node, and return the message's id."""
+        from flwr.app import ConfigRecord, Message, RecordDict
+
+        content = RecordDict({} if data is None else {ORDER: ConfigRecord({ORDER: data})})
+        message = Message(content, node, kind, ttl=seconds, group_id=group)
+        id = next(iter(self.grid.push_messages([message])), None)
+        if not id:  # the node has left
+            self.lost.add(id := f"lost-{time.monotonic_ns()}")
+        return id
+
+    def _pull(self, ids: Iterable[str], key: str) -> Iterator[tuple[str, object]]:
+        """Yield the replies that have arrived: the message's id, and the value of a record.
+
+        The value is None if the node reported an error, did not reply in time, or sent no such
+        record.
+        """
+        if not (wanted := {*ids} - self.lost):
+            return
+        for reply in self.grid.pull_messages(wanted):
+            content = reply.content if reply.has_content() else {}
+            record: Any = content.get(key, {})
+            yield reply.metadata.reply_to_message_id, dict(record).get(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowerServing(Serving):
+    """The network and the output of a server app."""
+
+    grid: "Grid"
+
+    @contextmanager
+    def link(self, folder: RunFolder, config: RunConfig) -> Iterator[Link]:
+        yield GridLink(self.grid, self.watch.note)
+
+
+def server_app() -> "ServerApp":
+    """Return a Flower server app that starts the run of the app's configuration, or resumes it.
+
+    Raises:
+        CoterieError: Flower is not installed, or is too old.
+    """
+    with _flower():
+        from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: "Grid", context: "Context") -> None:
+        with _errors(), Board(terminal.console) as board:
+            values, folder = context.run_config, Path(str(context.run_config["folder"]))
+            for plugin in str(values["plugins"]).split():
+                load_plugin(plugin)
+            config = load_deployment(read_yaml(str(values["run"])), ())
+            serving = FlowerServing(board, grid=grid)
+            if RunFolder(folder).is_run:
+                serve_again(folder, serving, update=config)
+            else:
+                serve(config, folder, serving)
+
+    return app
+
+
+class NodeConfig(BaseModel):
+    """The keys of a SuperNode's --node-config, which are options of `coterie client`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """The client's name."""
+    out: Annotated[Path, Field(alias="folder")]
+    """The folder of this client's run folders, an absolute path."""
+    data: str | None = None
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+    base: str | None = None
+    public: str | None = None
+    run: Path | None = None
+    """The run file that this client agrees to."""
+    yes: bool = False
+    """Whether this client agrees to any run; needed if `run` is absent."""
+    epsilon: float | None = None
+    device: str = "auto"
+    plugins: str = ""
+    """The paths of plugin files, separated by spaces."""
+
+
+def site_of(node: Mapping[str, Any]) -> Site:
+    """Return the client that a SuperNode's --node-config describes.
+
+    Raises:
+        CoterieError: The configuration is incomplete or invalid.
+    """
+    if "partition-id" in node:
+        raise CoterieError(
+            "A Flower simulation gives its nodes a partition number, but no path of texts; use "
+            "`coterie run`, with --engine ray for several GPUs, to simulate clients."
+        )
+    try:
+        keys = NodeConfig.model_validate(dict(node))
+        if not (keys.run or keys.yes):
+            raise CoterieError("run, a run file to agree to, is missing (or yes=true).")
+        for plugin in keys.plugins.split():
+            load_plugin(plugin)
+        paths = {key: getattr(keys, key) for key in ("train", "validation", "test")}
+        texts, device = deploy.validate_texts(keys.name, {"path": keys.data, **paths}, keys.device)
+        agreed, limit = deploy.terms_of(keys.run, keys.name, keys.epsilon)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        message = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg'].lower()}."
+        raise CoterieError(f"The SuperNode's --node-config is invalid: {message}") from None
+    except CoterieError as error:
+        message = str(error).replace("--", "")
+        raise CoterieError(f"The SuperNode's --node-config is invalid: {message}") from None
+    local: dict[str, Any] = {"base": keys.base, "public": keys.public, "device": device}
+    return Site(keys.name, texts, keys.out, agreed=agreed, limit=limit, **local)
+
+
+def client_app() -> "ClientApp":
+    """Return a Flower client app that executes the server app's orders.
+
+    Raises:
+        CoterieError: Flower is not installed, or is too old.
+    """
+    with _flower():
+        from flwr.app import ConfigRecord, Message, RecordDict
+        from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def reply(message: "Message", key: str, value: str | bytes) -> "Message":
+        return Message(RecordDict({key: ConfigRecord({key: value})}), reply_to=message)
+
+    @app.query()
+    def query(message: "Message", context: "Context") -> "Message":
+        name = ""
+        try:
+            name = site_of(context.node_config).name
+        except CoterieError as error:
+            terminal.complain(f"Error: {error}")
+        return reply(message, NAME, name)
+
+    @app.train()
+    def train(message: "Message", context: "Context") -> "Message":
+        data: Any = message.content[ORDER]
+        with _errors():
+            return reply(message, ORDER, answer(site_of(context.node_config), data[ORDER]))
+
+    return app
+
+
+def answer(site: Site, data: bytes) -> bytes:
+    """Return the reply to an order, in a process that has answered no earlier order.
+
+    The client's last order to join is stored in its folder, and is answered again before each
+    other order; a client that has already begun the run then continues it.
+
+    Args:
+        site: The client's texts and settings.
+        data: The order.
+
+    Raises:
+        MessageError: `data` is not an order.
+    """
+    site.out.mkdir(parents=True, exist_ok=True)
+    file, order = f"join-{site.name}", unseal(Order, data)[0]
+    board = ClientBoard(terminal.console)
+    with (
+        logged(site.out / f"client-{site.name}.log", log.name),
+        closing(Worker(site, board)) as worker,
+        board,
+    ):
+        if order.kind == "join":
+            write_bytes(site.out / file, data)
+        elif (site.out / file).exists():
+            worker.answer(read_inside(site.out, file))
+        return worker.answer(data)
+
+
+@contextmanager
+def _flower() -> Iterator[None]:
+    """Raise CoterieError if an import from Flower fails inside the `with` block."""
+    try:
+        with imports_for("A Flower app", "flower"):
+            import_module("flwr")
+        yield
+    except ImportError:
+        raise CoterieError(
+            f"This version of Flower has no `flwr.app`; install flwr {OLDEST} or newer."
+        ) from None
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Print an error that the user can correct as a sentence, before Flower prints a traceback."""
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    except CoterieError as error:
+        terminal.complain(f"Error: {error}")
+        raise
