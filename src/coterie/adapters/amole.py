@@ -359,7 +359,7 @@ def _refuse_held(
 ) -> None:
     if wrong := sorted(held.keys() ^ linears.keys()):
         raise CoterieError(
-            f"The held experts do not match the adapted layers: {wrong[0]!r} is "
+            f"The layers in `held` do not match the adapted layers: {wrong[0]!r} is "
             f"{'missing' if wrong[0] in linears else 'not adapted'}."
         )
     for path, ids in held.items():

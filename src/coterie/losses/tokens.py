@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         return self._make(None if part is None else part.to(device) for part in self)
 
     def by_length(self) -> Self:
-        """Return the samples sorted by ascending length, or the batch itself if it has no padding."""
+        """Return the samples sorted by ascending length. A batch without padding is unchanged."""
         return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
 
     def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:

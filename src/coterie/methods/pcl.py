@@ -52,7 +52,7 @@ Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
-    """The base class of PCL's trust strategies. The defaults are the CoMiGS paper's for PCL."""
+    """The base class of PCL's trust strategies. The defaults are the CoMiGS paper's settings."""
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
@@ -121,7 +121,7 @@ class PCL(AdapterMethod):
         raise NotImplementedError
 
     def evidence(self, context: ClientContext, rounds: int) -> Groups:
-        """Compute the evidence for trust (`evidence_fields`). The adapter must be attached."""
+        """Compute uploads, such as predictions, for trust scores. The adapter must be attached."""
         return {}
 
     def evidence_shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
@@ -333,7 +333,7 @@ class PCLClient(AdapterClient[PCL]):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Return the mean loss of each uploaded adapter on a batch (nats per token, or DPO loss)."""
+        """Return each uploaded adapter's mean loss on a batch (nats per token, or DPO loss)."""
         base, model = self.context.base, self.model()
         own, losses = copied(self.shared), {}
         for peer, upload in uploads.items():
