@@ -251,7 +251,7 @@ def test_what_is_not_finite_is_left_out_and_named(poisoned, caplog) -> None:
     assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3, 4]])
     assert all(tensor.isfinite().all() for tensor in known.tensors().values())
     assert "ada has no finite predictions for 1 public samples" in caplog.text
-    assert "Positions of the first ones: 3 (the first sample is 1;" in caplog.text
+    assert "The first excluded samples have the numbers 3 (numbers start at 1" in caplog.text
     distiller.begin(known)
     assert distiller.own_losses.isinf().tolist() == [False, False, True, False, False]
 

@@ -35,7 +35,7 @@ class Trainable:
         parameters: All parameters of the adapter, including parameters that are never trained.
         stand_ins: Modules that replace modules of the base, keyed by the paths of the replaced
             modules.
-        routers: The stand-ins that have a router, keyed by the same paths.
+        routers: The entries of `stand_ins` whose stand-in has a router.
     """
 
     _pairs: Sequence[LoraPair] = ()
@@ -114,18 +114,18 @@ class Trainable:
 
     @property
     def balances(self) -> bool:
-        """Whether the load-balance loss has a gradient.
+        """Whether the load-balance loss has a gradient and can therefore balance the experts.
 
         The loss has no gradient if every router counts each token towards the load of every expert.
         """
         return any(router.balances for router in self._routers.values())
 
     def routing(self) -> dict[str, Tensor]:
-        """Return the experts' mean weights in the last forward pass.
+        """Return the experts' mean routing weights in the last forward pass.
 
         Returns:
             A mapping from the path of each stand-in with a router to a tensor shaped (experts,).
-            The tensor contains the mean weight of each expert over all tokens except padding.
+            The tensor contains each expert's mean routing weight over all tokens except padding.
         """
         return {path: router.routing() for path, router in self._routers.items()}
 
@@ -190,7 +190,7 @@ class Adapter(Trainable):
 
 
 def first_experts(model: nn.Module) -> dict[str, Tensor]:
-    """Return, for each token of the last forward pass, the expert with the highest score.
+    """Return, for each token of the last forward pass, the expert that the router scores highest.
 
     Args:
         model: A base with an adapter attached.
@@ -207,7 +207,15 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
 
 
 def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
-    """Remove any adapter from a base, insert stand-ins at the given paths, and freeze the base."""
+    """Attach an adapter's stand-ins to a base, and freeze the base.
+
+    If an adapter is already attached to the base, it is detached first.
+
+    Args:
+        base: The base, modified in place.
+        stand_ins: Modules that replace modules of the base, keyed by the paths of the replaced
+            modules.
+    """
     detach(base)
     base.requires_grad_(False)
     # Inner modules are replaced first: once their block is replaced, their paths are invalid.
@@ -248,10 +256,11 @@ Calls = dict[str, tuple[tuple[Tensor, ...], Tensor]]
 def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
     """Check that an untrained adapter (every B is zero) does not change a base's outputs.
 
-    If the outputs change, the base's MLPs or attention modules compute more than the names of their
-    layers suggest. The outputs of each MLP are also compared separately, because the residual
-    stream could conceal a difference. Layouts that differ only in ranks or in numbers of experts
-    are checked only once for each base.
+    Adapters assume that MLPs and attention modules compute what the names of their layers suggest.
+    If the outputs change, the base does not meet this assumption. The outputs of each MLP are also
+    compared separately, because the residual stream could conceal a difference. The result does not
+    depend on ranks or on the number of experts, so layouts that differ only in these numbers are
+    checked only once for each base.
 
     Raises:
         CoterieError: The outputs differ, or the base cannot run with the adapter.
@@ -335,7 +344,7 @@ def _hidden_states(base: PreTrainedModel) -> Tensor:
 
 
 def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
-    """Create all stand-ins of a layout, keyed by the paths of the replaced modules.
+    """Create all stand-ins that a layout requires, keyed by the paths of the replaced modules.
 
     A linear layer to which experts are attached gets no LoRA.
     """

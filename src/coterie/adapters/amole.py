@@ -111,7 +111,7 @@ class AmoleLinear(Router):
         outside this context."""
 
     def described(self, stacked: bool) -> Iterator[Parameter]:
-        """Yield the layer's parameters.
+        """Yield the adapter's parameters on this layer, with their names and roles.
 
         Args:
             stacked: Whether to yield one stacked A and one stacked B that contain the factors of
@@ -175,9 +175,13 @@ class AmoleLinear(Router):
         return router_output, shared, domain.unflatten(1, (len(self.held), self.layout.rank))
 
     def _route(self, router_output: Tensor, domain: Tensor) -> Tensor:
-        """Compute a tensor shaped (tokens, n) with the weight of each expert for each token.
+        """Compute the routing weights of the domain experts, shaped (tokens, n).
 
-        The weights of experts that are not chosen are 0.
+        If an expert is not chosen for a token, its routing weight for the token is 0.
+
+        Args:
+            router_output: The first tensor returned by `_project`.
+            domain: The third tensor returned by `_project`.
         """
         scores = router_output.to(self.router.dtype)
         if self.layout.router == "token":
@@ -190,9 +194,12 @@ class AmoleLinear(Router):
         return self._weights(p)
 
     def _works(self, p: Tensor) -> Tensor:
-        """Return a tensor shaped (tokens, n) that marks the experts chosen for each token.
+        """Return a tensor shaped (tokens, n) that marks the experts that work on each token.
 
         An element is 1 if the expert is chosen for the token, and 0 otherwise.
+
+        Args:
+            p: The softmax of the router's scores, shaped (tokens, n).
         """
         if len(self.held) <= self.layout.top_k:
             return torch.ones_like(p)
@@ -221,8 +228,8 @@ def _sums(embeddings: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Sum embeddings over the tokens of each sample, excluding padding.
 
     Args:
-        embeddings: (batch * time, n + 1, r). For each token, the first n embeddings belong to the n
-            experts, and the last one is the token embedding.
+        embeddings: (batch * time, n + 1, r). For each token, the first n vectors are the embeddings
+            A_j x of the n domain experts, and the last vector is the token embedding.
         x: (batch, time, in), the layer's input.
 
     Returns:
@@ -253,8 +260,8 @@ class Recording:
         """A mapping from the path of each layer to sums of embeddings.
 
         The sums are over the tokens of each sample, excluding padding. Each tensor has the shape
-        (samples, n + 1, r). For each sample, the first n sums belong to the held experts, and the
-        last one is the sum of token embeddings.
+        (samples, n + 1, r). For each sample, the first n sums belong to the n domain experts that
+        the client holds in the layer, and the last one is the sum of token embeddings.
         """
         return {path: torch.cat([s for s, _ in passes]) for path, passes in self.passes.items()}
 
@@ -352,7 +359,7 @@ def _refuse_held(
 ) -> None:
     if wrong := sorted(held.keys() ^ linears.keys()):
         raise CoterieError(
-            f"The held experts do not match the adapted layers: {wrong[0]!r} is "
+            f"The layers in `held` do not match the adapted layers: {wrong[0]!r} is "
             f"{'missing' if wrong[0] in linears else 'not adapted'}."
         )
     for path, ids in held.items():

@@ -31,9 +31,9 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 def repeating_masks() -> AbstractContextManager[None]:
     """Return a context in which to repeat a forward pass with the same dropout masks.
 
-    Call this function directly before the first pass, because it copies the current generator.
-    Inside the context, masks are drawn from the copy. The repeated pass therefore draws the same
-    masks as the first pass, and does not advance the original generator.
+    Call this function directly before the first pass, because it copies the generator set by
+    `drawing_masks`. Inside the context, masks are drawn from the copy. The repeated pass therefore
+    draws the same masks as the first pass, and does not advance the original generator.
     """
     now = _chance.get()
     return nullcontext() if now is None else drawing_masks(now.clone_state())
@@ -42,7 +42,7 @@ def repeating_masks() -> AbstractContextManager[None]:
 def drops(rate: float) -> bool:
     """Return whether dropout is active.
 
-    Dropout is active if the rate is positive and a generator is set.
+    Dropout is active if the rate is positive and the call is inside a `drawing_masks` block.
     """
     return rate > 0 and _chance.get() is not None
 

@@ -32,7 +32,7 @@ class WideExperts(torch.autograd.Function):
     Args:
         act: The activation function.
         gain: The factor g by which low-rank products are scaled.
-        w: (k, tokens, 1), the slots' weights.
+        w: (k, tokens, 1), the routing weight of each slot.
         A: (k, r, wide), the factor A that each slot's expert has at the down-projection.
         m: (k, tokens, wide), each slot's dropout mask; None without dropout.
         *up: For each up-projection, three tensors: u (tokens, wide), h (k, tokens, r) and

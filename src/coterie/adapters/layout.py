@@ -27,7 +27,11 @@ Role = (
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a client's adapter. In every layer, the generalists precede the specialists."""
+    """The layout of a client's adapter.
+
+    In every layer, the generalists (experts that are aggregated) precede the specialists (experts
+    that stay private).
+    """
 
     generalists: int = 1
     specialists: int = 1

@@ -22,7 +22,7 @@ class LoraPair(nn.Module):
     Args:
         role: Role of the parameters.
         path: Path, in the base, of the module that the pair adapts.
-        shape: The pair (in, out) of the module's input width and output width.
+        shape: The module's input width and output width, as a tuple (in, out).
         rank: Rank of the product B A, that is, of the pair without a residual.
         near: A weight of the module; the pair is created on this weight's device.
         expert: Index of the expert to which the pair belongs; None if it belongs to no expert.
@@ -84,7 +84,10 @@ class LoraPair(nn.Module):
 
 
 def pairs_in(stand_in: StandIn) -> list[LoraPair]:
-    """Return a stand-in's low-rank pairs, except pairs inside the replaced module."""
+    """Return a stand-in's own low-rank pairs.
+
+    The replaced module may contain further stand-ins. Their low-rank pairs are left out.
+    """
     modules = stand_in.named_modules()
     return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]
 

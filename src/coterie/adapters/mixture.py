@@ -33,10 +33,10 @@ class Mixture(Routed):
         path: Path of the module `base` in the pretrained model.
         shape: Structure of the MLP, which includes the names of the MLP's layers.
         layout: The layout, which sets the numbers of experts, the ranks and the routing.
-        ahead: A mapping from names to stand-ins. If the MLP is a module of its own, the mapping is
-            empty. If the MLP's layers belong directly to a decoder layer (as in OPT), the mapping
-            contains a stand-in for each module of the MLP except the last layer. The mixture then
-            replaces only the last layer.
+        ahead: A mapping from the names of the MLP's modules to stand-ins. If the MLP is a module of
+            its own, the mapping is empty. If the MLP's layers belong directly to a decoder layer
+            (as in OPT), the mapping contains a stand-in for each module of the MLP except the last
+            layer. The mixture then replaces only the last layer.
     """
 
     def __init__(
@@ -122,9 +122,14 @@ class Mixture(Routed):
         return y
 
     def _down(self, total: Tensor, weights: Tensor) -> Tensor:
-        """Apply the frozen down-projection to `total` (tokens, wide).
+        """Apply the frozen down-projection to the weighted sum of the slots' activations.
 
-        If a token uses only one of several experts, the bias is multiplied by the expert's weight.
+        The bias is multiplied by the sum of a token's routing weights. This sum is 1, unless each
+        token uses only one of several experts.
+
+        Args:
+            total: The weighted sum, shaped (tokens, wide).
+            weights: The routing weights of the slots, shaped (k, tokens, 1).
         """
         down = self._base_module(self.shape.down)
         y = down(total)
@@ -139,8 +144,9 @@ class Mixture(Routed):
     def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
         """Convert a list of matrices, one per expert, to a tensor that stacks one matrix per slot.
 
-        The tensor stacks the slots along dimension 0. If k = n, the matrix of slot s is the matrix
-        of expert s. Otherwise, the matrix of every slot concatenates the matrices of all experts.
+        The tensor stacks the slots along dimension 0. If there are as many slots as experts, the
+        matrix of slot s is the matrix of expert s. Otherwise, the matrix of every slot concatenates
+        the matrices of all experts.
 
         Args:
             matrices: The A or the B of each expert.
@@ -154,6 +160,11 @@ class Mixture(Routed):
     def _to_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
         """Convert the products of all n experts, shaped (tokens, n*r), to one product per slot.
 
+        Args:
+            low: The products of the tokens with each expert's A, concatenated.
+            choice: The one-hot choices of experts, shaped (k, tokens, n). None if the number k of
+                slots equals n.
+
         Returns:
             A tensor shaped (k, tokens, r) if k = n. Otherwise, the tensor is shaped
             (k, tokens, n*r) and contains zeros for the experts that a slot does not use.
@@ -166,7 +177,12 @@ class Mixture(Routed):
     def _from_slots(self, low: Tensor, choice: Tensor | None) -> Tensor:
         """Convert one product per slot back to the products of all n experts.
 
-        The result has the shape (tokens, n*r).
+        Args:
+            low: The products of the slots, with the shape that `_to_slots` returns.
+            choice: The argument `choice` of `_to_slots`.
+
+        Returns:
+            A tensor shaped (tokens, n*r).
         """
         if choice is None:
             return low.transpose(0, 1).flatten(1)

@@ -23,8 +23,8 @@ describe the options in the error message."""
 class PromptModel(PeftModelForCausalLM):
     """PEFT's model for a base and a soft prompt, corrected in two respects.
 
-    First, generation does not count padding in position ids. PEFT ignores position ids, so padding
-    between the prompt and the text would shift the text's positions.
+    First, generation uses position ids that do not count padding. PEFT ignores position ids, so in
+    PEFT's model, padding between the prompt and the text shifts the positions of the text's tokens.
 
     Second, options that PEFT does not support raise errors. Without these errors, PEFT would insert
     the prompt a second time when generation continues from a cache, and would read only the last

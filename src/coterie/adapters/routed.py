@@ -28,7 +28,7 @@ this weight."""
 
 
 class Router(StandIn):
-    """A stand-in that computes, for each token, the weight of every expert.
+    """A stand-in that scores every expert for each token, and converts scores to routing weights.
 
     The stand-in stores the scores of the last forward pass, which are needed for the load-balance
     loss and for statistics.
@@ -47,14 +47,15 @@ class Router(StandIn):
         self._scores: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy.
+        """Return the module's state for a copy of the module.
 
-        The last scores are left out, because autograd graphs cannot be copied.
+        The scores of the last forward pass are left out, because their autograd graph cannot be
+        copied.
         """
         return {**self.__dict__, "_scores": None}
 
     def routing(self) -> Tensor:
-        """Return a tensor shaped (n,) with each expert's mean weight in the last forward pass.
+        """Return each expert's mean routing weight in the last forward pass, shaped (n,).
 
         The mean is over all tokens except padding.
         """
@@ -93,15 +94,16 @@ class Router(StandIn):
 
     def _last_scores(self) -> Tensor:
         if self._scores is None:
-            raise CoterieError("No routing is available before the first forward pass.")
+            raise CoterieError("Router scores are not available before the first forward pass.")
         return self._scores
 
 
 class Routed(Router):
     """A block of the base to which low-rank experts and a router are added.
 
-    The router computes the experts' weights. Each token has k *slots*, one for each expert that is
-    chosen for the token. With dropout, a separate mask is applied to the input of each expert's A.
+    The router computes the routing weights of the experts. Each token has k *slots*, one for each
+    expert that is chosen for the token. With dropout, a separate mask is applied to the input of
+    each expert's A.
 
     Args:
         base: The block.
@@ -154,11 +156,11 @@ class Routed(Router):
         return torch.cat(lows, dim=1)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the slots and the choices of experts.
+        """Return the routing weights of the slots and the choices of experts.
 
-        The weights have the shape (k, tokens, 1). The choices are one-hot and have the shape
-        (k, tokens, n). If k = n, the choices are None, because slot s then always belongs to expert
-        s.
+        The routing weights have the shape (k, tokens, 1), where k is the number of slots. The
+        choices are one-hot and have the shape (k, tokens, n), where n is the number of experts. If
+        k = n, the choices are None, because slot s then always belongs to expert s.
         """
         n = len(self.roles)
         if self.router is None:
@@ -172,11 +174,12 @@ class Routed(Router):
         return weights.t().unsqueeze(-1), F.one_hot(chosen.t(), n)
 
     def _weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and indices of the k experts with the highest scores.
+        """Return the routing weights and the indices of the k experts with the highest scores.
 
-        Both tensors have the shape (tokens, k). The weights are a softmax over the k highest
-        scores. If k = 1, however, this softmax would always be 1 and have no gradient. Then the
-        weight is taken from the softmax over all experts, as in CoMiGS' released code.
+        Both tensors have the shape (tokens, k). The routing weights are a softmax over the k
+        highest scores. If k = 1, however, this softmax would always be 1 and have no gradient.
+        Then the routing weight is taken from the softmax over all experts, as in CoMiGS' released
+        code.
         """
         best, chosen = logits.topk(self.slots, dim=-1)
         if self.slots == 1:

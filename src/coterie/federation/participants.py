@@ -54,7 +54,7 @@ class Participant:
     """The participant's own loaded base; None if the participant uses the run's base."""
 
     def digest(self) -> str:
-        """Return a hexadecimal hash of all tokens.
+        """Return a hexadecimal hash of all tokens of the participant's data.
 
         A different hash shows that the data files have changed since the run began.
         """
@@ -66,7 +66,7 @@ class Participant:
 
         Returns:
             A mapping with the digest of the data (`data`) and, for each split, the counts of tokens
-            and other units. If `labels` is not None, the mapping also contains `labels`.
+            and other units. If known, the number of records per class label is added (`labels`).
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference model's log-likelihoods of n pairs of answers, and the settings of the loss."""
+    """The reference model's log-likelihoods of n pairs of answers, and the settings of DPO."""
 
     logprobs: Tensor
     """The float64 log-likelihoods of the chosen and rejected answers, shaped (n, 2), in nats.
@@ -41,7 +41,7 @@ class Rewards(NamedTuple):
 
     @property
     def margins(self) -> Tensor:
-        """The rewards of the chosen answers minus those of the rejected answers, shaped (n,)."""
+        """The chosen answer's reward minus the rejected answer's reward, shaped (n,)."""
         return self.values[:, 0] - self.values[:, 1]
 
     @property
@@ -85,7 +85,7 @@ def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
     Args:
         logprobs: The log-likelihoods of the chosen and rejected answers under the trained model, in
             nats, shaped (n, 2).
-        reference: The reference for the same pairs.
+        reference: The log-likelihoods of the same answers under the reference model, and beta.
 
     Returns:
         The rewards, with a gradient if `logprobs` has one.
@@ -98,9 +98,10 @@ def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
 def preference_losses(rewards: Tensor, label_smoothing: float) -> Tensor:
     """Compute -(1 - eps) log sigmoid(h) - eps log sigmoid(-h) for each pair's margin h.
 
-    Without label smoothing (eps = 0), this is equation 7 of the DPO paper (arXiv 2305.18290). With
-    label smoothing, the loss is "conservative DPO" (E. Mitchell, "A note on DPO with noisy
-    preferences and relationship to IPO", 2023).
+    The margin is the reward of the chosen answer minus the reward of the rejected answer. Without
+    label smoothing (eps = 0), this is equation 7 of the DPO paper (arXiv 2305.18290). With label
+    smoothing, the loss is "conservative DPO" (E. Mitchell, "A note on DPO with noisy preferences
+    and relationship to IPO", 2023).
 
     Args:
         rewards: The rewards of the chosen and rejected answers, shaped (n, 2).

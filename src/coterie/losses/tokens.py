@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         return self._make(None if part is None else part.to(device) for part in self)
 
     def by_length(self) -> Self:
-        """Return the samples sorted by ascending length, or the batch itself if `real` is None."""
+        """Return the samples sorted by ascending length. A batch without padding is unchanged."""
         return self if self.real is None else self.only(self.real.sum(1).argsort(stable=True))
 
     def pieces(self, cost: int) -> Iterator[tuple[Tensor, Self]]:
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
 
         Each piece is truncated to the length of its longest sample. The split minimises
         `t + cost * p`, where t is the number of tokens, including padding tokens, and p is the
-        number of pieces. A batch without masks is one piece.
+        number of pieces. A batch in which `counted` or `real` is None is one piece.
 
         Args:
             cost: The cost of a piece, in tokens.
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy, and None in place of further measurements.
+        """Return the mean cross-entropy, and None because this loss has no further measurements.
 
         The mean is a scalar with a gradient, in nats per token.
         """
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
 
 
 def _cheapest_ends(lengths: Sequence[int], piece_cost: int) -> list[int]:
-    """Return each piece's end index in the cheapest split of samples sorted by ascending length."""
+    """Return the end indices of the pieces into which `Batch.pieces` splits sorted samples."""
     costs, starts = [0], [0]
     for end, length in enumerate(lengths, start=1):
         cost, start = min((costs[s] + (end - s) * length + piece_cost, s) for s in range(end))

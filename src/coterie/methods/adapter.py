@@ -40,7 +40,7 @@ DESCRIPTIONS: dict[Role, str] = {
     "dense": "LoRA pairs on single linear layers, usually in the attention blocks",
     "generalist": "LoRA pairs of the generalists on the MLPs",
     "specialist": "LoRA pairs of the specialists on the MLPs",
-    "router": "router weights",
+    "router": "parameters of the routers",
     "weight": "differences from the base's weights",
     "prompt": "soft prompt, or the encoder that computes it",
 }
@@ -154,13 +154,13 @@ class AdapterMethod(Method):
         return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]
 
     def penalty(self, client: "AdapterClient") -> Penalty | None:
-        """Return the term that is added to a client's loss.
+        """Return a function that computes the penalty added to a client's loss.
 
         Args:
             client: The client-side object, whose adapter has already been created.
 
         Returns:
-            A function that computes the term at every step, or None if there is no term.
+            A function that computes the penalty at every step, or None if there is no penalty.
         """
         return None
 

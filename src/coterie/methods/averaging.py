@@ -72,7 +72,7 @@ class FedProx(FedAvg):
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "arXiv 1812.06127"
     summary: ClassVar[str] = (
-        "like fedavg, with a proximal term that pulls towards the averaged parameters"
+        "like fedavg; a proximal term keeps clients close to the averaged parameters"
     )
 
     mu: float = Field(default=0.01, ge=0)

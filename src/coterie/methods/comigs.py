@@ -34,7 +34,7 @@ ROUTERS = of_roles("router")
 
 
 class Mixture(AdapterMethod):
-    """A mixture of experts on every MLP; a private router weights the experts for each token."""
+    """A mixture of experts on every MLP, with a private router that computes routing weights."""
 
     paper: ClassVar[str] = "arXiv 2409.13931"
     routers_learn: ClassVar[Literal["validation", "train"]] = "validation"

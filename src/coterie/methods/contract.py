@@ -81,7 +81,11 @@ class ServerContext:
 
 
 class Method(BaseModel):
-    """A federated learning method: its settings, the schema of its messages, and two factories."""
+    """A federated learning method: its settings, the schema of its messages, and two factories.
+
+    The factories are `client` and `server`, which create the objects that run on the clients and on
+    the server.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -117,7 +121,7 @@ class Method(BaseModel):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the schema of the method's messages.
 
-        This method overrides a deprecated method of pydantic models, which has another purpose.
+        The function overrides pydantic's deprecated `schema`, which returned a JSON schema.
 
         Returns:
             The fields that a hello, an upload and a download may contain.

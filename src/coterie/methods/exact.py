@@ -40,8 +40,8 @@ def with_residuals(averaged: Schema) -> Schema:
         averaged: The schema of the method, in which uploaded LoRA pairs are averaged.
 
     Returns:
-        A schema in which downloads also contain residuals. The server receives each client's LoRA
-        pairs in addition to the mean of all pairs.
+        A schema in which downloads also contain residuals (see `Residuals`). The server receives
+        each client's LoRA pairs in addition to the mean of all pairs.
     """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
     residual = MessageField(
@@ -106,7 +106,7 @@ class Residuals:
         return {"residual": residuals} if self.pairs else {}
 
     def receive(self, upload: Message) -> None:
-        """Add a client's products B A, multiplied by the client's weight, to the sums."""
+        """Add a client's products B A, multiplied by the client's weight, to the round's sums."""
         adapter, weight = upload["adapter"], upload.values.get(TOKENS.name, 1)
         for a, b in self.pairs:
             if a in adapter and b in adapter:
@@ -115,7 +115,13 @@ class Residuals:
                 total.weight += weight
 
     def end_round(self, means: Tensors) -> None:
-        """Add this round's `mean_i(B_i A_i) - B A` to every residual R and truncate R's factors."""
+        """Add this round's `mean_i(B_i A_i) - B A` to the residual R of every pair.
+
+        Singular values of R that are negligible in float32 are dropped.
+
+        Args:
+            means: The means over clients of all A and B, keyed by the tensors' names.
+        """
         for a, b in self.pairs:
             if a not in self.sums:
                 continue

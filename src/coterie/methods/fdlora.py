@@ -156,9 +156,11 @@ class FDLoraClient(AdapterClient[FDLora]):
         self.weights, self.began = list(state.values["fusion"]), state.values["began"]
 
     def _private_training(self, context: ClientContext, name: str) -> LocalTraining:
-        """Create the object that trains the private adapter.
+        """Create an object that trains the private adapter.
 
-        The seed of the training batches depends on `name`.
+        Args:
+            context: The data and the training settings.
+            name: A name on which the seed of the training batches depends.
         """
         levels = [replace(level, name=name) for level in self.method.levels(self)]
         return LocalTraining(context, self.private, levels)
@@ -172,7 +174,11 @@ class FDLoraClient(AdapterClient[FDLora]):
         self.began = True
 
     def _update_private(self, round: int) -> None:
-        """Update the private adapter after a round's local steps on the shared adapter."""
+        """Update the private adapter after a round's local steps on the shared adapter.
+
+        As the setting `private` specifies, the private adapter is either trained in every round, or
+        replaced by a copy of the shared adapter every `sync_every` rounds.
+        """
         if self.method.private == "trained":
             self.private_training.round(round)
         elif (round - 1) % self.method.sync_every == 0:
@@ -208,9 +214,10 @@ class FDLoraClient(AdapterClient[FDLora]):
 
 
 class FDLoraServer(AdapterServer[FDLora]):
-    """A server that uses the mean in exchange 0 and then takes a Nesterov SGD step per exchange.
+    """A server that averages in exchange 0 and then takes a Nesterov SGD step per exchange.
 
-    With `delta = shared - mean`, the learning rate lr, the momentum coefficient mu and the momentum
+    Let `mean` be the mean of the uploads. In exchange 0, `mean` becomes the shared adapter. With
+    `delta = shared - mean`, the learning rate lr, the momentum coefficient mu and the momentum
     buffer m, the step is `m <- mu m + delta`, `shared <- shared - lr (delta + mu m)`.
     """
 

@@ -52,7 +52,7 @@ Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
-    """The base class of PCL's strategies. The defaults are the CoMiGS paper's settings for PCL."""
+    """The base class of PCL's trust strategies. The defaults are the CoMiGS paper's settings."""
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
@@ -91,7 +91,7 @@ class PCL(AdapterMethod):
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The uploaded groups needed for mixing and scoring ("adapter", "update" or both)."""
+        """The uploaded groups that clients mix or score ("adapter", "update" or both)."""
         if self.form == "released":
             return ("adapter",)
         return ("adapter", "update") if self.scores_weights else ("update",)
@@ -121,7 +121,7 @@ class PCL(AdapterMethod):
         raise NotImplementedError
 
     def evidence(self, context: ClientContext, rounds: int) -> Groups:
-        """Compute the groups declared in `evidence_fields`. The adapter must be attached."""
+        """Compute uploads, such as predictions, for trust scores. The adapter must be attached."""
         return {}
 
     def evidence_shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
@@ -136,7 +136,7 @@ class PCLWeights(PCL):
     """
 
     name: ClassVar[str] = "pcl-1"
-    summary: ClassVar[str] = "adapters sent to all clients; trust by weight similarity"
+    summary: ClassVar[str] = "adapters sent to all clients; trust by similarity of adapters"
 
     trusted: Trusted = Trusted()
 
@@ -177,7 +177,7 @@ class PCLPredictions(PCL):
     """Strategy 3: a score is the negative mean l1 distance between predictions on a public text.
 
     A prediction is the sparse vector of the largest logits after a sample's last token. With `form:
-    released`, the distances in a client's row are divided by their sum and multiplied by 10.
+    released`, a client's distances to all clients are divided by their sum and multiplied by 10.
     """
 
     name: ClassVar[str] = "pcl-3"
@@ -260,8 +260,8 @@ class PCLTheoretical(PCL):
         for client, shares in mixtures.items():
             if min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-6:
                 raise ValueError(
-                    f"the shares of {client!r} sum to {sum(shares.values()):g}; shares must not be "
-                    "negative and must sum to 1"
+                    f"the topic shares of {client!r} sum to {sum(shares.values()):g}; shares must "
+                    "not be negative and must sum to 1"
                 )
         return mixtures
 
@@ -333,7 +333,7 @@ class PCLClient(AdapterClient[PCL]):
             start[name] = total
 
     def losses(self, uploads: Uploads, batch: AnyBatch) -> dict[ClientId, float]:
-        """Return each adapter's mean loss in nats per token, or mean DPO loss for answer pairs."""
+        """Return each uploaded adapter's mean loss on a batch (nats per token, or DPO loss)."""
         base, model = self.context.base, self.model()
         own, losses = copied(self.shared), {}
         for peer, upload in uploads.items():

@@ -36,7 +36,11 @@ Pairs = dict[str, str]
 
 
 class RankClient(AdapterClient[R], Generic[R]):
-    """A client whose messages have a separate group for the LoRA pairs of experts."""
+    """A client whose messages have a separate group for the LoRA pairs of experts.
+
+    The group is separate because clients have different ranks, so the server receives each client's
+    pairs instead of their mean.
+    """
 
     def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
@@ -264,7 +268,11 @@ def pruned_rank(rank: int, gamma: float) -> int:
 
 
 def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
-    """Compute `||B_tail||_F ||A_tail||_F` of a LoRA pair at the pair's current rank.
+    """Compute `||B_tail||_F ||A_tail||_F`, the size of a LoRA pair's tail.
+
+    The tail consists of the rows of A and the columns of B with an index of at least
+    `pruned_rank(rank, gamma)`. Here `rank` is the pair's current rank, which is lower than r if the
+    pair has already been pruned.
 
     Args:
         A: The pair's A, shaped (r, in).
@@ -281,7 +289,8 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
     """Return a function that computes HetLoRA's penalty.
 
-    The penalty is `weight` times the sum of `tail` over all pairs.
+    The penalty is `weight` times the sum of `tail(A, B, gamma)` over all LoRA pairs of the client's
+    shared experts.
     """
     pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
 

@@ -128,7 +128,7 @@ def fine_tuned(name: str) -> dict[str, dict[str, str]]:
     The preset reports the scores of the models after local training. In all other respects, it is
     equal to the method NAME.
     """
-    summary = f"like {name}, but scores the locally trained models, before the average"
+    summary = f"like {name}, but models are scored after local training, before averaging"
     return {f"{name}-ft": {"summary": summary, "reports": "trained"}}
 
 

@@ -186,7 +186,7 @@ def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:
 
     Args:
         settings: The settings to check.
-        beside: The setting that makes the other settings ineffective, written as `KEY: VALUE`.
+        beside: The setting that makes the settings in `keys` ineffective, written as `KEY: VALUE`.
         *keys: The names of the settings that have no effect.
     """
     for key in keys:

@@ -200,7 +200,8 @@ class ServerSide:
         """Return the server's parameters that the aggregate of an exchange will replace.
 
         If the run has a server optimiser, the optimiser takes a step from these parameters towards
-        the aggregate. Aggregates of other groups, such as statistics, are used unchanged.
+        the aggregate. Groups that are missing from the result, such as statistics, bypass the
+        optimiser, so their aggregates are used unchanged.
 
         Returns:
             A nested mapping of parameters. The outer keys are groups, and the inner keys are the
@@ -224,7 +225,7 @@ class ServerSide:
         """
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        """End the exchange. Later downloads belong to the next exchange.
+        """End the exchange that `start_round` began. Later downloads belong to the next exchange.
 
         Args:
             mean: The aggregates of the fields whose reduction in the schema is `mean`.

@@ -114,7 +114,11 @@ class FedAMoLEClient(ClientSide):
             private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
             release = generator(secret, "release", self.digest).initial_seed()
             if not context.ledger.spend(f"{release:016x}", noise, context.rounds):
-                log.warning("round %d: the privacy budget is spent; only noise is sent", round + 1)
+                log.warning(
+                    "round %d: the privacy budget is spent, so the client sends pure noise instead "
+                    "of mean embeddings",
+                    round + 1,
+                )
                 private = partial(only_noise, clip=privacy.clip, noise=noise, chance=chance)
         at_once = context.training.at_once
         means = mean_embeddings(context.base, self.adapter, self.samples, at_once, private)

@@ -49,7 +49,7 @@ class FedAMoLE(Method, FedAMoLESettings):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         shared = "the shared expert and of " if self.shared_expert else ""
-        description = f"LoRA pairs of {shared}the client's domain experts; router weights"
+        description = f"LoRA pairs of {shared}the client's domain experts; routers' parameters"
         adapter = MessageField("adapter", description, reduce="mean")
         means = (
             MessageField(

@@ -32,7 +32,7 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
 
     @cached_property
     def private(self) -> Tensor:
-        """The keys of the client's private samples, shaped (samples,), int64.
+        """The keys (hashes) of the client's private samples, shaped (samples,), int64.
 
         If a public sample has one of these keys, the client uploads no predictions on the sample.
         """

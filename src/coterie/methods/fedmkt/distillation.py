@@ -44,8 +44,8 @@ class Distiller:
     """A student model, the public samples, and the targets that the student learns to predict.
 
     The student is the model of one client or of the server. There are n samples, whose answers have
-    p token positions in total. The target of a position consists of k tokens and their
-    probabilities.
+    p token positions in total. The label of a token position is the answer's own token. The target
+    of a token position consists of k tokens and their probabilities.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Distiller:
         if not finite.all():
             log.warning(
                 "%s has no finite predictions for %d public samples and excludes these samples. "
-                "Positions of the first ones: %s (the first sample is 1; samples that exceed the "
-                "window are skipped in the numbering)",
+                "The first excluded samples have the numbers %s (numbers start at 1 and skip the "
+                "samples that exceed the window)",
                 self.context.name,
                 int((~finite).sum()),
                 ", ".join(str(n + 1) for n in (~finite).nonzero()[:MOST_LISTED, 0].tolist()),
@@ -103,11 +103,13 @@ class Distiller:
     def begin(self, own: Knowledge) -> None:
         """Reset the targets to the labels or to the student's predictions, as the settings specify.
 
+        The labels are the tokens of the samples' answers.
+
         Args:
             own: The student's predictions.
 
         Raises:
-            Diverged: `own` has no samples.
+            Diverged: `own` has no samples, because no prediction of the student is finite.
         """
         if not len(own.samples):
             raise Diverged(
@@ -160,10 +162,11 @@ class Distiller:
     def _targets_from(
         self, knowledge: Knowledge, positions: Tensor, ids: Tensor | None = None
     ) -> SoftTargets:
-        """Return the targets that a teacher's predictions give at the selected positions.
+        """Return the targets that a teacher's predictions give at the selected token positions.
 
-        The label is the target at a position in two cases: if no position of the teacher is aligned
-        with the position, or if no translated token has a probability above 0.
+        In two cases, the target is the label, that is, the answer's own token: if none of the
+        teacher's token positions is aligned with the student's, or if none of the teacher's tokens
+        has a translation with a probability above 0.
         """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
@@ -186,7 +189,8 @@ class Distiller:
         """Train the adapter on the public samples with a new optimiser.
 
         The loss is lambda * cross-entropy to the labels + (1 - lambda) * cross-entropy to the
-        targets, where both cross-entropies are means over a batch (the paper's objectives 2 and 3).
+        targets, where lambda is the setting `task_weight`, the labels are the tokens of the
+        answers, and both cross-entropies are means over a batch (the paper's objectives 2 and 3).
         Samples on which the student's predictions are not finite are excluded.
 
         Args:
@@ -220,12 +224,13 @@ class Distiller:
         return fmean(losses)
 
     def _sample_weights(self, batch: Tensor) -> Tensor:
-        """Return the weights, shaped (n,), of the samples' distillation losses in an update.
+        """Return the weights, shaped (n,), of the samples' distillation losses in one update.
 
-        If the setting `own` is "none", samples without a teacher have the weight 0, and all other
-        samples have the same weight. This weight makes the distillation loss of the update a mean
-        over the positions of the samples in `batch` that have a teacher. For any other value of
-        `own`, all weights are 1.
+        A sample has a teacher if a teacher's loss on the sample is lower than the student's. If the
+        setting `own` is "none", samples without a teacher have the weight 0, and all samples with a
+        teacher have equal weights. These weights make the distillation loss of the update a mean
+        over the token positions of the samples in `batch` that have a teacher. For any other value
+        of `own`, all weights are 1.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -267,8 +272,9 @@ class Distiller:
         """Return the targets from which the student learns.
 
         If the setting `own` is "mean", the result is the weighted mean of the student's own
-        predictions and the selected targets, with the weights exp(-loss). For any other value of
-        `own`, the result is the attribute `targets`.
+        predictions and the attribute `targets`. The weights are proportional to exp(-loss). The
+        loss of `targets` is the lowest loss of the student and the teachers on the sample. For any
+        other value of `own`, the result is the attribute `targets`.
         """
         if self.settings.own != "mean":
             return self.targets
@@ -280,10 +286,11 @@ class Distiller:
         """Return how much of the teachers' predictions became targets.
 
         Returns:
-            A mapping with three keys. `samples` is the number of samples with a teacher.
-            `positions` is the fraction of these samples' positions that are aligned with a position
-            of the teacher. `mass` is the teacher's probability mass that remained after the
-            translation into the student's vocabulary, averaged over the aligned positions.
+            A mapping with three keys. `samples` is the number of samples whose targets come from a
+            teacher. `positions` is the fraction of these samples' token positions that have a
+            target from the teacher, not the label. `mass` is the teacher's probability mass that
+            remained after the translation into the student's vocabulary, averaged over these token
+            positions.
         """
         positions = self.positions.of_samples(self.teachers >= 0)
         mass = self.targets.mass[positions]
