@@ -22,8 +22,8 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 test: setup  ## run all tests that are neither slow nor thorough; under 5 minutes
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
-STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment intruders leaving \
-  remains) $(patsubst %,tests/network/test_%.py,listener listener_floods listener_tls mailbox_faults client client_errors) \
+STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
+  intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods listener_tls mailbox_faults client client_errors) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py
 slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)

@@ -78,7 +78,7 @@ def test_few_new_runs_are_begun_without_a_person(config, tmp_path) -> None:
     worker, replies = asked(run, site(run, "poet", tmp_path), *orders)
     assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["terms"] * 2
     assert worker.finished
-    assert "start this client again" in worker.declined
+    assert "start this client again" in worker.error
     assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_NEW_RUNS
     _, [again] = asked(run, site(run, "poet", tmp_path), orders[0])  # an earlier run goes on
     assert again.fault is None
@@ -92,7 +92,7 @@ def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
         (folder / "run.json").write_text("{}")
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
     assert reply.fault == "terms"
-    assert "delete the folders" in worker.declined
+    assert "delete the folders" in worker.error
     (tmp_path / "small-poet-0" / "result.json").write_text("{}")
     _, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
     assert reply.fault is None
@@ -121,7 +121,7 @@ def test_what_no_machine_bears_is_refused_whoever_agrees(changes, named, config,
     run = config()
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(config(**changes)))
     assert reply.fault == "terms"
-    assert named in worker.declined
+    assert named in worker.error
     assert not list(tmp_path.glob("*poet*/run.json"))
 
 
@@ -158,7 +158,7 @@ def test_a_person_is_asked_again_after_several_new_runs(config, tmp_path) -> Non
     worker, replies = asked(run, place, *orders)
     assert [reply.fault for reply in replies] == [None] * len(orders)
     assert len(shown) == len(orders) + 1  # once for each run, and once for their number
-    assert not worker.declined
+    assert not worker.error
 
 
 def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
@@ -171,7 +171,7 @@ def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
         file.truncate(MAX_DISK + 1)  # a sparse file
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
     assert reply.fault == "terms"
-    assert "32 GiB" in worker.declined
+    assert "32 GiB" in worker.error
 
 
 def test_the_estimated_memory_is_shown_before_somebody_agrees(config) -> None:

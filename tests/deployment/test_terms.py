@@ -78,11 +78,11 @@ def test_what_was_agreed_is_all_that_a_client_takes_part_in(change, config, tmp_
     agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_terms(run, "poet"))
     worker, [reply] = asked(run, agreed, order(run, change))
     assert reply.fault == "terms"
-    assert CHANGES[change] in worker.declined
+    assert CHANGES[change] in worker.error
     assert worker.finished
     assert not list(tmp_path.glob("*poet*"))  # nothing was loaded or begun
     worker, [reply] = asked(run, agreed, order(run, deadline))  # which is the server's affair
-    assert (reply.fault, worker.declined) == (None, "")
+    assert (reply.fault, worker.error) == (None, "")
 
 
 def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config, tmp_path) -> None:
@@ -104,7 +104,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert words["losses"] == "stay on this machine"
     worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
     assert replies[0].fault == "terms"
-    assert CHANGES[shares] in worker.declined
+    assert CHANGES[shares] in worker.error
     assert len(questions) == 1
     narrow = {
         **agreed_terms(run, "poet"),
@@ -112,7 +112,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     }  # a run file that says other things
     pinned = Site(place.name, place.texts, place.out, place.base, None, narrow)
     worker, replies = asked(run, pinned, order(run))
-    assert "share_metrics: agreed true, requested false" in worker.declined
+    assert "share_metrics: agreed true, requested false" in worker.error
 
 
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
@@ -123,7 +123,7 @@ def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     answer = worker.answer(sealed(order(run)))
     reply, body = unseal(Reply, answer)
     assert (reply.fault, reply.base, body) == ("terms", "", b"")
-    assert worker.declined == "was not agreed to"
+    assert worker.error == "The run was not agreed to. Nothing more was sent."
     assert not list(tmp_path.glob("*poet*"))
 
 

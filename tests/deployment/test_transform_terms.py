@@ -46,7 +46,7 @@ def test_a_client_takes_part_within_its_limit(limit, fault, noisy, tmp_path) -> 
     reply, _ = unseal(Reply, worker.answer(seal(order_to_join(noisy))))
     assert reply.fault == fault
     if fault:
-        assert "updates from all of this client's text with an epsilon of 8" in worker.declined
+        assert "updates from all of this client's text with an epsilon of 8" in worker.error
     worker.close()
 
 

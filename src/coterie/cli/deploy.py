@@ -234,8 +234,6 @@ def client(
             if not yes:
                 site = replace(site, agrees=board.agrees, asks=sys.stdin.isatty())
             worker = take_part(server, credentials, site, board, threading.Event())
-    if worker.declined:
-        raise CoterieError(f"The run {worker.declined}. Nothing more was sent.")
     if worker.error:
         raise CoterieError(worker.error)
     if worker.run is not None:

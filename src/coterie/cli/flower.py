@@ -34,11 +34,7 @@ def init(
 
     Start it with `flwr run FOLDER`; start it again to resume the run. Coterie must be installed on
     the machines of the SuperLink and of all SuperNodes. The option --node-config of a SuperNode
-    describes its client, for example:
-
-        name="alice" data="/srv/letters" folder="/srv/coterie" run="/srv/us.yaml"
-
-    docs/deploy/flower.md is a step-by-step guide.
+    describes its client. docs/deploy/flower.md is a step-by-step guide.
 
     For example:
 

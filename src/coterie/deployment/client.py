@@ -67,8 +67,6 @@ class Worker:
         self.run: SiteRun | None = None
         self.orders = Orders(site)
         self.finished = False
-        self.declined = ""
-        """The reason why the client declined the run; empty if it did not decline."""
         self.error = ""
         """The reason why the client left without the run's result; empty if there is none."""
 
@@ -171,7 +169,7 @@ class Worker:
         """
         self.finished = self.finished or fault in LEAVES
         if fault in ("terms", "budget"):
-            self.declined = reason
+            self.error = f"The run {reason}. Nothing more was sent."
         sentence = f"the run {reason}"
         log.error(sentence)
         self.seen("fault", sentence)

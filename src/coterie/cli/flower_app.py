@@ -5,10 +5,12 @@ server app runs a `ServerRun`, and sends its orders as messages of type `train`.
 client app in a new process for each message, so that the client's state rests in its folder.
 """
 
+# pyright: reportMissingImports=false
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-OLDEST = "1.23"
-"""The oldest version of Flower that was tried."""
 POLL_SECONDS = 0.5
 """The time between two requests of the server app for replies."""
 ASK_SECONDS = 60.0
@@ -54,7 +54,7 @@ ORDER, NAME = "order", "name"
 log = logging.getLogger("coterie")
 
 
-class GridLink:
+class GridLink(Link):
     """The `network.link.Link` of a server app: messages through Flower's grid.
 
     Each node states the name of its client when it is asked. If two nodes state the same name, the
@@ -71,7 +71,8 @@ class GridLink:
         """The node of each connected client, by name."""
         self.listed: dict[int, float] = {}
         """The time on the monotonic clock at which Flower last listed each node."""
-        self.warnings: set[str] = set()
+        self.ignored: set[int] = set()
+        """Nodes that the operator was told of because another node has the same name."""
         self.lost: set[str] = set()
         """Tickets of orders that could not be sent."""
 
@@ -79,7 +80,8 @@ class GridLink:
         now = time.monotonic()
         self.listed |= dict.fromkeys(self.grid.get_node_ids(), now)
         online = {node for node, last in self.listed.items() if now - last < ABSENT_SECONDS}
-        self.asked = {node: id for node, id in self.asked.items() if node in online}
+        asked = self.asked.items()
+        self.asked = {node: id for node, id in asked if node in online and id not in self.lost}
         for node in sorted(online - self.names.keys() - self.asked.keys()):
             self.asked[node] = self._push(node, "query", None, ASK_SECONDS)
         for id, name in self._pull(self.asked.values(), NAME):
@@ -92,25 +94,21 @@ class GridLink:
         self.nodes = {}
         for node, name in self.names.items():
             if name and node in online and self.nodes.setdefault(name, node) != node:
-                self._warn(f"node {node} is ignored: node {self.nodes[name]} is {name!r}, too")
+                if node not in self.ignored:
+                    self.note(f"node {node} is ignored: node {self.nodes[name]} has the same name")
+                self.ignored.add(node)
         return {name: str(node) for name, node in self.nodes.items()}
-
-    def _warn(self, text: str) -> None:
-        """Show a warning once."""
-        if text not in self.warnings:
-            self.warnings.add(text)
-            self.note(text)
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
         return self._push(self.nodes[client], "train", data, seconds, str(round))
 
     def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
-        tickets = set(tickets)
-        for ticket in tickets & self.lost:
-            self.lost.remove(ticket)
-            yield ticket, None
+        tickets = list(tickets)
         for ticket, data in self._pull(tickets, ORDER):
             yield ticket, data if isinstance(data, bytes) else None
+        for ticket in self.lost.intersection(tickets):
+            self.lost.remove(ticket)
+            yield ticket, None
 
     def wait(self) -> None:
         time.sleep(POLL_SECONDS)
@@ -128,18 +126,19 @@ class GridLink:
             self.lost.add(id := f"lost-{time.monotonic_ns()}")
         return id
 
-    def _pull(self, ids: Iterable[str], key: str) -> Iterator[tuple[str, object]]:
+    def _pull(self, ids: Iterable[str], key: str) -> Iterator[tuple[str, Any]]:
         """Yield the replies that have arrived: the message's id, and the value of a record.
 
         The value is None if the node reported an error, did not reply in time, or sent no such
         record.
         """
-        if not (wanted := {*ids} - self.lost):
-            return
-        for reply in self.grid.pull_messages(wanted):
-            content = reply.content if reply.has_content() else {}
-            record: Any = content.get(key, {})
-            yield reply.metadata.reply_to_message_id, dict(record).get(key)
+        from flwr.app import ConfigRecord
+
+        wanted = [id for id in ids if id not in self.lost]
+        for reply in self.grid.pull_messages(wanted) if wanted else ():
+            record = reply.content.get(key) if reply.has_content() else None
+            value = record.get(key) if isinstance(record, ConfigRecord) else None
+            yield reply.metadata.reply_to_message_id, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +147,8 @@ class FlowerServing(Serving):
 
     grid: "Grid"
 
-    @contextmanager
-    def link(self, folder: RunFolder, config: RunConfig) -> Iterator[Link]:
-        yield GridLink(self.grid, self.watch.note)
+    def link(self, folder: RunFolder, config: RunConfig) -> AbstractContextManager[Link]:
+        return nullcontext(GridLink(self.grid, self.watch.note))
 
 
 def server_app() -> "ServerApp":
@@ -284,12 +282,9 @@ def answer(site: Site, data: bytes) -> bytes:
     """
     site.out.mkdir(parents=True, exist_ok=True)
     file, order = f"join-{site.name}", unseal(Order, data)[0]
-    board = ClientBoard(terminal.console)
-    with (
-        logged(site.out / f"client-{site.name}.log", log.name),
-        closing(Worker(site, board)) as worker,
-        board,
-    ):
+    log.setLevel(logging.INFO)
+    worker = Worker(site, ClientBoard(terminal.console))
+    with logged(site.out / f"client-{site.name}.log", log.name), closing(worker):
         if order.kind == "join":
             write_bytes(site.out / file, data)
         elif (site.out / file).exists():
@@ -306,14 +301,17 @@ def _flower() -> Iterator[None]:
         yield
     except ImportError:
         raise CoterieError(
-            f"This version of Flower has no `flwr.app`; install flwr {OLDEST} or newer."
+            "This version of Flower has no `flwr.app`; install flwr 1.23 or newer."
         ) from None
 
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Print an error that the user can correct as a sentence, before Flower prints a traceback."""
-    log.setLevel(logging.INFO)
+    """Print an error that the user can correct as a sentence, before Flower prints a traceback.
+
+    As with `coterie.cli.main`, files are readable only by the user of the process.
+    """
+    os.umask(0o077)
     try:
         yield
     except CoterieError as error:

@@ -13,8 +13,8 @@ from fake_flower import Context, Grid
 from typer.testing import CliRunner
 
 import coterie
-from coterie import flower
 from coterie.cli import app as cli
+from coterie.cli import flower_app as flower
 from coterie.config.run import parse
 from coterie.deployment import seats
 from coterie.errors import CoterieError
@@ -115,7 +115,7 @@ def test_a_node_that_leaves_gets_no_order_and_one_with_anothers_name_is_ignored(
     assert link.present() == {"diarist": "7", "poet": "8", "whaler": "9"}
     assert [note.split(";")[0] for note in notes] == [
         "node 100 cannot take part",
-        "node 99 is ignored: node 8 is 'poet', too",
+        "node 99 is ignored: node 8 has the same name",
     ]
     del federation.nodes[8]
     ticket = link.send("poet", b"an order", 1, 60)
@@ -180,5 +180,5 @@ def test_without_flower_or_with_an_old_one_a_sentence_says_so(monkeypatch) -> No
         flower.server_app()
     fake_flower.install(monkeypatch)
     monkeypatch.delitem(sys.modules, "flwr.clientapp")
-    with pytest.raises(CoterieError, match="install flwr 1[.]23 or newer"):
+    with pytest.raises(CoterieError, match=r"install flwr 1\.23 or newer"):
         flower.client_app()
