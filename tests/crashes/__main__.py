@@ -1,10 +1,10 @@
-"""Execute deployments with killed processes, on request or for a table.
+"""Execute deployments with killed processes, and summarise their outcomes.
 
-python -m crashes FOLDER             serve requests: for each line "NUMBER SEED" of the standard
-                                     input, where NUMBER is the number of a state in `STATES`,
-                                     write a line of JSON, an `Outcome`
-python -m crashes FOLDER 50          execute 50 seeds of all states, and print a table
-python -m crashes FOLDER 50 0 2      the same for every second state, from the first on
+python -m crashes run FOLDER       for each line "NUMBER SEED" of the standard input, where
+                                   NUMBER is the number of a state in `STATES`, write a line of
+                                   JSON, an `Outcome`
+python -m crashes list SEEDS       write the lines of all states with the seeds below SEEDS
+python -m crashes table FILES      print a table of the outcomes in files
 """
 
 import json
@@ -14,40 +14,49 @@ from pathlib import Path
 
 import torch
 
-from crashes.deployments import STATES, Stage, shorten_times
+from crashes.deployments import STATES, Outcome, Stage, shorten_times
 
 
-def print_row(stage: Stage, number: int, seeds: int) -> None:
-    """Execute the seeds of a state; print a row of the table, and the runs that differ."""
-    outcomes = [stage.outcome(number, seed) for seed in range(seeds)]
-    for seed, outcome in enumerate(outcomes):
-        if outcome.difference:
-            print(f"{STATES[number]}, seed {seed}: {outcome.difference}", *outcome.notes, sep="\n")
-    cells = [
-        STATES[number],
-        sum(outcome.killed for outcome in outcomes),
-        sum(not outcome.difference for outcome in outcomes),
-        f"{sum(outcome.seconds for outcome in outcomes):.0f}",
-        f"{sum(outcome.cpu for outcome in outcomes):.0f}",
-    ]
-    print("|", *(f"{cell} |" for cell in cells), flush=True)
-
-
-def main() -> None:
-    """Serve requests, or print a table."""
+def run(folder: Path) -> None:
+    """Execute the deployments that the standard input requests."""
     torch.set_num_threads(1)
     shorten_times()
-    stage = Stage(Path(sys.argv[1]).resolve())
-    if len(sys.argv) == 2:
-        print("ready", flush=True)
-        for line in sys.stdin:
-            number, seed = map(int, line.split())
-            print(json.dumps(asdict(stage.outcome(number, seed))), flush=True)
-        return
-    seeds, start, step = map(int, (*sys.argv[2:], 0, 1)[:3])
-    for number in range(start, len(STATES), step):
-        print_row(stage, number, seeds)
+    stage = Stage(folder)
+    for line in sys.stdin:
+        number, seed = map(int, line.split())
+        print(json.dumps(asdict(stage.outcome(number, seed))), flush=True)
+
+
+def list_all(seeds: int) -> None:
+    """Write a request for each state and seed."""
+    for seed in range(seeds):
+        for number in range(len(STATES)):
+            print(number, seed)
+
+
+def print_table(files: list[str]) -> None:
+    """Print, for each state, how many processes were killed, and how many runs ended the same."""
+    lines = [line for file in files for line in Path(file).read_text().splitlines()]
+    outcomes = [Outcome(**json.loads(line)) for line in lines]
+    for number, state in enumerate(STATES):
+        mine = [outcome for outcome in outcomes if outcome.state == number]
+        killed = sum(outcome.killed for outcome in mine)
+        same = sum(not outcome.difference for outcome in mine)
+        seconds = sum(outcome.seconds for outcome in mine)
+        cpu = sum(outcome.cpu for outcome in mine)
+        print(f"| {state} | {len(mine)} | {killed} | {same} | {seconds:.0f} | {cpu:.0f} |")
+    for outcome in outcomes:
+        if outcome.difference:
+            print(STATES[outcome.state], outcome)
 
 
 if __name__ == "__main__":
-    main()
+    match sys.argv[1:]:
+        case ["run", folder]:
+            run(Path(folder).resolve())
+        case ["list", seeds]:
+            list_all(int(seeds))
+        case ["table", *files]:
+            print_table(files)
+        case _:
+            sys.exit(__doc__)

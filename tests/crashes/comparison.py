@@ -27,8 +27,9 @@ class Folders(Protocol):
 def compare(actual: Folders, undisturbed: Folders, local: RunFolder) -> None:
     """Compare a deployment's states, results, scores and metrics with those of undisturbed runs.
 
-    Not compared are the secrets that each process of a client draws, durations, the sums of bytes in the server's result, and the number of times
-    that the server recorded the bytes of an order that it repeated.
+    Not compared are durations, the secrets that each process of a client draws, the sums of bytes
+    in the server's result, and the number of times that the server recorded the bytes of an order
+    that it repeated.
 
     Args:
         actual: The deployment.

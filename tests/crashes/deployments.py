@@ -6,6 +6,7 @@ takes about a second.
 
 import ctypes
 import gc
+import importlib
 import os
 import random
 import shutil
@@ -19,7 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import GPT2LMHeadModel  # noqa: F401  (imported before the processes are forked)
+import certifi  # noqa: F401  (imported before the processes are forked)
+import httpcore  # noqa: F401
+from transformers import conversion_mapping
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -45,10 +48,18 @@ SECONDS_IN_ALL = 60.0
 """The time after which a deployment counts as hanging."""
 LONGEST_DELAY = 0.03
 """The maximum time in seconds between reaching a state and being killed."""
-ABSENT = 0.8
+ABSENT = 1.2
 """The time in seconds after which the server notices that a client is silent."""
 PORTS = range(10_000, 30_000)
 """The ports of servers; lower than those that the system gives to outgoing connections."""
+USED = (
+    *(
+        f"coterie.{package}"
+        for package in ("aggregation", "bases", "data", "evaluation", "methods")
+    ),
+    *("coterie.training", "datasketch", "scipy"),
+)
+"""The beginnings of the names of modules that a process of a deployment imports when it runs."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""
 
@@ -57,6 +68,9 @@ SET_PARENT_DEATH_SIGNAL = 1
 class Outcome:
     """What a deployment with a killed process ended in."""
 
+    state: int
+    """The number of the state in `STATES`."""
+    seed: int
     killed: int = 0
     """The number of processes that killed themselves with SIGKILL in the requested states."""
     difference: str = ""
@@ -73,7 +87,7 @@ def shorten_times() -> None:
     mailbox_module.ABSENT_SECONDS = ABSENT
     server_module.POLL_SECONDS = 1.0
     server_module.PIECE = client_module.PIECE = 1 << 11
-    client_module.HEARTBEAT_SECONDS = 0.2
+    client_module.HEARTBEAT_SECONDS = 0.4
     client_module.FIRST_PAUSE, client_module.LONGEST_PAUSE = 0.03, 0.15
 
 
@@ -105,21 +119,34 @@ class Stage:
         self.keys = Keys.create(folder / "keys")
         for name in CLIENTS:
             self.keys.add(name, folder / f"{name}.key")
+        out, imports = folder / "local", folder / "imports"
+        finish(fork(lambda: self.run_alone(out, imports), folder / "rehearsal.log"))
+        for module in imports.read_text().split():
+            importlib.import_module(module)
+        conversion_mapping.get_checkpoint_conversion_mapping("gpt2")  # cached
         gc.collect()
         gc.freeze()
         self.undisturbed = Deployment(self, folder / "undisturbed", None, 0)
-        outcome = self.undisturbed.run()
+        outcome = self.undisturbed.run(Outcome(-1, 0))
         assert not outcome.difference, (outcome.difference, outcome.notes)
-        out = folder / "local"
-        finish(fork(lambda: coterie.run(self.config, out=out), folder / "local.log"))
         self.local = RunFolder(out)
         compare(self.undisturbed, self.undisturbed, self.local)
+
+    def run_alone(self, out: Path, imports: Path) -> None:
+        """Execute the run in one process, and write the names of the modules that it imports.
+
+        The process that forks the others then imports these modules once.
+        """
+        before = {*sys.modules}
+        coterie.run(self.config, out=out)
+        names = [name for name in sys.modules if name.startswith(USED) and name not in before]
+        imports.write_text("\n".join(names))
 
     def outcome(self, number: int, seed: int) -> Outcome:
         """Execute a deployment in which a process is killed, and compare it."""
         folder = self.folder / f"{number:02d}-{seed:02d}"
         deployment = Deployment(self, folder, STATES[number], seed)
-        outcome = deployment.run()
+        outcome = deployment.run(Outcome(number, seed))
         if not outcome.difference:
             try:
                 compare(deployment, self.undisturbed, self.local)
@@ -201,12 +228,11 @@ class Deployment:
         self.ended: set[str] = set()
         self.killed = 0
 
-    def run(self) -> Outcome:
-        """Execute the deployment until all processes have ended."""
+    def run(self, outcome: Outcome) -> Outcome:
+        """Execute the deployment until all processes have ended, and complete its outcome."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         began, cpu = time.monotonic(), cpu_seconds()
-        outcome = Outcome()
         try:
             for name in self.lives:
                 self.start(name)
@@ -251,7 +277,7 @@ class Deployment:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             self.stop_finished()
-            time.sleep(0.004)
+            time.sleep(0.01)
             return
         name, code = self.pids.pop(pid), os.waitstatus_to_exitcode(status)
         if code == 0:
@@ -261,7 +287,7 @@ class Deployment:
         assert (name, code) == (self.victim, -signal.SIGKILL), f"{name} ended with {code}"
         assert self.marker(life).exists(), f"{name} was killed by another process"
         self.killed += 1
-        time.sleep(self.chance.choice([0.0, self.chance.uniform(0, 0.3), 1.2 * ABSENT]))
+        time.sleep(self.chance.choice([0.0, self.chance.uniform(0, 0.3), 1.1 * ABSENT]))
         self.start(name)
         if name == "server":  # as its operator would, if clients have left already
             for other in self.ended - {"server"}:

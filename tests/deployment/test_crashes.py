@@ -31,7 +31,7 @@ def crash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
-        [sys.executable, "-m", "crashes", str(folder / "runs")],
+        [sys.executable, "-m", "crashes", "run", str(folder / "runs")],
         env={**os.environ, **variables},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -41,7 +41,6 @@ def crash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
         assert process.stdin is not None
         assert process.stdout is not None
         requests, replies = process.stdin, process.stdout
-        assert replies.readline() == "ready\n"
 
         def execute(state: State, seed: int) -> Outcome:
             print(STATES.index(state), seed, file=requests, flush=True)
