@@ -4,7 +4,8 @@ python -m crashes run FOLDER       for each line "NUMBER SEED" of the standard i
                                    NUMBER is the number of a state in `STATES`, write a line of
                                    JSON, an `Outcome`
 python -m crashes list SEEDS       write the lines of all states with the seeds below SEEDS
-python -m crashes table FILES      print a table of the outcomes in files
+python -m crashes table FILES      print tables of the outcomes in files: runs, kills, runs with
+                                       the same bits, and mean seconds and CPU seconds of a run
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from crashes.deployments import STATES, Outcome, Stage, shorten_times
+from crashes.deployments import GROUPS, STATES, Outcome, Stage, shorten_times
 
 
 def run(folder: Path) -> None:
@@ -35,19 +36,28 @@ def list_all(seeds: int) -> None:
 
 
 def print_table(files: list[str]) -> None:
-    """Print, for each state, how many processes were killed, and how many runs ended the same."""
+    """Print a table of the outcomes of each state, and one of the outcomes of each phase."""
     lines = [line for file in files for line in Path(file).read_text().splitlines()]
     outcomes = [Outcome(**json.loads(line)) for line in lines]
-    for number, state in enumerate(STATES):
-        mine = [outcome for outcome in outcomes if outcome.state == number]
-        killed = sum(outcome.killed for outcome in mine)
-        same = sum(not outcome.difference for outcome in mine)
-        seconds = sum(outcome.seconds for outcome in mine)
-        cpu = sum(outcome.cpu for outcome in mine)
-        print(f"| {state} | {len(mine)} | {killed} | {same} | {seconds:.0f} | {cpu:.0f} |")
+    for state in STATES:
+        print_row([str(state)], [o for o in outcomes if STATES[o.state] is state])
+    for (side, phase), states in GROUPS.items():
+        cells = [side, phase, str(len(states))]
+        print_row(cells, [o for o in outcomes if STATES[o.state] in states])
+    print_row(["all", "", str(len(STATES))], outcomes)
     for outcome in outcomes:
         if outcome.difference:
             print(STATES[outcome.state], outcome)
+
+
+def print_row(cells: list[str], outcomes: list[Outcome]) -> None:
+    """Print the numbers of runs, kills and runs with the same bits, and the mean CPU seconds."""
+    killed = sum(outcome.killed for outcome in outcomes)
+    same = sum(not outcome.difference for outcome in outcomes)
+    cpu = sum(outcome.cpu for outcome in outcomes) / max(1, len(outcomes))
+    seconds = sum(outcome.seconds for outcome in outcomes) / max(1, len(outcomes))
+    figures = [str(len(outcomes)), str(killed), str(same), f"{seconds:.1f}", f"{cpu:.1f}"]
+    print("|", " | ".join(cells + figures), "|")
 
 
 if __name__ == "__main__":

@@ -342,12 +342,12 @@ CLIENT_RESUMED = (
         first=STEPPED,
     ),
 )
-CLIENT_STATES = (
-    *CLIENT_STARTS,
-    *CLIENT_JOINS,
-    *CLIENT_ORDERS,
-    *CLIENT_STEPS,
-    *CLIENT_REPLIES,
-    *CLIENT_ENDS,
-    *CLIENT_RESUMED,
-)
+CLIENT_STATES = {
+    "start": CLIENT_STARTS,
+    "join": CLIENT_JOINS,
+    "order": CLIENT_ORDERS,
+    "step": CLIENT_STEPS,
+    "reply": CLIENT_REPLIES,
+    "end": CLIENT_ENDS,
+    "restart": CLIENT_RESUMED,
+}

@@ -42,7 +42,12 @@ from crashes.server_states import SERVER_STATES
 from crashes.state import CLIENTS, ROUNDS, State
 from crashes.ways import install
 
-STATES = (*SERVER_STATES, *CLIENT_STATES)
+GROUPS = {
+    **{("server", phase): states for phase, states in SERVER_STATES.items()},
+    **{("client", phase): states for phase, states in CLIENT_STATES.items()},
+}
+"""The states by side and by phase of the run."""
+STATES = tuple(state for states in GROUPS.values() for state in states)
 INT8 = Path(__file__).parents[2] / "examples" / "transforms" / "int8.py"
 SECONDS_IN_ALL = 60.0
 """The time after which a deployment counts as hanging."""
@@ -154,7 +159,9 @@ class Stage:
                 outcome.difference = f"{type(error).__name__}: {error}"
         if outcome.difference:
             outcome.notes = [
-                line for log in folder.glob("*.log") for line in log.read_text().splitlines()[-8:]
+                line
+                for log in sorted(folder.rglob("*.log"))
+                for line in log.read_text().splitlines()[-8:]
             ]
         else:
             shutil.rmtree(folder)
@@ -226,6 +233,9 @@ class Deployment:
         self.lives = dict.fromkeys(("server", *CLIENTS), 0)
         """The number of times that each process was started."""
         self.ended: set[str] = set()
+        self.recalled: set[str] = set()
+        """Clients that are started again if they have left, because the server was killed: only
+        the clients can repeat the metrics of the end of the run that the server has lost."""
         self.killed = 0
 
     def run(self, outcome: Outcome) -> Outcome:
@@ -255,6 +265,7 @@ class Deployment:
         life = self.lives[name]
         self.lives[name] += 1
         self.ended.discard(name)
+        self.recalled.discard(name)
         kill: Callable[[], None] = lambda: None  # noqa: E731
         if name == self.victim and life < len(self.kills):
             state, marker = self.kills[life], self.marker(life)
@@ -282,6 +293,8 @@ class Deployment:
         name, code = self.pids.pop(pid), os.waitstatus_to_exitcode(status)
         if code == 0:
             self.ended.add(name)
+            if name in self.recalled and "server" not in self.ended:
+                self.start(name)
             return
         life = self.lives[name] - 1
         assert (name, code) == (self.victim, -signal.SIGKILL), f"{name} ended with {code}"
@@ -289,8 +302,9 @@ class Deployment:
         self.killed += 1
         time.sleep(self.chance.choice([0.0, self.chance.uniform(0, 0.3), 1.1 * ABSENT]))
         self.start(name)
-        if name == "server":  # as its operator would, if clients have left already
-            for other in self.ended - {"server"}:
+        if name == "server":
+            self.recalled = {*CLIENTS}
+            for other in {*self.ended}:
                 self.start(other)
 
     def stop_finished(self) -> None:

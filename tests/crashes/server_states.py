@@ -384,11 +384,11 @@ SERVER_RESUMED = (
         first=APPENDED,
     ),
 )
-SERVER_STATES = (
-    *STARTS,
-    *SERVER_JOINS,
-    *SERVER_ORDERS,
-    *SERVER_ROUNDS,
-    *SERVER_ENDS,
-    *SERVER_RESUMED,
-)
+SERVER_STATES = {
+    "start": STARTS,
+    "join": SERVER_JOINS,
+    "order and reply": SERVER_ORDERS,
+    "round": SERVER_ROUNDS,
+    "end": SERVER_ENDS,
+    "restart": SERVER_RESUMED,
+}
