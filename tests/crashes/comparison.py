@@ -67,8 +67,8 @@ def assert_same(actual: RunFolder, expected: RunFolder, side: str) -> None:
     assert_same_tensors(mine, other, side)
     parts = dict(other.walk())
     for path, part in mine.walk():
-        values = part.values | {"secrets": None}
-        assert values == parts[path].values | {"secrets": None}, (side, path)
+        values = {**part.values, "secrets": None}
+        assert values == {**parts[path].values, "secrets": None}, (side, path)
 
 
 def without_times(folder: RunFolder) -> list[Line]:

@@ -230,7 +230,7 @@ class Deployment:
             self.kills = [state] if state.first is None else [state.first, state]
         self.pids: dict[int, str] = {}
         """The running processes, by process id."""
-        self.lives = dict.fromkeys(("server", *CLIENTS), 0)
+        self.lives: dict[str, int] = dict.fromkeys(("server", *CLIENTS), 0)
         """The number of times that each process was started."""
         self.ended: set[str] = set()
         self.recalled: set[str] = set()
@@ -303,7 +303,7 @@ class Deployment:
         time.sleep(self.chance.choice([0.0, self.chance.uniform(0, 0.3), 1.1 * ABSENT]))
         self.start(name)
         if name == "server":
-            self.recalled = {*CLIENTS}
+            self.recalled.update(CLIENTS)
             for other in {*self.ended}:
                 self.start(other)
 
