@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: demo quick test slow tenth lint docs mutants shuffled dist try-wheel setup clean \
-  thorough thorough-methods thorough-engines thorough-others
+  thorough thorough-methods thorough-engines thorough-crashes thorough-others
 
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
 	$(BIN)/coterie run --out runs/demo --force
@@ -29,13 +29,16 @@ slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
 	$(PYTEST) -m "slow and not thorough" $(STARTING)
 
+CRASHES := tests/deployment/test_crashes.py
 ENGINES := tests/deployment tests/engines tests/network
-thorough: thorough-methods thorough-engines thorough-others try-wheel  ## run all thorough tests, and try the wheel
+thorough: thorough-methods thorough-engines thorough-crashes thorough-others try-wheel  ## run all thorough tests, and try the wheel
 thorough-methods: setup
 	$(PYTEST) -n 2 -m thorough tests/methods
 thorough-engines: setup
-	$(PYTEST) -n 2 -m thorough $(ENGINES) $(STARTING:%=--ignore=%)
+	$(PYTEST) -n 2 -m thorough $(ENGINES) --ignore=$(CRASHES) $(STARTING:%=--ignore=%)
 	$(PYTEST) -m thorough $(STARTING)
+thorough-crashes: setup
+	$(PYTEST) -n 2 -m thorough $(CRASHES)
 thorough-others: setup
 	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods $(ENGINES:%=--ignore=%)
 

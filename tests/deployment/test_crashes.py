@@ -1,0 +1,106 @@
+"""Processes of a deployment that are killed with SIGKILL in every state of a committed table: when
+they are started again, the run ends in the bits of a run in which no process was killed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
+from crashes.__main__ import list_all, print_table
+from crashes.deployments import STATES, Outcome
+from crashes.state import State
+from ports import die_with_parent
+
+SEEDS = 50
+"""The number of seeds of each state."""
+SHARD = 5
+"""The number of seeds that one thorough test executes."""
+TESTS = Path(__file__).parents[1]
+Crash = Callable[[State, int], Outcome]
+
+
+@pytest.fixture(scope="module")
+def crash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
+    """A function that kills a process in a state, and compares the run."""
+    folder = tmp_path_factory.mktemp("crashes")
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "crashes", "run", str(folder / "runs")],
+        env={**os.environ, **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(),
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, replies = process.stdin, process.stdout
+
+        def execute(state: State, seed: int) -> Outcome:
+            print(STATES.index(state), seed, file=requests, flush=True)
+            return Outcome(**json.loads(replies.readline()))
+
+        yield execute
+        requests.close()
+        assert process.wait(30) == 0
+
+
+def check(crash: Crash, state: State, seeds: range) -> None:
+    """Check that a process is killed with each seed, and that the run ends in the same bits."""
+    for seed in seeds:
+        outcome = crash(state, seed)
+        assert outcome.killed == (1 if state.first is None else 2), (seed, outcome)
+        assert outcome.difference == "", (seed, outcome)
+
+
+def shards() -> list[Any]:
+    """Return each state with each range of seeds that one test executes."""
+    starts = range(0, SEEDS, SHARD)
+    return [
+        pytest.param(state, range(start, start + SHARD), id=f"{state}, from seed {start}")
+        for state in STATES
+        for start in starts
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_a_run_with_a_killed_process_ends_in_the_same_bits(state: State, crash: Crash) -> None:
+    check(crash, state, range(1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("state", "seeds"), shards())
+def test_a_run_with_a_killed_process_ends_in_the_same_bits_with_any_seed(
+    state: State, seeds: range, crash: Crash
+) -> None:
+    check(crash, state, seeds)
+
+
+def test_the_table_counts_kills_and_runs_with_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = len(STATES) - 1
+    outcomes = [Outcome(last, 0, 2, "", 4.0, 1.0), Outcome(last, 1, 2, "no result", 6.0, 2.0)]
+    file = tmp_path / "outcomes.jsonl"
+    file.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes))
+    print_table([str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"| {STATES[last]} | 2 | 4 | 1 | 5.0 | 1.5 |" in lines
+    assert "| client | restart | 4 | 2 | 4 | 1 | 5.0 | 1.5 |" in lines
+    assert "no result" in lines[-1]
+
+
+def test_each_state_is_requested_with_each_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    list_all(2)
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "0 0"
+    assert len({*lines[:-1]}) == 2 * len(STATES) == len({str(state) for state in STATES}) * 2
