@@ -89,6 +89,9 @@ class Listener:
         """The state of the key folder when the keys were last read."""
         self.fault = ""
         """An error message that says why the keys could not be read, or an empty string."""
+        self.faults = keys.read_clients()[1]
+        """Sentences about clients' certificates that cannot be used, which the log already
+        contains."""
         self.registered: dict[bytes, str] = {}
         """The clients' names, by the SHA-256 of their certificates (DER)."""
         self.read_keys()
@@ -97,18 +100,22 @@ class Listener:
         """Read the keys if they have changed, and close connections whose certificate was removed.
 
         Raises:
-            CoterieError: The keys cannot be used.
+            CoterieError: The server's certificate cannot be used. The clients are up to date.
         """
         if (state := self.keys.state()) == self.keys_state:
             return
-        clients = self.keys.clients().values()
-        self.context = self.keys.server_context(clients)
-        self.registered = {c.certificate.fingerprint(SHA256()): c.name for c in clients}
-        self.keys_state = state
+        clients, faults = self.keys.read_clients()
+        self.registered = {c.certificate.fingerprint(SHA256()): c.name for c in clients.values()}
         for transport, connection in list(self.connections.items()):
             if connection.certificate not in self.registered:
                 log.info("%s: the key is no longer accepted", connection.client)
                 self.close(transport)
+        for fault in faults:
+            if fault not in self.faults:
+                log.warning(fault)
+        self.faults = faults
+        self.context = self.keys.server_context(clients.values())
+        self.keys_state = state
 
     def close(self, transport: asyncio.BaseTransport) -> None:
         """Close a connection without sending the data that is still buffered."""
