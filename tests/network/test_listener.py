@@ -302,7 +302,8 @@ def test_a_refusal_is_logged_with_its_address_and_reason(
     refused = [m for m in caplog.messages if m.startswith("refused")]
     assert refused == [
         "refused a connection from 127.0.0.2: no client certificate",
-        "refused a connection from 127.0.0.3: certificate refused (self-signed certificate)",
+        "refused a connection from 127.0.0.3: the certificate is not registered; the client was "
+        "removed, or has an old key",
         "refused a connection from 127.0.0.4: http request",
         "refused a connection from 127.0.0.5: connection closed",
     ]

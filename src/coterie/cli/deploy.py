@@ -163,7 +163,7 @@ def server(
             finished = deploy.serve_again(folder, serving, from_round, without or (), config)
         else:
             finished = deploy.serve(config, folder, serving, without or ())
-    terminal.say(f"The run is finished and saved in {finished.path}.")
+        board.ends(f"The run is finished and saved in {finished.path}.")
 
 
 def client(

@@ -3,8 +3,8 @@
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,7 +151,7 @@ def _run_to_end(
     skeleton = load_skeleton(config.base, config.root)
     largest = config.deployment.largest_message * MiB
     file = folder.path / "server.log"
-    with folder.lock(), logged(file, log.name, log_format=serving.log_format):
+    with folder.lock(), logged(file, log.name, log_format=serving.log_format), errors_logged():
         refuse_links(folder.path, "mailbox")
         mailbox = Mailbox(folder.path / "mailbox")
         run = ServerRun(config, skeleton, folder, mailbox, serving.watch, own)
@@ -164,7 +164,24 @@ def _run_to_end(
             MailboxServer(mailbox, serving.keys, listening, largest),
         ):
             run.rounds()
+        log.info("the run is finished")
     return folder
+
+
+@contextmanager
+def errors_logged() -> Iterator[None]:
+    """Log the error or the signal that ends the with block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        log.info("stopped")
+        raise
+    except CoterieError as error:
+        log.error(error)
+        raise
+    except Exception:
+        log.exception("the server failed")
+        raise
 
 
 def take_part(

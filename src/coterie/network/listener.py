@@ -46,6 +46,9 @@ LOGGED_REFUSALS = 3
 REPORT_SECONDS = 60
 """The interval at which the total numbers of refused handshakes are logged."""
 
+UNREGISTERED = (18, 19, 20, 21)
+"""OpenSSL's codes for a certificate that is not in the trust store, nor signed by one that is."""
+
 log = logging.getLogger(__name__)
 
 
@@ -235,6 +238,8 @@ def source_of(address: str) -> str:
 def reason_of(error: OSError) -> str:
     """Return the reason why a TLS handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in UNREGISTERED:
+            return "the certificate is not registered; the client was removed, or has an old key"
         return f"certificate refused ({error.verify_message})"
     reason = getattr(error, "reason", None) or str(error) or "connection closed"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
