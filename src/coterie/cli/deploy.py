@@ -56,7 +56,7 @@ Metrics = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         help="Address for GET /health and GET /metrics (in Prometheus' format), without TLS, such "
-        "as 127.0.0.1:9100. Default: none.",
+        "as 127.0.0.1:9192. Default: none.",
     ),
 ]
 Format = Annotated[
