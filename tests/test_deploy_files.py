@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -23,6 +23,8 @@ from coterie.cli import app
 from coterie.config.deployed import check_start, load_deployment
 from coterie.config.sections import DeploymentSpec
 from coterie.config.values import read_values
+from coterie.deployment.monitoring import METRICS
+from coterie.deployment.status import State
 from coterie.errors import CoterieError
 
 ROOT = Path(__file__).parent.parent
@@ -180,7 +182,8 @@ def test_units_and_image_agree_about_the_ports() -> None:
     assert f"--publish {port}:{port}" in PAGE
     metrics = ":".join(address(server, "--metrics"))
     assert metrics.startswith("127.0.0.1:")  # without TLS, and not for other machines
-    assert set(re.findall(r"--metrics (\S+)", PAGE)) == {metrics}
+    ports = set(re.findall(r"--metrics [0-9.]+:([0-9]+)", PAGE))
+    assert ports == {metrics.partition(":")[2]}
     assert f"http://{metrics}/health" in PAGE
 
 
@@ -197,6 +200,12 @@ def test_systemd_knows_every_line(path: Path, tmp_path: Path) -> None:
     )
     said = [line for line in done.stderr.splitlines() if path.stem in line]
     assert (done.returncode, said) == (0, [])
+
+
+def test_the_page_describes_every_metric_and_every_state() -> None:
+    rows = re.findall(r"^\| (`.*?) \| ", PAGE, flags=re.MULTILINE)
+    described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert described >= {*METRICS, *get_args(State)}
 
 
 def health(process: int) -> int:

@@ -13,10 +13,12 @@ from coterie.cli import app
 from coterie.deployment import status as module
 from coterie.deployment.monitoring import exposition, monitored
 from coterie.deployment.seats import Seat
+from coterie.deployment.start import errors_logged, log
 from coterie.deployment.status import Monitor, ServerWatch, Status, awaited_uploads, named
 from coterie.errors import CoterieError, Unwritable
 from coterie.network.listener import listen
 from coterie.runs import RunFolder
+from coterie.runs.progress import logged
 
 
 class Lines(ServerWatch):
@@ -227,6 +229,25 @@ def test_health_and_metrics_are_served_and_nothing_else(monitor) -> None:
             urllib.request.urlopen(f"{url}/status.json")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyboardInterrupt(), "INFO stopped"),
+        (CoterieError("The disk is full."), "ERROR The disk is full."),
+        (ZeroDivisionError("by zero"), "ERROR the server failed\nTraceback"),
+    ],
+)
+def test_the_log_says_why_a_server_ended(error, line, tmp_path, caplog) -> None:
+    caplog.set_level("INFO", log.name)
+    with (
+        pytest.raises(type(error)),
+        logged(tmp_path / "server.log", log.name),
+        errors_logged(),
+    ):
+        raise error
+    assert line in (tmp_path / "server.log").read_text()
 
 
 def test_the_command_shows_the_status_and_says_whether_the_server_runs(

@@ -264,9 +264,9 @@ def listen(address: str, option: str = "--address") -> socket.socket:
         version = ip_address(ip).version
     valid = version and host == (ip if version == 4 else f"[{ip}]") and "%" not in host
     if not valid or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        examples = "127.0.0.1:9192" if option == "--metrics" else "0.0.0.0:9092 or [::]:9092"
         raise CoterieError(
-            f"{option} takes an IP address and a port, such as 0.0.0.0:9092 or [::]:9092, "
-            f"not {address!r}."
+            f"{option} takes an IP address and a port, such as {examples}, not {address!r}."
         )
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     try:
