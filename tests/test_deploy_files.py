@@ -1,4 +1,4 @@
-"""What takes a reader to three machines is true: units, the image, the commands of the page."""
+"""Deployments as documented: the units, the image, and the commands of the page."""
 
 import configparser
 import json
@@ -6,19 +6,25 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
+from ports import free_port
+from sites import Deployment
 
+from coterie.bases import EMBEDDED
 from coterie.cli import app
 from coterie.config.deployed import check_start, load_deployment
 from coterie.config.sections import DeploymentSpec
 from coterie.config.values import read_values
+from coterie.deployment.monitoring import METRICS
+from coterie.deployment.status import State
 from coterie.errors import CoterieError
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +114,8 @@ def test_the_prose_names_commands_and_options_that_exist(text: str) -> None:
 def test_options_in_tables_and_sentences_exist() -> None:
     named = set(re.findall(r"`(--[a-z-]+)(?: [A-Z=]+)?`", PAGE))
     assert named >= {"--address", "--resume", "--data", "--base", "--public"}
-    assert named - options(["server"]) - options(["client"]) <= {"--host"}  # of `coterie keys`
+    others = options(["keys", "init"]) | options(["status"])
+    assert named <= options(["server"]) | options(["client"]) | others
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
@@ -158,7 +165,26 @@ def test_the_server_goes_on_after_a_failure_and_not_after_its_end() -> None:
     service = unit(path)["Service"]
     assert service["Restart"] == "on-failure"
     assert service["SuccessExitStatus"] == "130"  # of a stop; see cli.terminal.exit_stopped
-    assert service["KillMode"] == "mixed"
+
+
+def address(path: Path, option: str) -> tuple[str, str]:
+    """The host and the port that a unit gives with an option."""
+    words = start(path)
+    host, _, port = words[words.index(option) + 1].rpartition(":")
+    return host, port
+
+
+def test_units_and_image_agree_about_the_ports() -> None:
+    client, server = UNITS
+    host, port = address(server, "--address")
+    assert (host, port) == ("0.0.0.0", address(client, "--server")[1])
+    assert re.findall(r"^EXPOSE (.+)$", CONTAINERFILE, flags=re.MULTILINE) == [port]
+    assert f"--publish {port}:{port}" in PAGE
+    metrics = ":".join(address(server, "--metrics"))
+    assert metrics.startswith("127.0.0.1:")  # without TLS, and not for other machines
+    ports = set(re.findall(r"--metrics [0-9.]+:([0-9]+)", PAGE))
+    assert ports == {metrics.partition(":")[2]}
+    assert f"http://{metrics}/health" in PAGE
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -174,6 +200,51 @@ def test_systemd_knows_every_line(path: Path, tmp_path: Path) -> None:
     )
     said = [line for line in done.stderr.splitlines() if path.stem in line]
     assert (done.returncode, said) == (0, [])
+
+
+def test_the_page_describes_every_metric_and_every_state() -> None:
+    rows = re.findall(r"^\| (`.*?) \| ", PAGE, flags=re.MULTILINE)
+    described = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert described >= {*METRICS, *get_args(State)}
+
+
+def health(process: int) -> int:
+    """The exit code of the image's health check, where a process is a container's first."""
+    [text] = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", CONTAINERFILE, flags=re.MULTILINE)
+    program, option, code = json.loads(text)
+    assert (program, option) == ("python", "-c")
+    assert "/proc/1/cmdline" in code
+    code = code.replace("/proc/1/", f"/proc/{process}/")
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="no /proc on this system")
+def test_the_health_check_tells_a_server_that_answers_from_one_that_does_not(tmp_path) -> None:
+    run = {"name": "us", "base": "tiny-gpt2", "clients": [{"name": "anna", "path": "diarist.txt"}]}
+    texts = str(EMBEDDED / "demo-writers")
+    with Deployment(tmp_path / "run", {**run, "data_root": texts}) as deployment:
+        deployment.make_keys()
+        port = free_port()
+        silent = deployment.serve("--metrics", f"127.0.0.1:{port}").process.pid
+        assert health(silent) == 1  # it does not listen yet
+        deployment.wait(lambda: health(silent) == 0)
+        deployment.join()  # a client has no address for monitoring
+        client = deployment.programs["anna"].process.pid
+        deployment.wait(lambda: "joined the run" in deployment.programs["anna"].text)
+        assert health(client) == 0
+        os.kill(silent, signal.SIGSTOP)
+        assert health(silent) == 1
+        os.kill(silent, signal.SIGCONT)
+        assert health(silent) == 0
+        deployment.kill("server")
+        assert health(silent) == 1
+        again = deployment.serve("--metrics", f"127.0.0.1:{port}", "--resume")
+        deployment.wait(lambda: health(again.process.pid) == 0)
+        again.send(signal.SIGTERM)
+        assert again.end(20) == 130
+        assert health(again.process.pid) == 1
 
 
 def test_files_that_the_page_installs_exist() -> None:

@@ -2,11 +2,14 @@
 runs."""
 
 import re
+import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from ports import free_port
 from typer.testing import CliRunner
 
 from coterie.cli import app
@@ -97,6 +100,35 @@ def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch)
     monkeypatch.chdir(keys)
     Path("t").mkdir(exist_ok=True)
     assert re.search(sentence, complaint("client", *arguments))
+
+
+@pytest.fixture
+def waiting_run(keys, tmp_path, monkeypatch) -> list[object]:
+    """The arguments of a server whose run folder and keys are valid."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = tmp_path / "us.yaml"
+    path.write_text(yaml.safe_dump({"base": "tiny-gpt2", "clients": [{"name": "anna"}]}))
+    return ["server", path, "--keys", keys / "keys", "--out", tmp_path / "out"]
+
+
+@pytest.mark.parametrize("metrics", [(), ("--metrics", "127.0.0.1:0")])
+def test_an_address_that_is_in_use_is_one_sentence(waiting_run, metrics, tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        busy = f"127.0.0.1:{other.getsockname()[1]}"
+        said = complaint(*waiting_run, "--address", busy, *metrics)
+        assert re.search(rf"Could not listen on {busy}: another program uses port", said)
+        free = f"127.0.0.1:{free_port()}"
+        assert complaint(*waiting_run, "--address", free, "--metrics", busy) == said
+    log = (tmp_path / "out" / "server.log").read_text()
+    assert log.count(f"ERROR {said}") == 2
+
+
+@pytest.mark.parametrize("metrics", ["localhost:9192", "9192", "127.0.0.1", "[::1]"])
+def test_an_address_for_monitoring_has_the_form_of_an_example(waiting_run, metrics) -> None:
+    said = complaint(*waiting_run, "--address", "127.0.0.1:0", "--metrics", metrics)
+    assert said == (
+        f"--metrics takes an IP address and a port, such as 127.0.0.1:9192, not {metrics!r}."
+    )
 
 
 def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:

@@ -77,6 +77,20 @@ def test_clients_are_added_listed_and_removed(command) -> None:
     assert "There is no client 'anna' in keys" in command("remove", "anna").refusal
 
 
+def test_a_damaged_certificate_is_named_with_the_command_that_replaces_it(command) -> None:
+    command("init")
+    command("add", "anna")
+    command("add", "ben")
+    Path("keys/clients/ben.pem").write_bytes(b"damaged")
+    listed = command("list").out
+    assert re.search("^anna ", listed, re.MULTILINE)
+    assert not re.search("^ben ", listed, re.MULTILINE)
+    assert "Warning: keys/clients/ben.pem is ignored" in listed
+    assert "`coterie keys renew ben --keys keys`." in listed
+    command("renew", "ben", "--out", "new.key")
+    assert "Warning" not in command("list").out
+
+
 def test_a_host_is_added_later(command) -> None:
     command("init")
     assert (

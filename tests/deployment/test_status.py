@@ -1,7 +1,7 @@
 """What an operator sees: reminders, the status file, /health and /metrics."""
 
 import json
-import time
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,10 +13,12 @@ from coterie.cli import app
 from coterie.deployment import status as module
 from coterie.deployment.monitoring import exposition, monitored
 from coterie.deployment.seats import Seat
-from coterie.deployment.status import Monitor, ServerWatch, Status, named
-from coterie.errors import CoterieError
+from coterie.deployment.start import errors_logged, log
+from coterie.deployment.status import Monitor, ServerWatch, Status, awaited_uploads, named
+from coterie.errors import CoterieError, Unwritable
 from coterie.network.listener import listen
 from coterie.runs import RunFolder
+from coterie.runs.progress import logged
 
 
 class Lines(ServerWatch):
@@ -94,6 +96,30 @@ def test_few_names_are_listed(names, text) -> None:
     assert named(names) == text
 
 
+def test_the_deadline_is_named_also_when_it_has_passed() -> None:
+    text = awaited_uploads(["ben"], 3600)
+    assert re.fullmatch(r"the upload of ben; the deadline is \d\d:\d\d:\d\d", text)
+    text = awaited_uploads({"ben", "anna"}, -5)
+    assert text.startswith("the uploads of anna and ben; the deadline was ")
+    assert text.endswith(", but the quorum is not reached")
+
+
+def test_a_status_that_cannot_be_written_does_not_stop_the_server(
+    monitor, watch, monkeypatch, tmp_path
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise Unwritable(f"Could not write {path}: No space left on device.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_text", fail)
+        for _ in range(3):
+            monitor.save()
+    [line] = watch.lines
+    assert line.startswith("the status is out of date: Could not write")
+    monitor.save()
+    assert Status.read(RunFolder(tmp_path)) == monitor.status
+
+
 def filled(monitor: Monitor) -> None:
     monitor.moved("anna", up=100, down=7)
     monitor.excludes("ben")
@@ -123,28 +149,70 @@ def test_a_damaged_status_is_one_sentence(text, tmp_path) -> None:
         Status.read(RunFolder(tmp_path))
 
 
+LINE = re.compile(r'([a-z_]+)(?:\{client="([A-Za-z0-9._-]+)"\})? (-?[0-9.]+(?:e[+-][0-9]+)?)')
+
+
+def parsed(text: str) -> dict[tuple[str, str], float]:
+    """Parse Prometheus' text format, and check its rules and conventions.
+
+    Each metric has one block: HELP, TYPE, and one line for each client. Counters, and nothing else,
+    end with `_total`; a time or a size has its base unit in its name.
+    """
+    assert text.endswith("\n")
+    values: dict[tuple[str, str], float] = {}
+    metrics: list[str] = []
+    for line in text[:-1].split("\n"):
+        if line.startswith("# HELP "):
+            _, _, name, description = line.split(" ", 3)
+            assert name not in metrics
+            assert description.endswith(".")
+            metrics.append(name)
+        elif line.startswith("# TYPE "):
+            assert line == f"# TYPE {metrics[-1]} " + (
+                "counter" if metrics[-1].endswith("_total") else "gauge"
+            )
+        else:
+            match = LINE.fullmatch(line)
+            assert match, line
+            name, client, value = match.groups()
+            assert name == metrics[-1]
+            assert (name, client or "") not in values
+            values[name, client or ""] = float(value)
+    return values
+
+
 def test_metrics_are_in_the_text_format_of_prometheus(monitor) -> None:
     filled(monitor)
-    monitor.status.clients["anna"].last_reply = time.time() - 50
-    lines = exposition(monitor.status).splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(values.pop('coterie_client_seconds_since_reply{client="anna"}')) >= 50
-    assert {name: float(value) for name, value in values.items()} == {
-        "coterie_rounds": 3,
-        "coterie_rounds_complete": 0,
-        'coterie_client_present{client="anna"}': 1,
-        'coterie_client_present{client="ben"}': 0,
-        'coterie_client_received_bytes{client="anna"}': 100,
-        'coterie_client_received_bytes{client="ben"}': 0,
-        'coterie_client_sent_bytes{client="anna"}': 7,
-        'coterie_client_sent_bytes{client="ben"}': 0,
-        'coterie_client_excluded_rounds{client="anna"}': 0,
-        'coterie_client_excluded_rounds{client="ben"}': 1,
+    monitor.status.clients["anna"].last_reply = 1795679070.25
+    monitor.status.updated = 1795679080.5
+    assert parsed(exposition(monitor.status)) == {
+        ("coterie_rounds", ""): 3,
+        ("coterie_rounds_complete", ""): 0,
+        ("coterie_status_timestamp_seconds", ""): 1795679080.5,
+        ("coterie_client_present", "anna"): 1,
+        ("coterie_client_present", "ben"): 0,
+        ("coterie_client_received_bytes_total", "anna"): 100,
+        ("coterie_client_received_bytes_total", "ben"): 0,
+        ("coterie_client_sent_bytes_total", "anna"): 7,
+        ("coterie_client_sent_bytes_total", "ben"): 0,
+        ("coterie_client_last_reply_timestamp_seconds", "anna"): 1795679070.25,
+        ("coterie_client_excluded_rounds_total", "anna"): 0,
+        ("coterie_client_excluded_rounds_total", "ben"): 1,
     }
-    declared = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert sorted(declared) == sorted({name.split("{")[0] for name in values} | {
-        "coterie_client_seconds_since_reply"
-    })  # fmt: skip
+    monitor.status.seconds_left = 90.5
+    assert parsed(exposition(monitor.status))["coterie_remaining_seconds", ""] == 90.5
+
+
+def test_the_metrics_are_those_that_prometheus_own_parser_reads(monitor) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    filled(monitor)
+    text = exposition(monitor.status)
+    read = {
+        (sample.name, sample.labels.get("client", "")): sample.value
+        for family in parser.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert read == parsed(text)
 
 
 def test_health_and_metrics_are_served_and_nothing_else(monitor) -> None:
@@ -161,6 +229,25 @@ def test_health_and_metrics_are_served_and_nothing_else(monitor) -> None:
             urllib.request.urlopen(f"{url}/status.json")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyboardInterrupt(), "INFO stopped"),
+        (CoterieError("The disk is full."), "ERROR The disk is full."),
+        (ZeroDivisionError("by zero"), "ERROR the server failed\nTraceback"),
+    ],
+)
+def test_the_log_says_why_a_server_ended(error, line, tmp_path, caplog) -> None:
+    caplog.set_level("INFO", log.name)
+    with (
+        pytest.raises(type(error)),
+        logged(tmp_path / "server.log", log.name),
+        errors_logged(),
+    ):
+        raise error
+    assert line in (tmp_path / "server.log").read_text()
 
 
 def test_the_command_shows_the_status_and_says_whether_the_server_runs(
@@ -185,6 +272,9 @@ def test_the_command_shows_the_status_and_says_whether_the_server_runs(
         assert shown()[0] == 0
         assert "not running" not in shown()[1]
         assert Status.model_validate_json(shown("--json")[1]) == monitor.status
+        assert json.loads(shown("--json")[1])["running"]
+    code, text = shown("--json")
+    assert (code, json.loads(text)["running"]) == (1, False)
     monitor.save(ended=True)
     code, text = shown()
     assert code == 0

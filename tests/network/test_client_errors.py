@@ -338,6 +338,15 @@ def test_a_client_that_is_refused_for_long_ends_with_an_error(
             wait(lambda: events[-1].endswith("a new key file is needed."), 20)
 
 
+def test_a_client_with_another_version_of_the_protocol_ends_with_an_error(
+    hostile: Hostile, anna: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 1.0)
+    hostile.response = response(status="426 X")
+    with running(hostile.address, anna) as events:
+        wait(lambda: events[-1:] and events[-1].endswith("Coterie on both sides."), 20)
+
+
 def test_a_client_that_cannot_reach_its_server_does_not_end(
     anna: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,11 +232,14 @@ def test_another_folder_is_refused_with_what_to_do(missing, keys, tmp_path) -> N
         Keys(folder)
 
 
-def test_a_certificate_that_is_none_is_named(keys, tmp_path) -> None:
+def test_a_certificate_that_is_none_is_named_and_ignored(keys, tmp_path) -> None:
+    keys.add("anna", tmp_path / "anna.key")
     for content in (b"hello", keys.certificate.read_bytes()):  # whose key is on another curve
         (tmp_path / "keys" / "clients" / "ben.pem").write_bytes(content)
-        with pytest.raises(CoterieError, match=r"ben\.pem is damaged"):
-            keys.clients()
+        clients, [fault] = keys.read_clients()
+        assert list(clients) == list(keys.clients()) == ["anna"]
+        assert "ben.pem is ignored (it is damaged, or has a wrong name)" in fault
+        assert keys.remarks() == [fault]
 
 
 @pytest.mark.parametrize("host", ["a.example:9092", "", "a..b", "-a.org", "192.0.2.300", "*.org"])

@@ -169,9 +169,7 @@ def move_away(keys: Keys) -> None:
     keys.folder.rename(keys.folder.with_name("moved"))
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_a_client, damage_the_certificate, exchange_the_certificate, move_away]
-)
+@pytest.mark.parametrize("damage", [damage_the_certificate, exchange_the_certificate, move_away])
 def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(
     here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Keys], None]
 ) -> None:
@@ -184,23 +182,54 @@ def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(
         assert here.ping(here.context("bob")) == 204
 
 
-def test_a_damaged_key_folder_is_logged_once_and_read_again_when_it_is_repaired(
-    here: Post, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damage", [damage_the_certificate, exchange_the_certificate])
+def test_a_client_is_removed_although_the_servers_certificate_is_damaged(
+    here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Keys], None]
 ) -> None:
-    def faults() -> list[str]:
-        return [m for m in caplog.messages if m.startswith("could not read the keys: ")]
+    damage(here.keys)
+    wait(lambda: "could not read the keys" in caplog.text)
+    with here.connect() as connection:
+        assert ping(connection) == 204
+        here.keys.remove("anna")
+        assert is_closed(connection, 2)
+    assert here.is_refused(here.context())
+    assert here.ping(here.context("bob")) == 204
 
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"damaged"), unreadable])
+def test_a_damaged_file_excludes_only_its_client(
+    here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    file = here.keys.folder / "clients" / "bob.pem"
+
+    def faults() -> list[str]:
+        return [message for message in caplog.messages if "bob.pem is ignored" in message]
+
+    with here.connect(here.context("bob")) as bob, here.connect() as anna:
+        assert ping(bob) == ping(anna) == 204
+        damage(file)
+        assert is_closed(bob, 2)
+        assert ping(anna) == 204
+        here.add("carol")
+        wait(lambda: "carol" in here.listener.registered.values(), 2)
+        assert here.ping(here.context("carol")) == 204
+        assert here.is_refused(here.context("bob"))
+        here.keys.remove("anna")
+        assert is_closed(anna, 2)
+    [fault] = faults()
+    assert f"replace it with `coterie keys renew bob --keys {here.keys.folder}`" in fault
+
+
+def test_a_damaged_file_is_replaced_by_the_command_that_the_log_names(here: Post) -> None:
     damage_a_client(here.keys)
-    wait(faults)
-    here.keys.remove("anna")
-    read = here.listener.keys.state
-    reads: list[object] = []
-    here.listener.keys.state = lambda: reads.append(None) or read()  # pyright: ignore
-    wait(lambda: len(reads) > 1)
-    assert faults() == [faults()[0]]
-    assert "bob.pem is damaged" in faults()[0]
-    (here.keys.folder / "clients" / "bob.pem").unlink()
-    wait(lambda: here.is_refused(here.context()))
+    wait(lambda: here.is_refused(here.context("bob")))
+    here.keys.renew("bob", here.folder / "new.key")
+    wait(lambda: not here.is_refused(here.context("new")))
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /session HTTP/1.1\r\nHost:"])
@@ -273,7 +302,8 @@ def test_a_refusal_is_logged_with_its_address_and_reason(
     refused = [m for m in caplog.messages if m.startswith("refused")]
     assert refused == [
         "refused a connection from 127.0.0.2: no client certificate",
-        "refused a connection from 127.0.0.3: certificate refused (self-signed certificate)",
+        "refused a connection from 127.0.0.3: the certificate is not registered; the client was "
+        "removed, or has an old key",
         "refused a connection from 127.0.0.4: http request",
         "refused a connection from 127.0.0.5: connection closed",
     ]

@@ -210,8 +210,12 @@ def test_other_paths_and_methods_do_nothing(
         {SESSION: "0" * 31},
     ],
 )
-def test_another_version_of_the_protocol_is_refused(headers: dict[str, Any], post: Post) -> None:
-    assert post.request("POST", "/session", **headers) == (426, b"")
+def test_another_version_of_the_protocol_is_refused(
+    headers: dict[str, Any], post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        assert post.request("POST", "/session", **headers) == (426, b"")
+    assert caplog.messages == ["anna: refused a version of the protocol other than 1"]
     bare = b"POST /session HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     assert post.raw(bare).startswith(b"HTTP/1.1 426 ")
 

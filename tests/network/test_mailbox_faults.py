@@ -138,9 +138,8 @@ def test_a_reply_for_which_the_disk_has_no_space_is_sent_again_later(
     ticket = send(post)
     file = post.mailbox.files.folder / f"{ticket}.reply"
     file.symlink_to("/dev/full")
-    assert put(post, ticket) == 507
-    assert "anna" in caplog.text
-    assert "No space left on device" in caplog.text
+    assert put(post, ticket) == put(post, ticket) == 507
+    assert caplog.messages == ["anna: could not store the reply: No space left on device"]
     assert received(post, ticket) == 0
     file.unlink()
     assert put(post, ticket) == 204
@@ -185,6 +184,22 @@ def test_a_folder_that_became_read_only_loses_no_reply(
         post.mailbox.present()
         assert replies(post, second) == [(second, None)]
     assert put(post, third) == 204
+
+
+def test_an_order_in_a_read_only_folder_is_one_sentence(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Path, *_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(CoterieError) as error:
+        send(post)
+    assert str(error.value) == (
+        f"Could not write an order to {post.mailbox.files.folder}: Read-only file system. Correct "
+        "this, and continue with --resume."
+    )
 
 
 def test_files_of_an_earlier_process_are_deleted(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import decimal as size
 from rich.live import Live
 from rich.prompt import Confirm
@@ -46,6 +46,10 @@ class Board(LiveDisplay[Live], ServerWatch):
         now = datetime.now()
         self._say(in_json(now, text) if self.as_json else f"{now:%H:%M:%S} {text}")
 
+    def ends(self, text: str) -> None:
+        """Print the last line."""
+        self._say(in_json(datetime.now(), text) if self.as_json else text)
+
     def show(self, status: RunStatus) -> None:
         if self.console.is_terminal:
             self.live.update(status_table(status), refresh=True)
@@ -67,20 +71,19 @@ def in_json(time: datetime, message: str, level: str = "INFO") -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 
-def status_table(status: RunStatus) -> Table:
-    """Return a table of a run's clients, with the round in the title."""
-    title = f"{status.title}: round {min(status.done + 1, status.rounds)} of {status.rounds}"
-    if status.seconds_left:
-        title += f", about {clock(status.seconds_left)} left"
-    table = Table("client", "state", title=title, title_justify="left", caption=status.waiting)
-    table.caption_justify = "left"
+def status_table(status: RunStatus) -> Group:
+    """Return a table of a run's clients, between a line about the round and one about waiting."""
+    table = Table("client", "state")
     for head in ("last reply", "up", "down", "rounds missed"):
         table.add_column(head, justify="right")
     for name, client in sorted(status.clients.items()):
         when = "" if client.last_reply is None else time_of_day(client.last_reply)
         moved = size(client.bytes_up), size(client.bytes_down)
         table.add_row(name, client.state, when, *moved, str(client.excluded or ""))
-    return table
+    title = f"{status.title}: round {min(status.done + 1, status.rounds)} of {status.rounds}"
+    if status.seconds_left:
+        title += f", about {clock(status.seconds_left)} left"
+    return Group(Text(title), table, Text(status.waiting))
 
 
 def time_of_day(seconds: float) -> str:

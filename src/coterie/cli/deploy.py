@@ -56,7 +56,7 @@ Metrics = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         help="Address for GET /health and GET /metrics (in Prometheus' format), without TLS, such "
-        "as 127.0.0.1:9100. Default: none.",
+        "as 127.0.0.1:9192. Default: none.",
     ),
 ]
 Format = Annotated[
@@ -164,7 +164,7 @@ def server(
             finished = serve_again(folder, serving, from_round, without or (), config)
         else:
             finished = serve(config, folder, serving, without or ())
-    terminal.say(f"The run is finished and saved in {finished.path}.")
+        board.ends(f"The run is finished and saved in {finished.path}.")
 
 
 def client(

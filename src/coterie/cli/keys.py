@@ -107,12 +107,14 @@ def show(folder: Folder = DEFAULT) -> None:
     server = _keys()(folder)
     from coterie.analysis.tables import Table
 
-    clients = server.clients().items()
-    rows = [(name, client.fingerprint, f"{client.expires:%Y-%m-%d}") for name, client in clients]
+    clients, faults = server.read_clients()
+    rows = [
+        (name, client.fingerprint, f"{client.expires:%Y-%m-%d}") for name, client in clients.items()
+    ]
     rows = rows or [("none yet", "add one with `coterie keys add NAME`", "")]
     head = ("client", "fingerprint (SHA-256)", "valid until")
     terminal.console.print(Table(f"Clients in {folder}", head, rows))
-    terminal.say(f"\n{_certificate(server)}")
+    terminal.say("", *(f"Warning: {fault}." for fault in faults), _certificate(server))
 
 
 @app.command()

@@ -35,9 +35,9 @@ def status(
     folder = RunFolder(run)
     about, is_running = Status.read(folder), is_running(folder)
     if as_json:
-        terminal.console.print_json(about.model_dump_json())
+        terminal.console.print_json(data={**about.model_dump(), "running": is_running})
     else:
-        terminal.console.print(status_table(about))
+        terminal.console.print(status_table(about), soft_wrap=True)
         if not is_running:
             end = "The run has ended" if about.ended else "The server is not running"
             terminal.say(f"{end}; this is the status of {time_of_day(about.updated)}.")

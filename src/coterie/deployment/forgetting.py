@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.engines.runtime import TRANSFORMS
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
@@ -59,7 +59,10 @@ def quorum_change(folder: RunFolder) -> str | None:
     remaining = len(names.keys() - folder.expelled())
     if quorum is None or config["deployment"]["anyone"] or remaining >= quorum:
         return None
-    return f"The run file asks for a quorum of {quorum}; it is {remaining} now, all other clients."
+    return (
+        f"The run file asks for a quorum of {quorum}, but only {plural(remaining, 'client')} "
+        f"{'remains' if remaining == 1 else 'remain'}; the quorum is {remaining} from now on."
+    )
 
 
 def forget(folder: RunFolder, client: str) -> Forgotten:

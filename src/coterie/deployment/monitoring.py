@@ -13,40 +13,53 @@ from coterie.deployment.status import Monitor, Status
 METRICS = {
     "coterie_rounds": "Number of rounds of the run.",
     "coterie_rounds_complete": "Number of complete rounds.",
+    "coterie_remaining_seconds": "Estimated time until the end of the run, without waiting.",
+    "coterie_status_timestamp_seconds": "Time of these values, in seconds since 1970.",
     "coterie_client_present": "Whether the client is connected (1) or not (0).",
-    "coterie_client_received_bytes": "Bytes received from the client since the server started.",
-    "coterie_client_sent_bytes": "Bytes sent to the client since the server started.",
-    "coterie_client_seconds_since_reply": "Seconds since the client's last reply.",
-    "coterie_client_excluded_rounds": "Rounds without an accepted upload of the client, since the "
-    "server started.",
+    "coterie_client_received_bytes_total": "Bytes received from the client.",
+    "coterie_client_sent_bytes_total": "Bytes sent to the client.",
+    "coterie_client_last_reply_timestamp_seconds": "Time of the client's last reply, in seconds "
+    "since 1970.",
+    "coterie_client_excluded_rounds_total": "Rounds without an accepted upload of the client.",
 }
-"""The description of each metric; all are gauges, as counts begin again at a restart."""
+"""The description of each metric. Metrics that end with `_total` are counters, which begin at 0
+when the server starts; all others are gauges."""
 
 
-def values_of(status: Status) -> Iterator[tuple[str, str | None, float]]:
-    """Yield the name of each metric, the client (None: the run's metric), and the value."""
+def values_of(status: Status) -> Iterator[tuple[str, str | None, float | None]]:
+    """Yield the name of each metric, the client (None: the run's metric), and the value.
+
+    A value that is unknown is None.
+    """
     yield "coterie_rounds", None, status.rounds
     yield "coterie_rounds_complete", None, status.done
+    yield "coterie_remaining_seconds", None, status.seconds_left
+    yield "coterie_status_timestamp_seconds", None, status.updated
     for name, client in sorted(status.clients.items()):
         yield "coterie_client_present", name, client.state != "away"
-        yield "coterie_client_received_bytes", name, client.bytes_up
-        yield "coterie_client_sent_bytes", name, client.bytes_down
-        if client.last_reply is not None:
-            yield "coterie_client_seconds_since_reply", name, time.time() - client.last_reply
-        yield "coterie_client_excluded_rounds", name, client.excluded
+        yield "coterie_client_received_bytes_total", name, client.bytes_up
+        yield "coterie_client_sent_bytes_total", name, client.bytes_down
+        yield "coterie_client_last_reply_timestamp_seconds", name, client.last_reply
+        yield "coterie_client_excluded_rounds_total", name, client.excluded
 
 
 def exposition(status: Status) -> str:
     """Return all metrics in Prometheus' text format."""
     lines: dict[str, list[str]] = {name: [] for name in METRICS}
     for name, client, value in values_of(status):
-        label = "" if client is None else f"{{client={json.dumps(client)}}}"
-        lines[name].append(f"{name}{label} {float(value):.15g}")
+        if value is not None:
+            label = "" if client is None else f"{{client={json.dumps(client)}}}"
+            lines[name].append(f"{name}{label} {float(value):.15g}\n")
     return "".join(
-        f"# HELP {name} {METRICS[name]}\n# TYPE {name} gauge\n" + "".join(f"{v}\n" for v in values)
+        f"# HELP {name} {METRICS[name]}\n# TYPE {name} {type_of(name)}\n{''.join(values)}"
         for name, values in lines.items()
         if values
     )
+
+
+def type_of(metric: str) -> str:
+    """Return the type of a metric in Prometheus."""
+    return "counter" if metric.endswith("_total") else "gauge"
 
 
 @contextmanager

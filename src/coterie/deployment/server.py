@@ -12,7 +12,7 @@ from coterie.deployment.joins import Joins
 from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, restore_seats, seats_state
-from coterie.deployment.status import Monitor, ServerWatch, clock_time, named
+from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
 from coterie.engines.runtime import result
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
@@ -142,9 +142,8 @@ class ServerRun(ServerPart):
         """Wait for uploads until `end`; return False if a client was expelled meanwhile."""
         complete, diverged = self.quorum.complete, self.uploads.diverged
         while not (self.leaving or complete(members, self.waiting, diverged, end)):
-            deadline = f"the deadline is {clock_time(end - time.monotonic())}"
-            uploads = f"waiting for the uploads of {named(self.waiting)}; {deadline}"
-            self.monitor.waits(f"round {self.round + 1}: {uploads}")
+            uploads = awaited_uploads(self.waiting, end - time.monotonic())
+            self.monitor.waits(f"round {self.round + 1}: waiting for {uploads}")
             self._poll()
         self._check_expelled()
         if self.leaving:

@@ -3,8 +3,8 @@
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,7 +163,7 @@ def _run_to_end(
     remarks = serving.remarks()
     skeleton = load_skeleton(config.base, config.root)
     file = folder.path / "server.log"
-    with folder.lock(), logged(file, log.name, log_format=serving.log_format):
+    with folder.lock(), logged(file, log.name, log_format=serving.log_format), errors_logged():
         monitoring = None if serving.metrics is None else listen(serving.metrics, "--metrics")
         with serving.link(folder, config) as link:
             run = ServerRun(config, skeleton, folder, link, serving.watch, own)
@@ -171,4 +171,21 @@ def _run_to_end(
                 for remark in remarks:
                     run.monitor.note(remark)
                 run.rounds()
+        log.info("the run is finished")
     return folder
+
+
+@contextmanager
+def errors_logged() -> Iterator[None]:
+    """Log the error or the signal that ends the `with` block."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        log.info("stopped")
+        raise
+    except CoterieError as error:
+        log.error(error)
+        raise
+    except Exception:
+        log.exception("the server failed")
+        raise

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from coterie.deployment.seats import Seat
-from coterie.errors import CoterieError, plural
+from coterie.errors import CoterieError, Unwritable, plural
 from coterie.files import read_inside, write_text
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import RunFolder
@@ -105,9 +105,9 @@ class Monitor:
     """
 
     def __init__(self, title: str, rounds: int, folder: RunFolder, watch: ServerWatch) -> None:
-        self.status = Status(title=title, rounds=rounds)
+        self.status = Status(title=title, rounds=rounds, updated=time.time())
         self.folder, self.watch = folder, watch
-        self.saved = float("-inf")
+        self.saved, self.save_fault = float("-inf"), ""
         self.durations: list[float] = []
         """Seconds from the opening to the end of each round since the server started."""
         self.opened = 0.0
@@ -185,10 +185,16 @@ class Monitor:
             self.save()
 
     def save(self, ended: bool = False) -> None:
-        """Write the status file."""
+        """Write the status file; log an error only once, as the run does not need the file."""
         self.status.ended, self.saved = ended, time.monotonic()
         self.status.waiting = "" if ended else self.status.waiting
-        write_text(self.folder.path / FILE, self.status.model_dump_json(indent=2))
+        try:
+            write_text(self.folder.path / FILE, self.status.model_dump_json(indent=2))
+            self.save_fault = ""
+        except Unwritable as error:
+            if str(error) != self.save_fault:
+                self.note(f"the status is out of date: {error}")
+            self.save_fault = str(error)
 
 
 def state_of(seat: Seat, is_working: bool) -> State:
@@ -210,10 +216,15 @@ def named(names: Collection[str]) -> str:
     return " and ".join(filter(None, [", ".join(first[:-1]), *first[-1:]]))
 
 
-def clock_time(seconds: float) -> str:
-    """Format a time as hours, minutes and seconds of this machine's time zone.
+def awaited_uploads(names: Collection[str], seconds: float) -> str:
+    """Return words for the uploads that a round is waiting for, and for the round's deadline.
 
     Args:
-        seconds: The time, in seconds from now.
+        names: The names of the clients whose uploads are missing.
+        seconds: The time until the deadline, which may have passed.
     """
-    return f"{datetime.fromtimestamp(time.time() + seconds):%H:%M:%S}"
+    uploads = f"the {'upload' if len(names) == 1 else 'uploads'} of {named(names)}"
+    deadline = datetime.now() + timedelta(seconds=seconds)
+    if seconds > 0:
+        return f"{uploads}; the deadline is {deadline:%H:%M:%S}"
+    return f"{uploads}; the deadline was {deadline:%H:%M:%S}, but the quorum is not reached"

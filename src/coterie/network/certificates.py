@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from typing import TypeVar
@@ -23,6 +24,24 @@ LABEL = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 HOST = re.compile(rf"(?:{LABEL}\.)*(?![0-9]+$){LABEL}")
 """A DNS name. Its last label is not a number: 192.0.2.300 is a mistyped address, not a name."""
 Key = TypeVar("Key", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
+
+
+@dataclass(frozen=True)
+class RegisteredClient:
+    """A client whose certificate the server accepts."""
+
+    name: str
+    certificate: x509.Certificate
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 hexadecimal digits of the certificate's SHA-256."""
+        return self.certificate.fingerprint(hashes.SHA256()).hex()[:16]
+
+    @property
+    def expires(self) -> datetime:
+        """The time at which the certificate expires (UTC)."""
+        return self.certificate.not_valid_after_utc
 
 
 def authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:

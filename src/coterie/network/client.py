@@ -41,7 +41,7 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 4.0
 """The maximum time between two attempts: clients reconnect to a restarted server in 5 seconds."""
 REFUSED_SECONDS = 300.0
-"""The time after which a client whose certificate the server refuses ends with an error."""
+"""The time after which a client whose key or version the server refuses ends with an error."""
 LARGEST_JSON = 1 << 12
 """The maximum size of a JSON response in bytes."""
 STATUS = {
@@ -311,7 +311,7 @@ def keep_serving(
         seen: A function that is called with each event.
 
     Raises:
-        CoterieError: The server has refused the client's certificate for `REFUSED_SECONDS`.
+        CoterieError: The server has refused the client's key or version for `REFUSED_SECONDS`.
     """
     pause, status, refused_since = FIRST_PAUSE, "", None
 
@@ -338,9 +338,9 @@ def keep_serving(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether an error indicates that the server refuses the client's certificate."""
+    """Return whether an error indicates that the server refuses the client's key or version."""
     if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code == 403
+        return error.response.status_code in (403, 426)
     # A server that refuses a certificate closes the connection after the handshake.
     return isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and any(
         words in str(error)

@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,6 +29,7 @@ from coterie.errors import CoterieError
 from coterie.files import ClientName, write_bytes, write_folder, write_private
 from coterie.network.certificates import (
     LOOPBACK,
+    RegisteredClient,
     authority_certificate,
     client_certificate,
     client_from_pem,
@@ -130,24 +130,6 @@ class Credentials:
         return context
 
 
-@dataclass(frozen=True)
-class RegisteredClient:
-    """A client whose certificate the server accepts."""
-
-    name: str
-    certificate: x509.Certificate
-
-    @property
-    def fingerprint(self) -> str:
-        """The first 16 hexadecimal digits of the certificate's SHA-256."""
-        return self.certificate.fingerprint(hashes.SHA256()).hex()[:16]
-
-    @property
-    def expires(self) -> datetime:
-        """The time at which the certificate expires (UTC)."""
-        return self.certificate.not_valid_after_utc
-
-
 class Keys:
     """The server's key folder.
 
@@ -234,7 +216,7 @@ class Keys:
         return _load(self.certificate, x509.load_pem_x509_certificate).not_valid_after_utc
 
     def remarks(self) -> list[str]:
-        """Return a sentence about each certificate that has expired or expires within `SOON`.
+        """Return a sentence about each certificate that is damaged or expires within `SOON`.
 
         Raises:
             CoterieError: The server's certificate has expired or is not valid yet.
@@ -253,10 +235,11 @@ class Keys:
                 f"The server's certificate is not valid yet, {clock}; set the clock."
             )
         certificates = {"the server's certificate": (expires, f"certify {self.folder}")}
-        for name, client in self.clients().items():
+        clients, faults = self.read_clients()
+        for name, client in clients.items():
             command = f"renew {name} --keys {self.folder}"
             certificates[f"the key of {name}"] = (client.expires, command)
-        return [
+        return faults + [
             f"{subject} {'ends' if expires > now else 'ended'} on {expires:%Y-%m-%d}; renew it, at "
             f"any time, with `coterie keys {command}`"
             for subject, (expires, command) in certificates.items()
@@ -322,22 +305,32 @@ class Keys:
             raise self._unknown_client(name) from None
 
     def clients(self) -> dict[str, RegisteredClient]:
-        """Return the registered clients by name, in alphabetical order.
+        """Return the registered clients by name, in alphabetical order."""
+        return self.read_clients()[0]
+
+    def read_clients(self) -> tuple[dict[str, RegisteredClient], list[str]]:
+        """Return the registered clients, and a sentence about each file that is ignored.
 
         Raises:
-            CoterieError: A certificate is damaged.
+            OSError: There is no folder of certificates.
         """
-        clients = {}
-        for path in sorted(self._clients.glob("[!.]*.pem"), key=lambda path: path.stem):
-            with suppress(FileNotFoundError):  # the client was removed meanwhile
-                name = _validated(path.stem)
-                clients[name] = RegisteredClient(name, _load(path, client_from_pem))
-        return clients
+        clients, faults = {}, []
+        for path in self._certificate_files():
+            try:
+                client = RegisteredClient(_validated(path.stem), client_from_pem(path.read_bytes()))
+                clients[client.name] = client
+            except FileNotFoundError:  # the client was removed meanwhile
+                continue
+            except (*UNREADABLE, CoterieError, OSError) as error:
+                reason = getattr(error, "strerror", None) or "it is damaged, or has a wrong name"
+                command = f"coterie keys renew {path.stem} --keys {self.folder}"
+                faults.append(f"{path} is ignored ({reason}); replace it with `{command}`")
+        return clients, faults
 
     def state(self) -> object:
         """Return a value that changes when the server's or a client's certificate changes."""
         versions = []
-        for path in (self.certificate, *sorted(self._clients.glob("[!.]*.pem"))):
+        for path in (self.certificate, *self._certificate_files()):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 versions.append((path.name, status.st_mtime_ns, status.st_ino))
@@ -365,6 +358,10 @@ class Keys:
             context.load_verify_locations(cadata=pems.decode())
         return context
 
+    def _certificate_files(self) -> list[Path]:
+        self._clients.stat()  # a missing folder must not look like one without clients
+        return sorted(self._clients.glob("[!.]*.pem"), key=lambda path: path.stem)
+
     def _certificate_file(self, name: str) -> Path:
         return self._clients / f"{_validated(name)}.pem"
 
@@ -388,6 +385,5 @@ def _load(path: Path, load: Callable[[bytes], T]) -> T:
     try:
         return load(path.read_bytes())
     except UNREADABLE:
-        raise CoterieError(
-            f"{path} is damaged; it is not a file written by `coterie keys`."
-        ) from None
+        reason = "it is not a file written by `coterie keys`"
+        raise CoterieError(f"{path} is damaged; {reason}.") from None

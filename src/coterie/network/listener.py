@@ -46,6 +46,9 @@ LOGGED_REFUSALS = 3
 REPORT_SECONDS = 60
 """The interval at which the total numbers of refused handshakes are logged."""
 
+UNREGISTERED = (18, 19, 20, 21)
+"""OpenSSL's codes for a certificate that is not in the trust store, nor signed by one that is."""
+
 log = logging.getLogger(__name__)
 
 
@@ -89,6 +92,9 @@ class Listener:
         """The state of the key folder when the keys were last read."""
         self.fault = ""
         """An error message that says why the keys could not be read, or an empty string."""
+        self.faults = keys.read_clients()[1]
+        """Sentences about clients' certificates that cannot be used, which the log already
+        contains."""
         self.registered: dict[bytes, str] = {}
         """The clients' names, by the SHA-256 of their certificates (DER)."""
         self.read_keys()
@@ -97,18 +103,22 @@ class Listener:
         """Read the keys if they have changed, and close connections whose certificate was removed.
 
         Raises:
-            CoterieError: The keys cannot be used.
+            CoterieError: The server's certificate cannot be used. The clients are up to date.
         """
         if (state := self.keys.state()) == self.keys_state:
             return
-        clients = self.keys.clients().values()
-        self.context = self.keys.server_context(clients)
-        self.registered = {c.certificate.fingerprint(SHA256()): c.name for c in clients}
-        self.keys_state = state
+        clients, faults = self.keys.read_clients()
+        self.registered = {c.certificate.fingerprint(SHA256()): c.name for c in clients.values()}
         for transport, connection in list(self.connections.items()):
             if connection.certificate not in self.registered:
                 log.info("%s: the key is no longer accepted", connection.client)
                 self.close(transport)
+        for fault in faults:
+            if fault not in self.faults:
+                log.warning(fault)
+        self.faults = faults
+        self.context = self.keys.server_context(clients.values())
+        self.keys_state = state
 
     def close(self, transport: asyncio.BaseTransport) -> None:
         """Close a connection without sending the data that is still buffered."""
@@ -228,6 +238,8 @@ def source_of(address: str) -> str:
 def reason_of(error: OSError) -> str:
     """Return the reason why a TLS handshake failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in UNREGISTERED:
+            return "the certificate is not registered; the client was removed, or has an old key"
         return f"certificate refused ({error.verify_message})"
     reason = getattr(error, "reason", None) or str(error) or "connection closed"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
@@ -252,9 +264,9 @@ def listen(address: str, option: str = "--address") -> socket.socket:
         version = ip_address(ip).version
     valid = version and host == (ip if version == 4 else f"[{ip}]") and "%" not in host
     if not valid or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        examples = "127.0.0.1:9192" if option == "--metrics" else "0.0.0.0:9092 or [::]:9092"
         raise CoterieError(
-            f"{option} takes an IP address and a port, such as 0.0.0.0:9092 or [::]:9092, "
-            f"not {address!r}."
+            f"{option} takes an IP address and a port, such as {examples}, not {address!r}."
         )
     family = socket.AF_INET if version == 4 else socket.AF_INET6
     try:

@@ -48,7 +48,8 @@ class OrderFiles:
         try:
             path.write_bytes(data)
         except OSError as error:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             raise CoterieError(
                 f"Could not write an order to {self.folder}: {error.strerror}. Correct this, and "
                 "continue with --resume."

@@ -32,6 +32,8 @@ from coterie.network.protocol import (
 
 STOP_SECONDS = 5.0
 """The maximum time to wait for the thread when the server stops."""
+WARN_SECONDS = 60.0
+"""The minimum time between two warnings of the same event of a client."""
 CONCURRENT_REQUESTS = 4
 """The maximum number of requests of one client that are processed concurrently; others wait."""
 RATE, BURST = 200.0, 1000.0
@@ -101,6 +103,8 @@ class MailboxServer:
         self.mailbox, self.largest = mailbox, largest
         self.listener = Listener(keys, listening)
         self.limits: dict[str, Limits] = {}
+        self.warned: dict[tuple[str, str], float] = {}
+        """The time on the monotonic clock of the last warning, by client and event."""
         self.started = threading.Event()
         self.thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
 
@@ -178,9 +182,10 @@ class MailboxServer:
         transport, session = request.transport, request.headers.get(SESSION, "")
         if transport is None or (connection := self.listener.connection(transport)) is None:
             return empty_response(403)
-        if request.headers.get(PROTOCOL) != VERSION or not SESSION_PATTERN.fullmatch(session):
-            return empty_response(426)
         name = connection.client
+        if request.headers.get(PROTOCOL) != VERSION or not SESSION_PATTERN.fullmatch(session):
+            self._warn(name, f"refused a version of the protocol other than {VERSION}")
+            return empty_response(426)
         sessions = {each.session for each in self.listener.connected(name)}
         if (inbox := self.mailbox.enter(name, session, sessions)) is None:
             return empty_response(409)
@@ -194,7 +199,7 @@ class MailboxServer:
         except TimeoutError:
             return empty_response(408)
         except OSError as error:
-            log.warning("%s: %s", name, error)
+            self._warn(name, f"could not store the reply: {error.strerror or error}")
             return empty_response(507)
         finally:
             connection.requests -= 1
@@ -288,6 +293,13 @@ class MailboxServer:
     async def _end_session(self, request: web.Request) -> web.StreamResponse:
         self.mailbox.leave(request[INBOX].client)
         return empty_response(204)
+
+    def _warn(self, client: str, event: str) -> None:
+        """Log a warning about a client; if it repeats, log it once a minute."""
+        now = time.monotonic()
+        if now - self.warned.get((client, event), float("-inf")) > WARN_SECONDS:
+            log.warning("%s: %s", client, event)
+            self.warned[client, event] = now
 
     def _limits(self, request: web.Request) -> Limits:
         return self.limits[request[INBOX].client]
