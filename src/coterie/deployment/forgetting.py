@@ -53,13 +53,16 @@ def check_participant(folder: RunFolder, client: str) -> None:
 
 
 def quorum_change(folder: RunFolder) -> str | None:
-    """Return a sentence about a quorum of the run file that expelled clients have lowered."""
+    """Return a sentence about the new quorum if the expulsion of clients has lowered the quorum.
+
+    Otherwise, return None.
+    """
     config = folder.description["config"]
     quorum, names = config["deployment"]["quorum"], folder.description["clients"]
     remaining = len(names.keys() - folder.expelled())
     if quorum is None or config["deployment"]["anyone"] or remaining >= quorum:
         return None
-    return f"The run file asks for a quorum of {quorum}; it is {remaining} now, all other clients."
+    return f"The quorum is now {remaining} (all remaining clients); the run file sets {quorum}."
 
 
 def forget(folder: RunFolder, client: str) -> Forgotten:
