@@ -62,7 +62,10 @@ def quorum_change(folder: RunFolder) -> str | None:
     remaining = len(names.keys() - folder.expelled())
     if quorum is None or config["deployment"]["anyone"] or remaining >= quorum:
         return None
-    return f"The quorum is now {remaining} (all remaining clients); the run file sets {quorum}."
+    return (
+        f"The run file sets a quorum of {quorum}; because clients were expelled, the quorum is now "
+        f"{remaining}, the number of remaining clients."
+    )
 
 
 def forget(folder: RunFolder, client: str) -> Forgotten:
