@@ -27,8 +27,9 @@ from transformers import conversion_mapping
 import coterie
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
+from coterie.deployment.mailbox import MailboxServing, take_part
 from coterie.deployment.site import Site
-from coterie.deployment.start import Serving, serve, serve_again, take_part
+from coterie.deployment.start import serve, serve_again
 from coterie.deployment.status import ServerWatch
 from coterie.network import client as client_module
 from coterie.network import mailbox as mailbox_module
@@ -319,7 +320,8 @@ class Deployment:
 
     def serve(self) -> None:
         """Serve the run, or continue it if it has begun, as `coterie server --resume` does."""
-        serving = Serving(self.stage.keys, f"127.0.0.1:{self.port}", ServerWatch())
+        address = f"127.0.0.1:{self.port}"
+        serving = MailboxServing(ServerWatch(), keys=self.stage.keys, address=address)
         out = self.folder / "server"
         if (out / "run.json").exists():
             serve_again(out, serving)

@@ -108,9 +108,13 @@ class ClientBoard(LiveDisplay[Status]):
         self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
     def __call__(self, event: str, value: Any) -> None:
-        """Show an event of the client.
+        """Show an event of the client, such as the start of a connection or a training loss.
 
         This method implements `coterie.network.link.Seen`.
+
+        Args:
+            event: The name of the event or of a metric.
+            value: The details of the event, or the value of the metric.
         """
         match event:
             case "connected":
@@ -162,9 +166,9 @@ class ClientBoard(LiveDisplay[Status]):
         return answer
 
     def _step(self, round: int) -> None:
-        """Print a line about a round whose training is complete.
+        """Print a line about a round for which the client has completed its training.
 
-        The upload has not been sent at this time.
+        The client has not sent its upload for this round yet.
         """
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []

@@ -64,8 +64,8 @@ def audit(
     """Show what a client sends and receives in a round, and what never leaves the client.
 
     The output lists the fields that the method declares, with their sizes in bytes. The sizes are
-    measured on the messages of one short round. A client for which the run file gives no path, as
-    in a deployment, uses a text of the demo.
+    measured on the messages of one short round. If the run file gives no path for a client, as in
+    a deployment, a text of the built-in demo takes the place of the client's text.
 
     For example:
 
@@ -96,7 +96,11 @@ Layer = Annotated[
     ),
 ]
 Texts = Annotated[
-    bool, typer.Option(help="Show clients' texts, with each token coloured by its expert.")
+    bool,
+    typer.Option(
+        help="Show clients' texts, with each token coloured by the expert that the router scores "
+        "highest."
+    ),
 ]
 
 

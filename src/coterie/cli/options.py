@@ -51,7 +51,10 @@ class Command(TyperCommand):
 
 
 def check_run(folder: Path) -> None:
-    """Raise CoterieError if a folder contains no run; this check does not import torch."""
+    """Raise CoterieError if a folder contains no run.
+
+    The check is fast, because it does not import torch.
+    """
     if not folder.exists():
         raise CoterieError(f"There is no folder {folder}.")
     if not (folder / "run.json").is_file():

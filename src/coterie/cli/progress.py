@@ -30,9 +30,9 @@ Drawn = TypeVar("Drawn", Live, Status, Progress)
 
 
 class LiveDisplay(Generic[Drawn]):
-    """A context manager that shows a live display on a terminal.
+    """A context manager that shows a live display, such as a progress bar, on a terminal.
 
-    If the console is not a terminal, only lines are printed.
+    If the console is not a terminal, there is no live display, and only lines of text are printed.
     """
 
     def __init__(self, console: Console, live: Drawn) -> None:

@@ -69,7 +69,9 @@ Tune = Annotated[
 Against = Annotated[
     str | None,
     typer.Option(
-        metavar="METHOD", help="Row that the other rows are compared with. Default: the best row."
+        metavar="METHOD",
+        help="Method that all other methods are compared with. Default: the method with the best "
+        "score.",
     ),
 ]
 

@@ -46,7 +46,11 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
 
 
 def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert a dataclass's fields to a mapping for JSON, and rename `original` to `found`."""
+    """Convert the fields of a dataclass to a mapping for the JSON file.
+
+    In the JSON file, the place of a duplicate's original text is called `found`. The field
+    `original` is therefore renamed.
+    """
     return {"found" if name == "original" else name: value for name, value in fields}
 
 
@@ -81,7 +85,7 @@ def _copies(exact: int, near: int) -> str:
 
 
 def _special(quality: Quality) -> Table:
-    """Return a table of special tokens and removed texts, with a row per client and split."""
+    """Return a table of special tokens and removed duplicates, with a row per client and split."""
     removed = {(s.client, s.split): f"{s.removed:,}" for s in quality.splits}
     rows = [
         [f"{s.client} {s.split}", f"{s.unknown / max(1, s.tokens):.2%}", f"{s.control:,}"]
@@ -101,7 +105,10 @@ def _special(quality: Quality) -> Table:
 
 
 def _left_out(quality: Quality) -> None:
-    """Print the unused fields and skipped files, and the clients that have them."""
+    """Print the data fields that the run does not use, and the kinds of files that it skips.
+
+    Each line ends with the owners of the records or files, such as clients.
+    """
     for field, counts in sorted(quality.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
     for kind, counts in sorted(quality.survey.skipped.items()):
@@ -109,7 +116,13 @@ def _left_out(quality: Quality) -> None:
 
 
 def _owners(counts: Mapping[str, int]) -> str:
-    """Format the owners of texts, each with a count, and abbreviate a long list."""
+    """Format the owners of records or files, as in "Client anna (3), Client ben (1)".
+
+    A long list is abbreviated.
+
+    Args:
+        counts: The number of records or files of each owner.
+    """
     return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 
 
@@ -119,11 +132,16 @@ def _labels(reading: Reading) -> Table:
         [client, *(f"{counts.get(label, 0):,}" for label in labels)]
         for client, counts in reading.labels.items()
     ]
-    return Table("Training records by label, before data.limits are applied", ["", *labels], rows)
+    return Table(
+        "Training records by class label, before data.limits are applied", ["", *labels], rows
+    )
 
 
 def _examples(quality: Quality) -> None:
-    """Print the locations and the beginning of a few duplicates of each kind."""
+    """Print a few duplicates of each kind.
+
+    A line contains the places of the duplicate and of its original, and the beginning of the text.
+    """
 
     def kind(copy: Copy) -> tuple[int, bool]:
         return KINDS.index(copy.kind), not copy.exact

@@ -78,7 +78,14 @@ def _map(
 def _match(
     source: Vocabulary, target: Vocabulary, mapping: VocabularyMap, number: int
 ) -> dict[str, Any]:
-    """Return a token and its nearest token as plain data for JSON."""
+    """Return a token and the nearest token of another vocabulary as plain data for JSON.
+
+    Args:
+        source: The token's vocabulary.
+        target: The vocabulary of the nearest token.
+        mapping: The map from `source` to `target`.
+        number: The token's id.
+    """
     nearest = int(mapping.ids[number])
     return {
         "id": number,
@@ -98,7 +105,7 @@ def _distances(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
             [direction, f"{summary['exact']:.1%}", *counts, f"{summary['mean']:.2f}", duration]
         )
     return Table(
-        "Tokens by edit distance in bytes to the nearest token",
+        "Tokens by edit distance in bytes to the other tokenizer's nearest token",
         ["", "exact", *map(str, range(LAST)), f"{LAST}+", "mean", "time"],
         rows,
         "Special tokens are excluded. Exact: the other tokenizer has an identical token.",
@@ -115,7 +122,15 @@ def _short(token: str) -> str:
 
 
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
-    """Return a table with the ids of special tokens before and after mapping."""
+    """Return a table of special tokens, with a row per role (such as `bos`).
+
+    A row contains the token's id in each vocabulary, and the id to which each map sends the token.
+
+    Args:
+        a: The first vocabulary.
+        b: The second vocabulary.
+        maps: The maps "A -> B" and "B -> A".
+    """
     rows = []
     for role in ROLES:
         tokens = (a.roles.get(role), b.roles.get(role))

@@ -148,9 +148,10 @@ class Worker:
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
     def _disagreement(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Return how the run differs from the agreed terms, or None if there is no difference.
+        """Return how the requested run differs from the terms that the user has agreed to.
 
-        If no terms have been agreed to, ask the user to agree to the run.
+        If there is no difference, return None. If the user has not agreed to any terms yet, ask the
+        user to agree to the run.
         """
         recorded = folder.description.get("agreed") if folder.is_run else None
         agreements = [terms for terms in (recorded, self.site.agreed) if terms is not None]
@@ -307,9 +308,9 @@ class SiteRun:
 
     @contextmanager
     def _transaction(self, round: int) -> Iterator[float]:
-        """Restore the saved state if the body of the with statement raises an exception.
+        """Restore the client's saved state if the body of the with statement raises an exception.
 
-        The server can then repeat its order.
+        The body executes an order of the server, which the server can repeat after the exception.
 
         Yields:
             The time at which the body begins, in seconds of the monotonic clock.
@@ -323,7 +324,14 @@ class SiteRun:
             raise
 
     def _complete(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
-        """Save the state after this client's part of a round, and return the recorded metrics."""
+        """Save the client's state after its part of a round, and return the recorded metrics.
+
+        Args:
+            round: The round of the server's order.
+            digest: The digest of the download; empty for the download after the last round.
+            began: The time at which this part began, in seconds of the monotonic clock.
+            files: The contents of files to save with the state.
+        """
         self.part.keep_items(self.folder.keep_items)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         about = read.About(round=round, digest=digest, entries=self.recorder.take())
@@ -331,10 +339,14 @@ class SiteRun:
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
-        """Commit the newest step if the server accepted the step's upload, and undo it otherwise.
+        """Commit the newest step if the server accepted its upload, and undo the step otherwise.
 
-        If the server repeats the order of this step, the step is not undone, so that the stored
-        upload can be sent again.
+        A step is this client's part of a round. If the server repeats the order of the newest step,
+        the step is not undone, so that the stored upload can be sent again.
+
+        Args:
+            order: The server's new order, with the round of this client's last accepted upload.
+            digest: The digest of the download in the new order.
 
         Returns:
             The content of about.json for the step that is the newest after the call.
@@ -363,7 +375,10 @@ class SiteRun:
         return newest
 
     def _commit(self, newest: read.About) -> None:
-        """Append the newest step's metrics to metrics.jsonl, and delete all older checkpoints."""
+        """Append the metrics of the client's newest step to metrics.jsonl.
+
+        A step is this client's part of a round. All checkpoints except the newest are deleted.
+        """
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
             self.folder.rewrite([*lines, *newest.entries])

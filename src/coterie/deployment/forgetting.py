@@ -53,7 +53,10 @@ def check_participant(folder: RunFolder, client: str) -> None:
 
 
 def quorum_change(folder: RunFolder) -> str | None:
-    """Return a sentence about a quorum of the run file that expelled clients have lowered."""
+    """Return a sentence about the new quorum if the expulsion of clients has lowered the quorum.
+
+    Otherwise, return None.
+    """
     config = folder.description["config"]
     quorum, names = config["deployment"]["quorum"], folder.description["clients"]
     remaining = len(names.keys() - folder.expelled())

@@ -29,7 +29,7 @@ class Joins:
         self._pending: dict[str, tuple[Future[None], Message, bytes]] = {}
 
     def check_base(self, base: str) -> None:
-        """Raise MessageError if a client's base differs from the other clients' base.
+        """Raise MessageError if a client's base differs from the base of earlier clients.
 
         Args:
             base: The digest of the client's base.
@@ -97,9 +97,9 @@ class Joins:
 
 
 def _run_in_thread(work: Callable[[], None]) -> "Future[None]":
-    """Call a function in a daemon thread, and return a future.
+    """Call a function in a thread, and return a future that is done when the call ends.
 
-    The thread ends when the process ends.
+    It is a daemon thread, so it does not prevent the process from ending.
     """
     future: Future[None] = Future()
 

@@ -28,7 +28,10 @@ class Quorum:
 
     @property
     def size(self) -> int:
-        """The number of clients that a round needs, including clients that have stopped."""
+        """The number of clients that a round needs; the quorum.
+
+        Clients that have stopped training early count towards this number.
+        """
         remaining = len(self.names - self.expelled)
         quorum = self.spec.quorum
         if quorum is None:
@@ -54,7 +57,7 @@ class Quorum:
         return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
 
     def missing(self) -> str:
-        """Return words for the clients without which a round cannot begin."""
+        """Return the names or the number of the clients that are missing for a round to begin."""
         ready = self.ready()
         stopped = {name for name, seat in self.seats.items() if seat.stopped}
         absent = self.names - self.expelled - stopped - {*ready}
@@ -89,10 +92,10 @@ class Quorum:
         return enough and (gone or time.monotonic() > end)
 
     def _needed_uploads(self, diverged: Collection[str]) -> int:
-        """Return the number of uploads that a round needs when clients have diverged.
+        """Return the number of uploads that a round needs after some clients have diverged.
 
-        Diverged clients count towards the quorum. The server does not ask them again, because they
-        would diverge again.
+        Diverged clients count towards the quorum, so a round needs fewer uploads. The server does
+        not ask these clients again, because they would diverge again.
         """
         return max(1, self.needed - len(diverged))
 

@@ -44,7 +44,10 @@ class Seat:
         self.retry_at, self.failed = time.monotonic() + RETRY, True
 
     def ask(self) -> None:
-        """Discard the content of the client's last reply before the client is sent a new order."""
+        """Prepare the seat for a new order: discard the client's last reply and any failure.
+
+        The caller sends the order.
+        """
         self.clear()
         self.entries, self.stops = [], False
 

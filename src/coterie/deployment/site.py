@@ -99,7 +99,12 @@ class Site:
 
 
 def ledger_of(site: Site, run: str) -> Ledger:
-    """Return the ledger of the privacy budget that a client has spent in all its runs."""
+    """Return the ledger of the privacy budget that a client has spent in all its runs.
+
+    Args:
+        site: The client's site.
+        run: The id of the current run, for which the ledger records what the client spends.
+    """
     return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
 
 

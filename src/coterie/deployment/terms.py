@@ -64,7 +64,12 @@ def public_text_mismatch(order: Order, config: RunConfig) -> str | None:
 
 
 def budget_excess(budgets: Sequence[Budget], ledger: Ledger) -> str | None:
-    """Return a message if a run would exceed the client's privacy budget, and None otherwise."""
+    """Return a message if a run would exceed the client's privacy budget, and None otherwise.
+
+    Args:
+        budgets: The privacy budgets that the run would spend, one for each noise mechanism.
+        ledger: The ledger of all the client's runs, with the client's limit.
+    """
     if not budgets or ledger.limit is None or ledger.affords(budgets):
         return None
     limit, delta, _ = ledger.limit

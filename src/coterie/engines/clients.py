@@ -24,7 +24,7 @@ Download = Callable[[ClientId], bytes]
 
 
 def encoded(states: Iterable[tuple[str, State | None]]) -> Iterator[tuple[str, bytes]]:
-    """Serialise the states that `ClientPart.states` yields, and leave out those that are None."""
+    """Serialise the states that `ClientPart.states` yields, and leave out states that are None."""
     return ((file, state.encode()) for file, state in states if state is not None)
 
 
@@ -172,7 +172,12 @@ class Clients(ABC):
         """
 
     def stops(self, name: ClientId, rounds: int) -> bool:
-        """Return whether a client stops early after the first `rounds` exchanges of the run."""
+        """Return whether a client stops training early.
+
+        Args:
+            name: The client's name.
+            rounds: The number of exchanges of the run that are complete.
+        """
         return stops(self.config, best_of(self.new.kept(name)), rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
@@ -181,7 +186,10 @@ class Clients(ABC):
             yield from self.new.pop(name, self._newer(name))
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return a mapping from the names of files to a client's states that are in memory."""
+        """Return a mapping from the names of files to a client's states that are in memory.
+
+        These states are newer than the client's states on disk.
+        """
         return {}
 
     @abstractmethod

@@ -33,9 +33,10 @@ def floor_items(config: RunConfig, client: Participant) -> dict[str, dict[str, A
 
 
 def floor_in(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the scores of the commonest answer (the floor) in a finished run.
+    """Return the floor of a finished run's scores.
 
-    The scores have the format of `RunFolder.outcome`.
+    The floor consists of the scores of a model that always gives the commonest answer. The result
+    has the format of `RunFolder.outcome`.
 
     Args:
         outcome: The run's outcome, from `RunFolder.outcome`.

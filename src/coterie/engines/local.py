@@ -115,15 +115,16 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
     def _begin(
         self, name: ClientId, state: State | None, kept: State | None
     ) -> tuple[ClientPart, bytes]:
-        """Create a client.
+        """Create a client in its initial state or in a saved state.
 
         Args:
             name: The client's name.
-            state: The client's state; None for the initial state.
+            state: The client's saved state; None for the initial state.
             kept: The state of the client's best model; None if there is none.
 
         Returns:
-            The client and its first message, which describes the initial state.
+            The client and its first message. The message describes the initial state, even if
+            `state` is not None.
         """
         part = ClientPart(self.config, self.base, self.participants[name], self.recorder)
         hello = part.hello()

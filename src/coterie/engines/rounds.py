@@ -150,13 +150,21 @@ class Rounds(ServerPart, Generic[C]):
             callback.on_round_end(round, scores)
 
     def _start(self, complete: int) -> RunStart:
-        """Return the argument of `Callback.on_run_begin` after `complete` exchanges of the run."""
+        """Return the argument of `Callback.on_run_begin`.
+
+        Args:
+            complete: The number of exchanges of the run that are already complete.
+        """
         adapters = tuple(line for kind in sorted(self.clients.covered()) for line in kind)
         rounds, names = self.config.exchanges, tuple(self.names)
         return RunStart(self.config.label, rounds, complete, names, self.tokens, adapters)
 
     def _active(self, rounds: int) -> list[ClientId]:
-        """Return the clients that have not stopped early after the first `rounds` exchanges."""
+        """Return the clients that have not stopped training early.
+
+        Args:
+            rounds: The number of exchanges of the run that are complete.
+        """
         if self.config.evaluation.patience is None:
             return self.names
         return [name for name in self.names if not self.clients.stops(name, rounds)]

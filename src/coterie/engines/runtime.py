@@ -31,7 +31,7 @@ from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder
 
-AT_THE_END = "diverged on the last download; the previous model is kept"
+AT_THE_END = "the client diverged while applying the last download, and kept its previous model"
 """The reason that is recorded for a client that diverged while applying the last download.
 
 The client's last upload was accepted nevertheless."""
@@ -138,7 +138,10 @@ class ClientPart:
         return upload
 
     def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
-        """Execute an exchange in a phase that a transform added to the run."""
+        """Answer the download of a phase that a transform added to the run; return the upload.
+
+        The client does not train in this phase.
+        """
         self.log(self.name, metric.BYTES_DOWN, len(download))
         self.transforms.receive(self.schema.receive("down", download), exchange)
         upload = self.schema.send("up", self.transforms.answer(phase, exchange))
@@ -187,7 +190,11 @@ class ClientPart:
         )
 
     def stops(self, exchanges: int) -> bool:
-        """Return whether the client stops early after the first `exchanges` exchanges."""
+        """Return whether the client stops training early.
+
+        Args:
+            exchanges: The number of exchanges of the run that are complete.
+        """
         return self._stops(self.config.turn(exchanges)[0])
 
     def _stops(self, rounds: int) -> bool:
@@ -264,9 +271,14 @@ class ClientPart:
                 self.log(self.name, metric.VALIDATION_ACCURACY, current.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
-        """Record which model is the best; score the best model unless it is the last model.
+        """Record the round of the best model, and score the best model.
 
-        The client has the same state before and after the call.
+        The last model is not scored again if it is the best model. The client has the same state
+        before and after the call.
+
+        Args:
+            kept: The state of the best model.
+            rounds: The number of complete rounds.
         """
         assert kept is not None, "the best model is neither in memory nor in the newest checkpoint"
         self.log(self.name, metric.KEPT, kept.values["round"])
@@ -290,7 +302,9 @@ class ClientPart:
         parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
             if name in parameters and not shared(parameters[name]):
-                raise MessageError(f"The tensor {name!r} of {group!r} must stay on its client.")
+                raise MessageError(
+                    f"The tensor {name!r} of the group {group!r} must stay on its client."
+                )
         tokens = len(self.participant.data.train.ids)
         message = self.transforms.declared(message, tokens)
         if way == "up":
@@ -298,7 +312,12 @@ class ClientPart:
         return self.schema.send(way, message)
 
     def _score(self, point: str, round: int) -> None:
-        """Score the current model on the client's test texts."""
+        """Score the client's current model on its test texts, and log the scores.
+
+        Args:
+            point: The name under which the scores are logged: `trained` or `aggregated`.
+            round: The number of the round; the first is 0.
+        """
         scores = scored(self.config, self.base, self.side.model(), self.participant)
         self._log_scores(point, round, scores)
 

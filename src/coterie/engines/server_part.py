@@ -134,7 +134,7 @@ class ServerPart:
 def contribution(
     server: ServerSide, aggregation: Aggregation, name: str, upload: Message
 ) -> Contribution:
-    """Return the part of an upload that enters the mean; pass the other fields to the server.
+    """Return the fields of an upload that enter the mean; pass its other fields to `server`.
 
     Args:
         server: The method's server-side object.

@@ -64,13 +64,13 @@ class Session:
 
     @cached_property
     def bases(self) -> Bases:
-        """The bases of the run, each loaded once."""
+        """A cache of the bases that the runs of this session use. Each base is loaded once."""
         config = self.config
         return Bases(config.training.precision, config.data.window, config.root, config.device)
 
     @property
     def base(self) -> Base:
-        """The run's base."""
+        """The base that the run file sets for all clients without a base of their own."""
         return self.bases[self.config.base]
 
     def participants(self, config: RunConfig) -> list[Participant]:
@@ -119,7 +119,7 @@ class Session:
     def start(
         self, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback] = ()
     ) -> Rounds[Any]:
-        """Create a run with this session's data.
+        """Prepare a run with this session's data, so that the caller can start it.
 
         Args:
             config: The run.
@@ -127,7 +127,7 @@ class Session:
             callbacks: The callbacks that follow the run.
 
         Returns:
-            The round loop of the run, which has not been started yet.
+            The round loop of the run. Its method `run` executes the run.
         """
         federation = self.federation(config)
         clients, server = federation.clients, federation.server
@@ -200,10 +200,11 @@ class Session:
 def _rounds(
     engine: Engine, config: RunConfig, address: str | None, gpus: float | None
 ) -> Callable[..., Rounds[Any]]:
-    """Return a function that creates the round loop.
+    """Return a function that creates the round loop of a run.
 
     Raises:
-        CoterieError: If the engine is unknown, not installed, or cannot import the run's objects.
+        CoterieError: If the engine is unknown or not installed, or if processes of the engine
+            cannot import the classes of the run's objects.
     """
     if engine != "ray" and (address, gpus) != (None, None):
         raise CoterieError("--address and --gpus need the engine `ray` (--engine ray).")

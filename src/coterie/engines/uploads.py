@@ -142,10 +142,10 @@ class Uploads:
         return first
 
     def drop(self, name: str) -> bool:
-        """Remove a client's upload and the reason for its exclusion.
+        """Remove a client's upload, and the reason why the upload was excluded, if any.
 
         Returns:
-            Whether there was an upload or a reason.
+            Whether there was an upload or a reason to remove.
         """
         self.diverged.discard(name)
         self._measures.pop(name, None)
@@ -167,7 +167,7 @@ class Uploads:
     def mean(self, round: int) -> Message:
         """Aggregate all valid uploads.
 
-        If an upload proves to be invalid, the reason is added to `refused`.
+        An upload that proves to be invalid is excluded, and `self.refused` then has the reason.
 
         Returns:
             The aggregate. In a phase that a transform added to the run, the aggregate is empty,
