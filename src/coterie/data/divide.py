@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take a public set from the pools, with the label shares of all clients' texts together."""
+    """Take a public set from the pools. It has the label shares of all clients' texts together."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -213,7 +213,7 @@ def _divide_evenly(
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
     """Order a client's records so that labels alternate in proportion to their shares.
 
-    If a limit later truncates the client's text, the remaining text has about the same shares.
+    If a limit later truncates the client's text, the text's label shares hardly change.
     """
     totals = Counter(records[number][0] for number in part)
     counts: Counter[str] = Counter()

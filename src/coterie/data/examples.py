@@ -103,7 +103,7 @@ class Examples:
 
     @property
     def beginnings(self) -> "Examples":
-        """All samples, because each is a separate text that the model reads on its own."""
+        """All samples, because the model reads each sample as a separate text."""
         return self
 
     @property

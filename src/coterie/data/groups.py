@@ -131,7 +131,7 @@ class Groups:
 
     @property
     def beginnings(self) -> Examples:
-        """For each item, the sample with the best answer, which the model reads on its own."""
+        """For each item, the sample with the best answer, which is read as a separate text."""
         return self.best
 
     @property

@@ -89,9 +89,10 @@ class Tokens:
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return the non-blank pieces of the documents `items`, up to the end of the stream.
+        """Return the non-blank pieces of `items` in the stream, for the search for duplicates.
 
-        The stream ends at the split's limit. A piece that is cut at the limit is left out.
+        The items are documents. The stream ends at the split's limit, if there is a limit. A piece
+        that is cut at the limit is left out.
         """
         texts: list[str] = []
         left = self.bytes
@@ -253,7 +254,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
 def _cut(text: str, low: int, high: int) -> int:
     """Return the character position at which to end a piece.
 
-    The position is between `low` and `high`, or at the end of the text if the text is shorter.
+    The position is between `low` and `high`, or at the end of the text if the text ends earlier.
     """
     if low >= len(text):
         return len(text)
