@@ -105,7 +105,7 @@ def test_choices_made_by_a_template_stand_one_a_line() -> None:
         ({"q": "?", "output": True}, None, "contains True, not an answer"),
         ({"q": "?", "output": ["a"]}, None, r"contains \['a'\], not an answer .* fix the"),
         ({"q": "?", "output": "\ud83d"}, None, "half a character"),
-        ({"q": "", "output": "a"}, None, "gives an empty prompt"),
+        ({"q": "", "output": "a"}, None, "gives an empty text"),
         ({"q": "?", "output": "a"}, ["b", "c"], r"'a' is not one of the choices \(b, c\); fix"),
         ({"q": "?", "output": "a"}, "options", "has no field options"),
         ({"q": "?", "output": "a", "o": "a b"}, "o", "field o contains 'a b', not a list"),

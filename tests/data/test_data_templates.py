@@ -101,7 +101,7 @@ def test_a_template_that_cannot_be_used_is_named(
         ("{{ a + 1 }}", {"a": "x"}, "does not fit the template"),
         ("{{ a.__class__ }}", {"a": "x"}, r"does not fit .* '__class__' .* is unsafe"),
         ("{{ a.append(1) }}", {"a": [1]}, r"does not fit .*not safe|does not fit .*unsafe"),
-        ("{{ a }}\n ", {"a": " "}, "gives an empty prompt; fix the record or the template"),
+        ("{{ a }}\n ", {"a": " "}, "gives an empty text; fix the record or the template"),
         ("{{ a }}", {"a": "ab\ud83d"}, "half a character"),
         (
             "own.jinja",

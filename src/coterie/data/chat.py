@@ -47,7 +47,7 @@ TRIAL = (Turn("user", "Q"), Turn("assistant", "A")) * 2
 
 
 class Rendered(NamedTuple):
-    """A rendered conversation, split into its parts."""
+    """A rendered conversation, split into answers and the text before each answer."""
 
     parts: list[tuple[str, bool]]
     """The consecutive parts of the text, each paired with True for an answer and False otherwise.
@@ -124,7 +124,10 @@ class ChatTemplate:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The marker after the last answer, and the marker after earlier answers if it differs."""
+        """The texts that end answers in a rendered conversation.
+
+        The first text ends the last answer. If another text ends earlier answers, it comes second.
+        """
         return tuple(dict.fromkeys((self.around[1], self.inner_end)))
 
     @property
@@ -223,9 +226,10 @@ class ChatTemplate:
 
         Returns:
             A list of entries ((kind, index), text), one for each mark. The kind is "t" for thinking
-            or "a" for an answer. The index is the index of the assistant's turn. The text is the
-            text between this mark and the next mark. The text before the first mark has an entry of
-            its own at the start of the list, with the kind "" and the index -1.
+            or "a" for an answer. The index counts the assistant's turns from 0. The text stands
+            between the mark and the next mark, or after the last mark. The text before the first
+            mark has an entry of its own at the start of the list, with the kind "" and the index
+            -1.
 
         Raises:
             CoterieError: The template omits, repeats or changes the mark of an answer.

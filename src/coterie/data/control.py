@@ -40,10 +40,11 @@ def own_texts(item: Any) -> tuple[str, ...]:
 def control_tokens(
     tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> re.Pattern[str]:
-    """Return a pattern that matches any control token, and prefers longer tokens.
+    """Return a pattern that matches any control token.
 
-    Control tokens are the tokenizer's special tokens and, if there is a chat template, the markers
-    that the template writes around turns.
+    If several control tokens match at the same position, the pattern matches the longest. Control
+    tokens are the tokenizer's special tokens and, if there is a chat template, the markers that the
+    template writes around turns.
     """
     added = tokenizer.added_tokens_decoder.values()
     tokens = {t.content for t in added if t.special or _BARS.fullmatch(t.content)}

@@ -29,7 +29,7 @@ DRAWS = 1000
 
 
 class Division(dict[str, Texts[Any]]):
-    """A mapping of each client's name to the client's texts."""
+    """A divided data set: a mapping of each client's name to the client's texts."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     `by: even` or `by: dirichlet`, the clients are named client-1, client-2, and so on. With
     `by: mixtures`, the run file sets each client's name and label shares, as fractions of the
     characters of plain text or of the number of samples. No record is used twice, except that all
-    clients of an even division have the same validation and test splits. In other divisions, the
-    data set's own validation and test splits (if any) are divided in the proportions of the
-    training text, or equally if `divide.held_out` is `uniform`.
+    clients of an even division have the same validation and test splits. In any other division, the
+    data set's own validation and test splits (if any) are divided label by label, in proportion to
+    the clients' training records, or equally with `held_out: uniform`.
 
     Args:
         spec: The run file's section `divide:`.
@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take a public set from the pools. Its label shares are the means over the clients."""
+    """Take a public set from the pools. It has the label shares of all clients' texts together."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -213,7 +213,7 @@ def _divide_evenly(
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
     """Order a client's records so that labels alternate in proportion to their shares.
 
-    If a limit truncates the client's text, the text then keeps about the same label shares.
+    If a limit later truncates the client's text, the text's label shares hardly change.
     """
     totals = Counter(records[number][0] for number in part)
     counts: Counter[str] = Counter()
@@ -253,8 +253,8 @@ def _hold_out_uniform(
 ) -> dict[str, list[list[int]]]:
     """Take each client's validation and test records from the pools, and return their indices.
 
-    Within a split, the number of records per client and label is constant. The fractions are
-    fractions of all records in the pools.
+    Within a split, every client receives the same number of records of every label. The values of
+    `fractions` are fractions of all records in the pools.
     """
     records = sum(len(pool) for pool in pools.values())
     held: dict[str, list[list[int]]] = {}

@@ -25,7 +25,7 @@ USED_BY = {
 
 
 class SourceSpec(Spec):
-    """A label's source in `divide.source`, if the source is a subset of a hub data set."""
+    """A label's entry in `divide.source`, if the entry is a mapping with `source` and `subset`."""
 
     source: str
     """file, folder, or hub name of a data set"""
@@ -81,12 +81,12 @@ class DivideSpec(Spec):
     equal for all labels (uniform); not used by even"""
     public: bool | Annotated[float, Field(gt=0, lt=1)] = False
     """size of the public set: with even, `true` sets aside one more part, as large as a client's
-    part; otherwise, a fraction of the text that could be divided among the clients, with the mean
-    of the clients' label shares; false: no public set"""
+    part; otherwise, a fraction of the text that could be divided among the clients, with the label
+    shares of all clients' texts together; false: no public set"""
 
     @property
     def taken(self) -> int:
-        """The number of equal parts that the clients and the public set (if any) need."""
+        """The number of equal parts that are used: one per client, and one for any public set."""
         return (self.clients or 0) + bool(self.public)
 
     @model_validator(mode="after")

@@ -68,10 +68,7 @@ class Examples:
 
     @cached_property
     def answers(self) -> Tensor:
-        """The index of the first token of each sample's last answer.
-
-        The tensor is int64 and shaped (n,).
-        """
+        """The start of each sample's last answer in `ids`, as an int64 tensor shaped (n,)."""
         return self.starts[1:] - self.last
 
     @property
@@ -106,7 +103,7 @@ class Examples:
 
     @property
     def beginnings(self) -> "Examples":
-        """The whole split, because the model reads every sample without preceding text."""
+        """All samples, because the model reads each sample as a separate text."""
         return self
 
     @property
@@ -135,7 +132,10 @@ class Examples:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of samples, of samples left out, and of conversations cut."""
+        """Return the numbers of samples, of samples left out, and of conversations cut.
+
+        A sample is left out if it is too long. A long conversation is cut into several samples.
+        """
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
@@ -144,7 +144,7 @@ class Examples:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the tokens, the samples' boundaries and the choices, which identify the split."""
+        """Yield the tokens, sample boundaries and answer choices, which identify the split."""
         yield self.ids.numpy().tobytes()
         yield self.starts.numpy().tobytes()
         yield self.answers.numpy().tobytes()
@@ -167,7 +167,7 @@ class Examples:
         return prompts
 
     def measured(self, scorer: "Scorer") -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses on the samples and choices, and the model's generated answers."""
+        """Return a model's losses and generated answers, and the number of samples."""
         rows, other_owners = with_choices(scorer.base, self, scorer.window)
         nats, count = scorer.losses(rows, scorer.batch), len(self)
         has_choices = [bool(item.choices) for item in self.items]
@@ -250,11 +250,11 @@ class Encoding:
         """Return the error "OWNER has no ..." for a split without any sample.
 
         Args:
-            items: The items of the split.
-            fitting: A description of an item that would fit, and a remedy, such as "pair of at most
-                8 tokens; raise data.window". The message ends with them if all items are too long.
-            kind: The plural noun for an item, and a remedy, such as "pairs; add some". The message
-                ends with them if there are no items.
+            items: The items to encode, which are all too long, or an empty sequence.
+            fitting: The end of the message if all items are too long. It names an item that would
+                fit, and a remedy, as in "pair of at most 8 tokens; raise data.window".
+            kind: The end of the message if there are no items. It consists of the plural noun for
+                an item and a remedy, as in "pairs; add some".
         """
         missing = fitting if items else kind
         if not items and self.split != "public":  # which has a path of its own
@@ -308,15 +308,15 @@ def samples_of(
 
 
 def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, Tensor]:
-    """Append one row for each wrong choice of each sample.
+    """Append one row for each wrong answer choice of each sample.
 
     The row consists of the sample's prompt and the wrong choice.
 
     Args:
         base: The base whose tokenizer encodes the choices.
         samples: The samples.
-        window: The maximum number of predicted tokens. Longer rows are truncated to window + 1
-            tokens; at least one of these tokens belongs to the choice.
+        window: The maximum number of predicted tokens. If a row exceeds window + 1 tokens, the
+            end of its choice is cut off. At least one token of the choice is left.
 
     Returns:
         The samples followed by the added rows; and an int64 tensor shaped (added,), which contains

@@ -25,7 +25,10 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A field's value that cannot be decoded. This is an error only if the field is used."""
+    """A placeholder for a field's value that cannot be decoded.
+
+    The value is an error only if the field is used.
+    """
 
     why: str
 
@@ -114,7 +117,7 @@ def find_files(path: Path, owner: str) -> list[Path]:
 
     Raises:
         CoterieError: The path does not exist, is a folder without data files, or is a file that is
-            not a data file.
+            not a data file. The message begins with `owner`.
     """
     if path.is_dir():
         files, skipped = _listed(path, owner)
@@ -183,7 +186,7 @@ def listed(counts: Mapping[str, int]) -> str:
 
 
 def listed_first(parts: Sequence[str], most: int = 5) -> str:
-    """Join the first parts, and append the number of other parts, as in "anna, ben, 2 more"."""
+    """Join the first `most` parts, and count the remaining parts, as in "anna, ben, 2 more"."""
     rest = [f"{len(parts) - most:,} more"] * (len(parts) > most)
     return ", ".join([*parts[:most], *rest])
 
@@ -195,7 +198,8 @@ def read_text(file: Path, owner: str) -> str:
     """Read a UTF-8 file without changes, except that a byte order mark is removed.
 
     Raises:
-        CoterieError: The file cannot be read, is blank, or is not UTF-8 text.
+        CoterieError: The file cannot be read, is blank, or is not UTF-8 text. The message begins
+            with `owner`.
     """
     try:
         raw = file.read_bytes()
@@ -222,7 +226,7 @@ def read_records(file: Path, owner: str) -> Iterator[Record]:
     """Yield the records of a .jsonl or .parquet file.
 
     Raises:
-        CoterieError: The file cannot be read, or has no records.
+        CoterieError: The file cannot be read, or has no records. The message begins with `owner`.
     """
     records = _read_parquet if file.suffix.lower() == ".parquet" else _read_jsonl
     empty = True

@@ -34,7 +34,7 @@ class GroupBatch:
 
     @property
     def ids(self) -> Tensor:
-        """The token ids of the samples with the best answers.
+        """The token ids of each item's prompt and best answer.
 
         The tensor is int64 and shaped (n, time + 1).
         """
@@ -42,7 +42,7 @@ class GroupBatch:
 
     @property
     def read(self) -> Batch:
-        """The samples with the best answers, whose tokens the model learns to predict."""
+        """For each item, the sample with the best answer, which the model learns to predict."""
         return self.rows.only(firsts(self.sizes))
 
     @property
@@ -116,12 +116,12 @@ class Groups:
 
     @property
     def best(self) -> Examples:
-        """The samples with the best answers."""
+        """For each item, the sample with the best answer."""
         return self.rows.only(firsts(self.sizes).tolist())
 
     @property
     def bytes(self) -> int:
-        """The number of UTF-8 bytes of the best answers."""
+        """The number of UTF-8 bytes of the best answers of all items."""
         return self.best.bytes
 
     @property
@@ -131,7 +131,7 @@ class Groups:
 
     @property
     def beginnings(self) -> Examples:
-        """The samples with the best answers. The model reads each without preceding text."""
+        """For each item, the sample with the best answer, which is read as a separate text."""
         return self.best
 
     @property
@@ -163,7 +163,7 @@ class Groups:
         return len(self.ids) / len(self)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of items, and the number of items that were left out."""
+        """Return the number of items, and the number of items left out because of their length."""
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
@@ -171,7 +171,7 @@ class Groups:
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
-        """Yield the contents that identify the split: the tokens, and the sizes of the items."""
+        """Yield the contents that identify the split, including the number of samples per item."""
         yield from self.rows.digested()
         yield self.sizes.numpy().tobytes()
 
@@ -190,7 +190,7 @@ class Groups:
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return the values of `rows` and `sizes` for a batch of the items `chosen`."""
+        """Return the fields `rows` and `sizes` of a `GroupBatch` of the items `chosen`."""
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:

@@ -58,8 +58,8 @@ def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]
         ]
         if not of_source:
             raise CoterieError(
-                f"divide: {source.source} has no records that contain text; name another field, "
-                "or correct divide.where."
+                f"divide: {source.source} has no records that contain text; set data.text to "
+                "another field, or correct divide.where."
             )
         texts += of_source
     return texts
@@ -171,9 +171,9 @@ def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Rec
         "on the hub"
     )
     remedy = (
-        "set data_root to the folder of your data, or correct divide.source, subset or split; if "
-        "this machine is offline, download the records on another machine, and set divide.source "
-        "to the file"
+        "set data_root to the folder of your data, or correct divide.source, divide.subset or "
+        "divide.split; if this machine is offline, download the records on another machine, and "
+        "set divide.source to the file"
     )
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
         raise CoterieError(f"{missing}; {remedy}.")

@@ -127,7 +127,7 @@ class Quality:
 
 
 def unknown_tokens(read: Split, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the unknown tokens in a split, up to the split's limit."""
+    """Count the unknown tokens in a split, which is already truncated to its limit."""
     unknown = tokenizer.unk_token_id
     # GPT-2 declares its end-of-text token as its unknown token, too.
     ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
@@ -236,7 +236,7 @@ def _total(counts: Mapping[str, int]) -> str:
 
 
 def _duplicates(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
-    """Count the duplicates of one kind.
+    """Count the duplicates of one kind in all splits. For the kinds of duplicates, see `Kind`.
 
     Returns:
         The number of exact duplicates, and the number of near duplicates.

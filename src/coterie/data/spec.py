@@ -48,7 +48,7 @@ class ClientLimits(Spec):
 
 
 class Limits(ClientLimits):
-    """The limits of all clients, and of the public set."""
+    """The maximum sizes of all clients' splits, and of the public set."""
 
     public: int | None = Field(default=None, ge=1)
     """maximum number of tokens (or samples) of the public set; default: all"""
@@ -235,7 +235,7 @@ class DataSpec(Spec):
 
     @property
     def declared(self) -> type[DataKind]:
-        """The class with the class variables, such as `compares`, that describe this kind of data.
+        """The class whose class variables, such as `compares`, describe this kind of data.
 
         For a built-in kind, this is the class of the settings; another class reads and encodes the
         records.
@@ -248,7 +248,7 @@ class DataSpec(Spec):
     def bound(self) -> DataKind:
         """The kind of data with its settings, which can read and encode records.
 
-        The property imports torch.
+        Reading the property imports torch, which is slow.
         """
         if isinstance(self.kind, DataKind):
             return self.kind

@@ -45,7 +45,10 @@ class AnyBatch(Protocol):
 
     @property
     def read(self) -> Batch:
-        """The samples whose tokens the model learns to predict, such as chosen answers."""
+        """The samples whose tokens the model learns to predict.
+
+        For pairs of answers, these are the samples with the chosen answers.
+        """
         ...
 
     def loss(self, model: PreTrainedModel) -> tuple[Tensor, Measures | None]:
@@ -103,7 +106,7 @@ class Samples(Protocol):
 
 
 class Scored(Protocol):
-    """A text on which a model can be evaluated."""
+    """Encoded data on which a model can be evaluated."""
 
     @property
     def bytes(self) -> int:
@@ -111,7 +114,7 @@ class Scored(Protocol):
         ...
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Measure a model's losses on all items, and the other inputs that metrics need.
+        """Measure a model's losses on all items, and any other values that metrics need.
 
         Args:
             scorer: The model, with the window and the batch size.

@@ -22,7 +22,10 @@ SHIPPED = {
 
 
 def _printable(value: Any) -> Any:
-    """Refuse a value that Jinja would print as a Python expression, such as a mapping."""
+    """Return a text or a number that Jinja is about to print, and refuse any other value.
+
+    Jinja would print a mapping, for example, as a Python expression.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(value, str | Undefined) or (number and math.isfinite(value)):
         return value
@@ -141,7 +144,7 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
             f"{where} does not fit the template ({error}); fix the record or the template."
         ) from error
     if not prompt.strip():
-        raise CoterieError(f"{where} gives an empty prompt; fix the record or the template.")
+        raise CoterieError(f"{where} gives an empty text; fix the record or the template.")
     return Record(where, {"prompt": prompt}).text(["prompt"])
 
 

@@ -34,11 +34,11 @@ class Texts(Generic[Item]):
 def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
     """Read a client's files and divide them into splits.
 
-    If a validation or test split has no files of its own, a fraction of the texts in `path` or
-    `train` is set aside for the split, according to `data.fractions`. For plain text, a
-    fraction refers to the number of characters. For other kinds of data, it refers to the number of
-    samples. A record is never divided between splits. A .txt file is divided into pieces. Adjacent
-    pieces that are assigned to the same split are joined again.
+    If a validation or test split has no files of its own, a fraction of the texts that the client's
+    key `path` or `train` names is set aside for the split, according to `data.fractions`. For plain
+    text, a fraction refers to the number of characters. For other kinds of data, it refers to the
+    number of samples. A record is never divided between splits. A .txt file is divided into pieces.
+    Adjacent pieces that are assigned to the same split are joined again.
 
     Args:
         spec: The client's entry in the run file.

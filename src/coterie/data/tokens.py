@@ -43,8 +43,9 @@ def tokenise(
         name: The client's name, for error messages.
 
     Raises:
-        CoterieError: A split of plain text has fewer than window + 1 tokens, another split has no
-            sample that fits the window, or the tokenizer is unsuitable.
+        CoterieError: A split of plain text has fewer than window + 1 tokens, a split of samples has
+            no sample that fits the window, or the tokenizer is unsuitable. The error is also raised
+            if a text contains control tokens although `data.special_tokens` is `refuse`.
     """
     splits = {}
     for split in SPLITS:
@@ -66,9 +67,9 @@ def encoded(
         owner: The words with which an error message begins, such as "The public text".
 
     Raises:
-        CoterieError: The split has fewer than window + 1 tokens of plain text, or no sample that
-            fits the window. The error is also raised if the tokenizer is unsuitable, or if a text
-            contains control tokens although `data.special_tokens` is `refuse`.
+        CoterieError: A split of plain text has fewer than window + 1 tokens, a split of samples has
+            no sample that fits the window, or the tokenizer is unsuitable. The error is also raised
+            if a text contains control tokens although `data.special_tokens` is `refuse`.
     """
     encoder, end = bare_encoder(tokenizer)
     kind = data.bound

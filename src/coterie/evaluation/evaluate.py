@@ -162,7 +162,8 @@ def evaluate(
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
     """Return, for each metric, the score of every item.
 
-    Perplexity is left out, and so are metrics whose input `measured` does not contain.
+    Perplexity is left out, because every `Score` computes it. A metric is also left out if
+    `measured` does not contain its input, or if the metric scores none of the items.
     """
     names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
     # Every `Score` computes perplexity itself.
@@ -178,7 +179,7 @@ def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int)
     Args:
         base: The base of the model.
         model: The model.
-        batch: Samples of any kind.
+        batch: Samples of any kind of data.
         at_once: The number of samples per forward pass.
     """
     with autocast(base.precision, base.device.type):

@@ -37,7 +37,8 @@ class Sampling:
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
         """Return keyword arguments for `generate`.
 
-        Options that are not among the arguments keep the values of the model's generation config.
+        Options of `generate` that are not returned keep the values of the model's generation
+        config.
 
         Args:
             ends: The token ids that end an answer.
@@ -228,5 +229,5 @@ def _decode(
 
 
 def before_any(text: str, stops: Sequence[str]) -> str:
-    """Truncate a text before the first place where one of the markers occurs."""
+    """Truncate a text before the first occurrence of any of the strings `stops`."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

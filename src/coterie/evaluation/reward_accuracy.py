@@ -9,9 +9,11 @@ from coterie.evaluation.metrics import Metric
 class RewardAccuracy(Metric):
     """The share of pairs whose chosen answer has the higher reward.
 
-    The score of a pair is 1 if the chosen answer has the higher reward, 0.5 for a tie, and 0
-    otherwise. Two rewards are tied if they differ by no more than rounding can cause. For the
-    reference model itself, all pairs are tied, so the reward accuracy is 0.5.
+    The reward of an answer is proportional to the difference between the answer's log-likelihoods
+    under the evaluated model and under a reference model. The score of a pair is 1 if the chosen
+    answer has the higher reward, 0.5 for a tie, and 0 otherwise. Two rewards are tied if they
+    differ by no more than rounding can cause. If the evaluated model is the reference model itself,
+    all rewards are 0. All pairs are then tied, so the reward accuracy is 0.5.
     """
 
     name = "reward_accuracy"

@@ -152,7 +152,7 @@ def _text(where: str, key: str, content: Any) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value is None or empty, so that its key is treated as missing."""
+    """Return whether a value is None or empty, so that callers treat its key as missing."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 

@@ -105,7 +105,12 @@ def _conversation(record: Record, item: Instruction) -> Conversation:
 
 
 def _answer(record: Record, answer: str) -> str:
-    """Return a record's answer, which is the value of a field or a rendered template."""
+    """Return a record's answer.
+
+    Args:
+        record: The record.
+        answer: The name of the field that contains the answer, or Jinja text that renders it.
+    """
     value = render(answer, record.fields, record.where) if is_text(answer) else record[answer]
     return _text(record, answer, value)
 

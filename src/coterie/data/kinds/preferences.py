@@ -36,8 +36,9 @@ def preferences(records: Sequence[Record], spec: PreferenceSpec) -> list[Ranking
     """Read the prompt, the chosen answer and the rejected answer of every record.
 
     Raises:
-        CoterieError: A record lacks a field; a string or a list of messages is empty or invalid;
-            the two answers of a record are equal; or the prompts of the two answers differ.
+        CoterieError: A record lacks a field; the text or the messages in a field are empty or
+            invalid; the two answers of a record are equal; or the prompts of the two answers
+            differ.
     """
     return [_preference(replace(record, remedy=REMEDY), spec) for record in records]
 
@@ -152,7 +153,7 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]
     ends the answer.
 
     Returns:
-        The loss, a scalar with a gradient; and the rewards, without gradients.
+        The loss, a scalar with a gradient; and the rewards of the answers, without gradients.
     """
     pair_rewards = rewards(-sample_losses(model, batch.rows).view(-1, 2), batch.reference)
     loss = preference_losses(pair_rewards.values, batch.reference.label_smoothing).mean()

@@ -89,7 +89,11 @@ class Tokens:
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return the documents' non-blank pieces that lie completely within the stream."""
+        """Return the non-blank pieces of `items` in the stream, for the search for duplicates.
+
+        The items are documents. The stream ends at the split's limit, if there is a limit. A piece
+        that is cut at the limit is left out.
+        """
         texts: list[str] = []
         left = self.bytes
         for document in items:
@@ -108,7 +112,7 @@ class Tokens:
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
         """Return a model's losses on the disjoint windows of the stream.
 
-        The first token of the text is predicted from the base's context token. The first token of
+        The first token of the stream is predicted from the base's context token. The first token of
         every later window is predicted from the last token of the previous window.
         """
         nats, counts = [], []
@@ -248,7 +252,10 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def _cut(text: str, low: int, high: int) -> int:
-    """Return the position between `low` and `high` at which to end a piece."""
+    """Return the character position at which to end a piece.
+
+    The position is between `low` and `high`, or at the end of the text if the text ends earlier.
+    """
     if low >= len(text):
         return len(text)
     line = text.find("\n", low - 1, high) + 1
