@@ -18,12 +18,13 @@ from mail import Post, wait
 
 from coterie.errors import CoterieError
 from coterie.messages.message import LARGEST_MESSAGE
-from coterie.network import certificates
+from coterie.network import certificates, order_files
 from coterie.network import client as client_module
 from coterie.network import keys as keys_module
 from coterie.network import server as server_module
 from coterie.network.client import LARGEST_JSON, Connection, first_order, keep_serving
 from coterie.network.keys import Credentials, Keys
+from coterie.network.link import Worker
 from coterie.network.protocol import Offer
 
 SENTENCE = re.compile(r"[^\n]{1,300}")
@@ -284,13 +285,19 @@ def test_a_key_file_that_is_missing_or_has_expired_is_waited_for(
 
 
 @contextmanager
-def running(address: str, anna: Credentials) -> Iterator[list[str]]:
+def running(address: str, anna: Credentials, worker: Worker | None = None) -> Iterator[list[str]]:
     """Run a client in a thread, and yield its events and errors."""
     stop, events = threading.Event(), []
 
     def run() -> None:
         try:
-            keep_serving(address, anna, Idle(), stop, lambda *event: events.append(str(event)))
+            keep_serving(
+                address,
+                anna,
+                worker or Idle(),
+                stop,
+                lambda *event: events.append(str(event)),
+            )
         except CoterieError as error:
             events.append(str(error))
 
@@ -345,6 +352,34 @@ def test_a_client_with_another_version_of_the_protocol_ends_with_an_error(
     hostile.response = response(status="426 X")
     with running(hostile.address, anna) as events:
         wait(lambda: events[-1:] and events[-1].endswith("Coterie on both sides."), 20)
+
+
+class Replying(Idle):
+    """A worker that has a reply to each order."""
+
+    def answer(self, data: bytes) -> bytes:
+        return mail.REPLY
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_reply_that_cannot_be_stored_is_reported_once(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.3)
+    connected = str(("connected", post.address))
+    full = f"{post.address} could not store this client's reply; its disk may be full"
+    with running(post.address, post.credentials(), Replying()) as events:
+        wait(lambda: events == [connected])
+        monkeypatch.setattr(order_files.secrets, "token_hex", lambda _: "0" * 32)
+        file = post.mailbox.files.folder / f"{'0' * 32}.reply"
+        file.symlink_to("/dev/full")
+        ticket = mail.send(post)
+        wait(lambda: len(events) == 2)
+        time.sleep(3)
+        assert events == [connected, str(("away", full))]
+        file.unlink()
+        wait(lambda: events[2:] == [connected])
+    assert mail.replies(post, ticket) == [(ticket, mail.REPLY)]
 
 
 def test_a_client_that_cannot_reach_its_server_does_not_end(
