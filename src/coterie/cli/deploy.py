@@ -153,7 +153,7 @@ def server(
         from coterie.cli.console import Board, JsonLines
         from coterie.deployment import start as deploy
     if check:
-        return check_server(values, config, server_keys, address)
+        return check_server(values, config, server_keys, address, metrics)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
     as_json = log_format is LogFormat.json
     with _stoppable(hint), Board(terminal.console, as_json) as board:
