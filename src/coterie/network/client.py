@@ -66,8 +66,7 @@ class Connection:
     Args:
         server: The server's address, HOST:PORT.
         credentials: The client's name, certificate and private key.
-        reached: A function that is called after each successful response that shows that the
-            server accepts the client's requests.
+        reached: A function that is called after each successful response.
     """
 
     def __init__(
@@ -82,6 +81,8 @@ class Connection:
         """The part of the order that has arrived."""
         self.reply: bytes | None = None
         """The reply to the order, while it is being sent."""
+        self.is_full = False
+        """Whether the server could not store the last reply that was sent."""
         self.stopped = threading.Event()
 
     def __enter__(self) -> Self:
@@ -229,8 +230,11 @@ class Connection:
             if "content-encoding" in response.headers:  # a few bytes could decompress to many
                 raise httpx.DecodingError("the server's response is compressed")
             if not response.is_success:
+                self.is_full = response.status_code == 507
                 raise httpx.HTTPStatusError("", request=response.request, response=response)
-            if (method, path[:9]) != ("GET", "/replies/"):  # succeeds also if the disk is full
+            # A server without space for a reply still answers how much of it has arrived.
+            self.is_full = self.is_full and (method, path[:9]) == ("GET", "/replies/")
+            if not self.is_full:
                 self.reached()
             end_empty(response)
             yield response
