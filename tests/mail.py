@@ -4,13 +4,17 @@ import hashlib
 import http.client
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from coterie.errors import CoterieError
+from coterie.network.client import keep_serving
 from coterie.network.keys import Credentials, Keys
+from coterie.network.link import Worker
 from coterie.network.listener import Listener, listen
 from coterie.network.mailbox import Mailbox
 from coterie.network.protocol import DIGEST, PROTOCOL, SESSION, VERSION, Progress
@@ -226,3 +230,39 @@ def stored(post: Post, ticket: str) -> int:
     """Return the size of a reply's file."""
     path = post.mailbox.files.folder / f"{ticket}.reply"
     return path.stat().st_size if path.exists() else 0
+
+
+class Idle:
+    """A worker that gets no orders."""
+
+    finished = False
+
+    def answer(self, data: bytes) -> bytes:
+        raise AssertionError(data)
+
+
+@contextmanager
+def running(address: str, anna: Credentials, worker: Worker | None = None) -> Iterator[list[str]]:
+    """Run a client in a thread, by default without orders; yield its events and errors."""
+    stop, events = threading.Event(), []
+
+    def run() -> None:
+        try:
+            keep_serving(
+                address,
+                anna,
+                worker or Idle(),
+                stop,
+                lambda *event: events.append(str(event)),
+            )
+        except CoterieError as error:
+            events.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield events
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()

@@ -62,8 +62,11 @@ def test_a_server_that_can_start(place, tmp_path: Path) -> None:
 
 def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = server("--address", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert result.exit_code == 1
+        busy = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = server("--address", busy)
+        other = server("--address", "127.0.0.1:0", "--metrics", busy)
+    assert result.exit_code == other.exit_code == 1
+    assert "address     NOT OK  Could not listen on 127.0.0.1:" in other.output
     assert "address     NOT OK  Could not listen on 127.0.0.1:" in result.output
     assert "The remaining checks were skipped." in result.output
     assert "run         ok" not in result.output

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from coterie.cli import console as module
 from coterie.cli.console import Board, ClientBoard, JsonLines
 from coterie.deployment.seats import Seat
 from coterie.deployment.status import Monitor
@@ -106,6 +107,36 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     assert "round 1/2: loss 2.500, 999 bytes up, 1.5 kB down, about" in text
     assert "round 2/2: 999 bytes up, 1.5 kB down\n" in text
     assert text.endswith("is unreachable; retrying\n")
+
+
+def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    part = SimpleNamespace(schema=Schema((), ()), covered=())
+    run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=5), part=part)
+    with ClientBoard(console) as board:
+        board("joined", run)
+        for round, (wait, work) in enumerate(((5000, 10), (90_000, 12), (0, 11))):
+            now[0] += wait
+            board("bytes/down", 1_500)
+            now[0] += work
+            board("step", round)
+    left = [line.rpartition("about ")[2] for line in shown(console).splitlines() if "about" in line]
+    assert left == ["0:00:40 left", "0:00:30 left", "0:00:22 left"]
+
+
+def test_the_log_contains_all_that_the_server_shows(console, tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "coterie")
+    with Board(console) as board:
+        monitor = Monitor("fedavg", 2, RunFolder(tmp_path), board)
+        monitor.start(0)
+        monitor.waits("round 1: waiting for anna; 0 of 1 clients are ready")
+        monitor.note("anna joined")
+        monitor.opens()
+        monitor.closes(1)
+    lines = [line.partition(" ")[2] for line in shown(console).splitlines()]
+    assert len(lines) == 4
+    assert caplog.messages == lines
 
 
 def test_a_client_warns_of_a_validation_loss_that_jumps(console) -> None:

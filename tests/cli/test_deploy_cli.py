@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from coterie.errors import CoterieError
 from coterie.testing.loop import deploy
 
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
+from coterie.network import certificates
 from coterie.network.keys import Keys
 
 
@@ -129,6 +131,28 @@ def test_an_address_for_monitoring_has_the_form_of_an_example(waiting_run, metri
     assert said == (
         f"--metrics takes an IP address and a port, such as 127.0.0.1:9192, not {metrics!r}."
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("CERTIFICATE_LASTS", timedelta(hours=-1), "certificate expired on .* renew it with `cot"),
+        ("DAY", -timedelta(days=1), "certificate is not valid yet, by .*; set the clock"),
+    ],
+)
+def test_a_server_whose_certificate_is_not_valid_does_not_start(
+    name, value, sentence, tmp_path, monkeypatch
+) -> None:
+    made = Keys.create(tmp_path / "keys")
+    made.add("anna", tmp_path / "anna.key")
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, name, value)
+        made.certify()
+    path = tmp_path / "us.yaml"
+    path.write_text(yaml.safe_dump({"base": "tiny-gpt2", "clients": [{"name": "anna"}]}))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    said = complaint("server", path, "--keys", made.folder, "--out", tmp_path / "out")
+    assert re.search(sentence, said), said
 
 
 def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:

@@ -14,14 +14,13 @@ from pathlib import Path
 import mail
 import psutil
 import pytest
-from mail import Post, wait
+from mail import Idle, Post, running, wait
 
 from coterie.errors import CoterieError
 from coterie.messages.message import LARGEST_MESSAGE
 from coterie.network import certificates
 from coterie.network import client as client_module
 from coterie.network import keys as keys_module
-from coterie.network import server as server_module
 from coterie.network.client import LARGEST_JSON, Connection, first_order, keep_serving
 from coterie.network.keys import Credentials, Keys
 from coterie.network.protocol import Offer
@@ -104,15 +103,6 @@ def hostile(keys: Keys) -> Iterator[Hostile]:
 def post(tmp_path: Path) -> Iterator[Post]:
     with mail.post(tmp_path) as made:
         yield made
-
-
-class Idle:
-    """A worker that gets no orders."""
-
-    finished = False
-
-    def answer(self, data: bytes) -> bytes:
-        raise AssertionError(data)
 
 
 def away(server: str, anna: Credentials) -> str:
@@ -283,61 +273,6 @@ def test_a_key_file_that_is_missing_or_has_expired_is_waited_for(
     assert "Could not read the key file" in away("localhost:1", anna)
 
 
-@contextmanager
-def running(address: str, anna: Credentials) -> Iterator[list[str]]:
-    """Run a client in a thread, and yield its events and errors."""
-    stop, events = threading.Event(), []
-
-    def run() -> None:
-        try:
-            keep_serving(address, anna, Idle(), stop, lambda *event: events.append(str(event)))
-        except CoterieError as error:
-            events.append(str(error))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield events
-    finally:
-        stop.set()
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def test_a_renewed_key_file_is_used_without_a_restart(
-    post: Post, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.3)
-    anna = post.credentials()
-    with running(post.address, anna) as events:
-        wait(lambda: "anna" in post.mailbox.present())
-        new = post.keys.renew("anna", tmp_path / "new.key")
-        wait(lambda: any("closed the connection; if this repeats" in event for event in events))
-        new.replace(anna.path)
-        wait(lambda: events[-1] == str(("connected", post.address)) and len(events) > 2)
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_client_that_is_refused_for_long_ends_with_an_error(
-    again: bool, post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 4.0)
-    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.3)
-    with running(post.address, post.credentials()) as events:
-        wait(lambda: "anna" in post.mailbox.present())
-        certificate = post.folder / "keys" / "clients" / "anna.pem"
-        key = certificate.read_bytes()
-        post.keys.remove("anna")
-        wait(lambda: any("removed or renewed this key" in event for event in events))
-        if again:  # it is accepted again before the time is over
-            certificate.write_bytes(key)
-            wait(lambda: events[-1] == str(("connected", post.address)))
-            time.sleep(5)
-            assert events[-1] == str(("connected", post.address))
-        else:
-            wait(lambda: events[-1].endswith("a new key file is needed."), 20)
-
-
 def test_a_client_with_another_version_of_the_protocol_ends_with_an_error(
     hostile: Hostile, anna: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,22 +289,6 @@ def test_a_client_that_cannot_reach_its_server_does_not_end(
     with running("localhost:1", anna) as events:
         time.sleep(2)
         assert events == [str(("away", "localhost:1 is unreachable"))]
-
-
-def test_a_second_process_with_a_key_waits_for_the_first(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_module, "POLL_SECONDS", 0.3)
-    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 0.1)
-    with running(post.address, post.credentials()):
-        wait(lambda: "anna" in post.mailbox.present())
-        session = post.mailbox.present()
-        with running(post.address, post.credentials()) as second:
-            sentence = f"{post.address} is already connected to another process with this key"
-            wait(lambda: str(("away", sentence)) in second)
-            time.sleep(2)
-            assert second == [str(("away", sentence))]
-            assert post.mailbox.present() == session
 
 
 def test_no_first_order_is_waited_for_if_the_server_cannot_be_reached(anna: Credentials) -> None:

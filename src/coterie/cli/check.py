@@ -34,7 +34,13 @@ JOIN_TIMEOUT = 30.0
 """Timeout in seconds for the server's order to join a run."""
 
 
-def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, address: str) -> None:
+def check_server(
+    values: Mapping[str, Any],
+    config: RunConfig,
+    keys: Keys,
+    address: str,
+    metrics: str | None = None,
+) -> None:
     """Check a server's keys, address, models and disk, and run one training step on a demo text.
 
     Args:
@@ -42,6 +48,7 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
         config: The configuration that results from `values`.
         keys: The server's keys.
         address: The address to listen on, HOST:PORT.
+        metrics: The address for monitoring, HOST:PORT; None if there is none.
     """
     names = [client.name for client in config.clients]
     with _checking("keys") as report:
@@ -53,7 +60,9 @@ def check_server(values: Mapping[str, Any], config: RunConfig, keys: Keys, addre
         report(f"{registered}; the certificate is valid for {hosts}, until {until}{remarks}")
     with _checking("address") as report:
         listen(address).close()
-        report(f"{address} is free")
+        if metrics is not None:
+            listen(metrics, "--metrics").close()
+        report(f"{address} is free" if metrics is None else f"{address} and {metrics} are free")
     with _checking("run") as report:
         report(
             f"{config.label}, {plural(config.rounds, 'round')} of "

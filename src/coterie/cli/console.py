@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import datetime
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from rich.console import Console, Group
@@ -105,6 +105,8 @@ class ClientBoard(LiveDisplay[Status]):
         super().__init__(console, Status("connecting to the server", console=console))
         self.estimate = estimate
         self.losses: list[float] = []
+        self.began: float | None = None
+        """The time at which the last round or, before, the first order arrived; monotonic clock."""
         self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
     def __call__(self, event: str, value: Any) -> None:
@@ -123,7 +125,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self._say(f"{value}; retrying")
             case "joined":
                 self.rounds, self.done = value.config.exchanges, 0
-                self.began, self.durations = time.monotonic(), []
+                self.began, self.durations = None, []
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 for adapter in value.part.covered:
                     self._say(f"  trained on this machine: {adapter}")
@@ -144,6 +146,8 @@ class ClientBoard(LiveDisplay[Status]):
                 )
             case _ if event in self.bytes:
                 self.bytes[event] = value
+                if self.began is None and event == BYTES_DOWN:  # the first order has arrived
+                    self.began = time.monotonic()
             case _ if event == JUMPED:
                 self._say(jump_warning("this client", value))
             case _ if event.startswith(LOSS):
@@ -173,9 +177,11 @@ class ClientBoard(LiveDisplay[Status]):
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
         items += [f"{size(self.bytes[name])} {name[6:]}" for name in self.bytes]  # up or down
-        self.durations.append(time.monotonic() - self.began)
-        self.began = time.monotonic()
-        seconds = median(self.durations) * (self.rounds - round - 1)  # rounds that waited are few
+        now = time.monotonic()
+        self.durations.append(now - (self.began or now))
+        self.began = now
+        # The lower median: one of two rounds may have waited for clients.
+        seconds = median_low(self.durations) * (self.rounds - round - 1)
         items += [f"about {clock(seconds)} left"] if seconds else []
         self._say(f"round {round + 1}/{self.rounds}: {', '.join(items)}")
         self.losses = []

@@ -154,7 +154,7 @@ def server(
         from coterie.deployment.mailbox import MailboxServing
         from coterie.deployment.start import serve, serve_again
     if check:
-        return check_server(values, config, server_keys, address)
+        return check_server(values, config, server_keys, address, metrics)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
     as_json = log_format is LogFormat.json
     with _stoppable(hint), Board(terminal.console, as_json) as board:

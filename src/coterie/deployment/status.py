@@ -69,7 +69,8 @@ class Status(BaseModel):
             return cls.model_validate_json(read_inside(folder.path, FILE))
         except FileNotFoundError:
             raise CoterieError(
-                f"{folder.path} contains no status; is it the run folder of a server?"
+                f"{folder.path} contains no status. `coterie server` writes one when it starts; "
+                "`coterie run` does not."
             ) from None
         except (OSError, ValidationError) as error:
             raise CoterieError(f"{folder.path / FILE} cannot be read.") from error

@@ -81,6 +81,8 @@ class Connection:
         """The part of the order that has arrived."""
         self.reply: bytes | None = None
         """The reply to the order, while it is being sent."""
+        self.is_full = False
+        """Whether the server could not store the last reply that was sent."""
         self.stopped = threading.Event()
 
     def __enter__(self) -> Self:
@@ -228,8 +230,12 @@ class Connection:
             if "content-encoding" in response.headers:  # a few bytes could decompress to many
                 raise httpx.DecodingError("the server's response is compressed")
             if not response.is_success:
+                self.is_full = response.status_code == 507
                 raise httpx.HTTPStatusError("", request=response.request, response=response)
-            self.reached()
+            # A server without space for a reply still answers how much of it has arrived.
+            self.is_full = self.is_full and (method, path[:9]) == ("GET", "/replies/")
+            if not self.is_full:
+                self.reached()
             end_empty(response)
             yield response
 
