@@ -1,12 +1,14 @@
 """Clients that gain no more stop, and the run goes on without them."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kept_runs import HIGH, files, naive_loss, trained
 
 import coterie
+from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.deployment import server as engine
 from coterie.messages.envelope import Entry, Reply, unseal
@@ -15,6 +17,8 @@ from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, up
 from coterie.training.spec import EvaluationSpec
+
+PLUGIN = Path(__file__).parents[2] / "examples" / "transforms" / "masked_sum.py"
 
 
 @pytest.mark.parametrize(("method", "rate"), [("comigs-1g1s", 30.0), ("fedavg", 5.0)])
@@ -188,3 +192,24 @@ def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
 def test_patience_needs_a_best_model() -> None:
     with pytest.raises(ValueError, match="has no effect with `keep: last`"):
         EvaluationSpec(keep="last", patience=1)
+
+
+@pytest.mark.parametrize("in_memory", [1, 8])
+def test_patience_counts_rounds_and_not_the_phases_of_transforms(
+    in_memory, config, tmp_path, monkeypatch
+) -> None:
+    """With a phase before each round's training, eight exchanges are four rounds."""
+    load_plugin(PLUGIN)
+    monkeypatch.setattr("coterie.engines.local.IN_MEMORY", in_memory)
+    run = config(
+        method="fedavg",
+        rounds=4,
+        evaluation={"patience": 4},
+        aggregation={"transforms": ["masked_sum"]},
+    )
+    assert run.exchanges == 8
+    done = coterie.run(run, out=tmp_path / "run")
+    uploads = Counter(
+        m["client"] for m in RunFolder(done.path).metrics() if m["name"] == "bytes/up"
+    )
+    assert set(uploads.values()) == {8}

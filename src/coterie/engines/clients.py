@@ -171,14 +171,14 @@ class Clients(ABC):
             lost: The clients whose last upload was not accepted.
         """
 
-    def stops(self, name: ClientId, rounds: int) -> bool:
+    def stops(self, name: ClientId, exchanges: int) -> bool:
         """Return whether a client stops training early.
 
         Args:
             name: The client's name.
-            rounds: The number of exchanges of the run that are complete.
+            exchanges: The number of exchanges of the run that are complete.
         """
-        return stops(self.config, best_of(self.new.kept(name)), rounds)
+        return stops(self.config, best_of(self.new.kept(name)), self.config.turn(exchanges)[0])
 
     def states(self) -> Iterator[tuple[str, State | None]]:
         """Yield the clients' states for a checkpoint, as in `ClientPart.states`."""

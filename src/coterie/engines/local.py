@@ -97,8 +97,9 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             part.finish(download(name), kept, round, counted=name not in lost)
             part.keep_items(self.folder.keep_items)
 
-    def stops(self, name: ClientId, rounds: int) -> bool:
-        return self.parts[name].stops(rounds) if name in self.parts else super().stops(name, rounds)
+    def stops(self, name: ClientId, exchanges: int) -> bool:
+        part = self.parts.get(name)
+        return super().stops(name, exchanges) if part is None else part.stops(exchanges)
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
         return dict(self.parts[name].states()) if name in self.parts else {}
