@@ -278,9 +278,12 @@ def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None
 def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -> None:
     loop = Loop(workers(run, tmp_path), lose=lambda name, order: (name, order.round) == ("poet", 1))
 
+    complete: list[str] = []
+
     class Gone(ServerWatch):
-        def round_over(self, round: int, counted: int) -> None:
-            if round == 1:  # too few are left, for some turns
+        def note(self, text: str) -> None:
+            if text.startswith("round 2/3: "):  # too few are left, for some turns
+                complete.append(text)
                 loop.away = {"diarist", "whaler"}
                 for name in loop.away:
                     leader.seats[name].present = None
@@ -288,6 +291,7 @@ def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -
 
     leader = server(deployed(run, quorum=2, deadline=0.001), tmp_path / "server", loop, Gone())
     leader.rounds()
+    assert len(complete) == 1
     asked = [(order.kind, order.round) for name, order in loop.orders if name == "poet"]
     assert asked == [("join", 0), ("step", 0), ("step", 1), ("step", 2), ("finish", 3)]
 
