@@ -12,8 +12,10 @@ The kinds of work are `idle`; `mean` (the aggregation of 8 uploads of 100 MB); `
 of FedMKT with very small models, whose server trains and evaluates); `train` (steps of a model of
 GPT-2's shape); `assign` (FedAMoLE's assignment of 1,000 experts to 1,000 clients); `map` (a map
 between two vocabularies of 32,000 random tokens); `header` (parsing a reply with the largest
-permitted header, 16 MiB of JSON); and `copy` (adding and removing the header of a message of 758
-MB). The column *work* shows the duration of one repetition.
+permitted header, 16 MiB of JSON); `copy` (adding and removing the header of a message of 758 MB,
+which copies it while the GIL is held); and `exchange` (all work of the main thread on an order of
+758 MB: encoding, storing, reading and decoding it). The column *s* shows the duration of one
+repetition in seconds.
 """
 
 import json
@@ -53,6 +55,7 @@ from coterie.network.client import Connection
 from coterie.network.keys import Credentials, Keys
 from coterie.network.listener import listen
 from coterie.network.mailbox import Mailbox
+from coterie.network.order_files import OrderFiles
 from coterie.network.server import MailboxServer
 from coterie.testing.small import teaching_values, write_base, write_other_base, write_questions
 from coterie.training.spec import TrainingSpec
@@ -179,6 +182,22 @@ def copy(folder: Path) -> Work:
     return lambda: unseal(Order, seal(order, body))
 
 
+def exchange(folder: Path) -> Work:
+    """Return a function that encodes and stores an order of 758 MB, reads it and decodes it."""
+    order = Order(run="0" * 16, client="anna", kind="step", round=0)
+    tensors = {f"layer-{n}": torch.randn(LARGEST_MESSAGE // 4 // 50) for n in range(50)}
+    message = Message(0, {"adapter": tensors})
+    files = OrderFiles(folder / "orders")
+
+    def run() -> None:
+        stored = files.write(seal(order, message.encode()), 60)
+        _, body = unseal(Order, stored.path.read_bytes())
+        stored.delete()
+        assert Message.decode(body).round == 0
+
+    return run
+
+
 WORKS: dict[str, Callable[[Path], Work]] = {
     "idle": idle,
     "mean": mean,
@@ -188,6 +207,7 @@ WORKS: dict[str, Callable[[Path], Work]] = {
     "map": align,
     "header": header,
     "copy": copy,
+    "exchange": exchange,
 }
 
 
