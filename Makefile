@@ -23,7 +23,8 @@ test: setup  ## run all tests that are neither slow nor thorough; under 5 minute
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
-  intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods listener_tls mailbox_faults client client_errors) \
+  intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
+  listener_tls mailbox_faults client client_errors client_refusals drops) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py
 slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)

@@ -1,8 +1,10 @@
 """A TCP proxy whose connections break, stall and change bytes."""
 
+import fcntl
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +24,9 @@ class LossyProxy:
             `close` truncates, `stall` forwards nothing more, `corrupt` changes a byte.
         limit: The number of bytes, in both directions together; None: there are no faults.
         delay: The time by which each piece is delayed, in seconds.
+        rate: The maximum rate of each connection, in bytes per second; None: no maximum.
+        every: The interval at which all connections break (`reset` or `close`), in seconds; None:
+            connections break only because of `limit`.
         port: The proxy's port; 0: any.
     """
 
@@ -31,13 +36,21 @@ class LossyProxy:
         fault: Fault = "reset",
         limit: int | None = None,
         delay: float = 0,
+        rate: float | None = None,
+        every: float | None = None,
         port: int = 0,
     ) -> None:
         self.target, self.fault, self.limit, self.delay = target, fault, limit, delay
+        self.rate, self.every, self.started = rate, every, time.monotonic()
+        self.lock = threading.Lock()
         self.accepted = 0
         """Number of connections."""
         self.faults = 0
         """Number of faults."""
+        self.interruptions: set[int] = set()
+        """The intervals at whose end at least one connection broke."""
+        self.carried = 0
+        """Number of bytes that have reached the proxy, including those that it has discarded."""
         self.listening = socket.create_server(("127.0.0.1", port), backlog=64)
         self.address = f"localhost:{self.listening.getsockname()[1]}"
         self.sockets: list[socket.socket] = []
@@ -74,22 +87,41 @@ class LossyProxy:
             self.sockets += near, far
             threading.Thread(target=self._forward, args=(near, far), daemon=True).start()
 
+    @property
+    def interval(self) -> int:
+        """The number of times that `every` seconds have passed."""
+        return 0 if self.every is None else int((time.monotonic() - self.started) / self.every)
+
     def _forward(self, near: socket.socket, far: socket.socket) -> None:
         """Forward a connection in both directions until it ends."""
-        count, sinks = 0, {near: far, far: near}
+        count, sinks, interval = 0, {near: far, far: near}, self.interval
         with near, far, suppress(OSError):
             while True:
-                for source in select.select([near, far], [], [])[0]:
+                readable = select.select([near, far], [], [], None if self.every is None else 0.1)
+                if self.interval > interval:
+                    self._interrupt(interval, near, far)
+                for source in readable[0]:
                     if not (piece := source.recv(PIECE)):
                         return
-                    time.sleep(self.delay)
+                    time.sleep(self.delay + (len(piece) / self.rate if self.rate else 0))
                     before, count = count, count + len(piece)
+                    with self.lock:
+                        self.carried += len(piece)
                     if self.limit is None or count < self.limit:
                         sinks[source].sendall(piece)
                     else:
                         self.faults += before < self.limit
                         piece = self._damaged(piece, max(0, self.limit - before), near, far)
                         sinks[source].sendall(piece)
+
+    def _interrupt(self, interval: int, *ends: socket.socket) -> None:
+        """Break a connection at the end of an interval; always raises OSError."""
+        unread = sum(_unread(end) for end in ends)
+        with self.lock:
+            self.faults += 1
+            self.interruptions.add(interval)
+            self.carried += unread
+        self._damaged(b"", 0, *ends)
 
     def _damaged(self, piece: bytes, place: int, *ends: socket.socket) -> bytes:
         """Return a piece after the proxy's fault; raise OSError if the connection breaks.
@@ -110,3 +142,9 @@ class LossyProxy:
                 return piece[:place]
             case _:
                 return piece if not place else piece[:-1] + bytes([piece[-1] ^ 1])
+
+
+def _unread(end: socket.socket) -> int:
+    """Return the number of bytes in a socket's receive buffer."""
+    (count,) = struct.unpack("i", fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
+    return count

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -107,6 +108,21 @@ def test_a_peak_is_a_contestant_s_own(gpu, monkeypatch) -> None:
     hold(100, 100)  # another's
     assert one.turn()[1] == 250
     assert one.turn()[1] == 260
+
+
+@pytest.mark.slow
+def test_a_deployment_of_light_clients_is_measured(monkeypatch, capsys) -> None:
+    pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
+    deployment = benchmark("deployment", monkeypatch)
+    cost = deployment.deploy(3, rounds=3, port=free_port(), light=True)
+    assert 2_300_000 < cost.upload < 2_500_000
+    assert all(seconds > 0 for seconds in cost.phases.values())
+    assert sum(cost.phases.values()) < cost.round == cost.overhead
+    assert 0 < cost.idle <= cost.server
+    assert cost.worker > 0
+    assert cost.processes == 1
+    deployment.show_costs([cost], cost.worker)
+    assert "3 light" in capsys.readouterr().out
 
 
 @pytest.fixture
