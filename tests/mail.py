@@ -28,6 +28,8 @@ PING = (
     f"{SESSION}: {A_SESSION}\r\nContent-Length: 0\r\n\r\n"
 ).encode()
 """A request that shows that the client is running, which is answered with 204."""
+NO_TICKET = "0" * 32
+"""A ticket that no order has."""
 ORDER = b"the order " * 100
 REPLY = b"the reply " * 1000
 
@@ -242,21 +244,24 @@ class Idle:
 
 
 @contextmanager
-def running(address: str, anna: Credentials, worker: Worker | None = None) -> Iterator[list[str]]:
-    """Run a client in a thread, by default without orders; yield its events and errors."""
-    stop, events = threading.Event(), []
+def running(
+    address: str, credentials: Credentials, worker: Worker | None = None
+) -> Iterator[list[tuple[str, object]]]:
+    """Run a client in a thread, by default without orders.
+
+    Yields:
+        The events that the client shows. An error that ends the client is the event "error".
+    """
+    stop, events = threading.Event(), list[tuple[str, object]]()
 
     def run() -> None:
+        def seen(event: str, value: object) -> None:
+            events.append((event, value))
+
         try:
-            keep_serving(
-                address,
-                anna,
-                worker or Idle(),
-                stop,
-                lambda *event: events.append(str(event)),
-            )
+            keep_serving(address, credentials, worker or Idle(), stop, seen)
         except CoterieError as error:
-            events.append(str(error))
+            events.append(("error", str(error)))
 
     thread = threading.Thread(target=run)
     thread.start()

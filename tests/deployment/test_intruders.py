@@ -242,7 +242,7 @@ def test_keys_that_are_not_registered_and_the_end_of_the_run(here, rogue) -> Non
     said = here.programs
     reasons = {
         "stranger": "closed the connection",
-        "foreigner": "that this key file does not trust; not connected",
+        "foreigner": "that this key file does not trust; retrying",
     }
     for name, reason in reasons.items():
         here.wait(lambda name=name, reason=reason: reason in said[name].text)

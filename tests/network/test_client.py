@@ -3,15 +3,13 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import mail
 import pytest
 from lossy import Fault, LossyProxy
-from mail import LARGEST, Post, replies, wait
+from mail import LARGEST, Post, replies, running, wait
 
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
@@ -19,11 +17,9 @@ from coterie.errors import CoterieError
 from coterie.messages import MessageError
 from coterie.messages.envelope import Kind, Order, seal
 from coterie.network import client as client_module
-from coterie.network import link
 from coterie.network import mailbox as mailbox_module
 from coterie.network import server as server_module
-from coterie.network.client import Connection, first_order, keep_serving
-from coterie.network.keys import Credentials
+from coterie.network.client import Connection, first_order
 from coterie.network.listener import listen
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
@@ -54,39 +50,6 @@ def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "POLL_SECONDS", 0.3)
 
 
-@pytest.fixture
-def post(tmp_path: Path) -> Iterator[Post]:
-    with mail.post(tmp_path) as made:
-        yield made
-
-
-@contextmanager
-def client(
-    address: str, credentials: Credentials, worker: link.Worker
-) -> Iterator[list[tuple[str, object]]]:
-    """Run a client in a thread; yield the events that it shows."""
-    events: list[tuple[str, object]] = []
-    stop = threading.Event()
-
-    def run() -> None:
-        def seen(event: str, value: object) -> None:
-            events.append((event, value))
-
-        try:
-            keep_serving(address, credentials, worker, stop, seen)
-        except CoterieError as error:
-            events.append(("error", str(error)))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield events
-    finally:
-        stop.set()
-        thread.join(30)
-        assert not thread.is_alive()
-
-
 def reply_to(mailbox: Mailbox, ticket: str, seconds: float = 60) -> bytes | None:
     """Wait for the reply to an order, and return it."""
     end = time.monotonic() + seconds
@@ -109,7 +72,7 @@ def test_a_large_transfer_arrives_over_a_link_that_keeps_breaking(
     worker = Echo()
     with (
         LossyProxy(post.port, fault, limit=4_000_000) as proxy,
-        client(proxy.address, post.credentials(), worker) as events,
+        running(proxy.address, post.credentials(), worker) as events,
     ):
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", ORDER, 0, 60)
@@ -124,7 +87,7 @@ def test_a_transfer_arrives_over_a_slow_link(post: Post) -> None:
     worker = Echo(REPLY[:500_000])
     with (
         LossyProxy(post.port, delay=0.05) as proxy,
-        client(proxy.address, post.credentials(), worker) as events,
+        running(proxy.address, post.credentials(), worker) as events,
     ):
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", ORDER[:500_000], 0, 60)
@@ -135,7 +98,7 @@ def test_a_transfer_arrives_over_a_slow_link(post: Post) -> None:
 def test_requests_share_connections(post: Post) -> None:
     with (
         LossyProxy(post.port) as proxy,
-        client(proxy.address, post.credentials(), Echo(b"reply")),
+        running(proxy.address, post.credentials(), Echo(b"reply")),
     ):
         wait(lambda: is_present(post.mailbox))
         for number in range(5):
@@ -148,8 +111,8 @@ def test_a_client_is_back_soon_after_the_server_has_restarted(tmp_path: Path) ->
     assert client_module.LONGEST_PAUSE < 5
     worker = Echo(b"reply")
     with mail.post(tmp_path) as post:
-        running = client(post.address, post.credentials(), worker)
-        events = running.__enter__()
+        client = running(post.address, post.credentials(), worker)
+        events = client.__enter__()
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         assert reply_to(post.mailbox, ticket) == b"reply"
@@ -163,7 +126,7 @@ def test_a_client_is_back_soon_after_the_server_has_restarted(tmp_path: Path) ->
             assert reply_to(mailbox, mailbox.send("anna", b"again", 0, 60)) == b"reply"
             assert [events[0], events[-1]] == 2 * [("connected", post.address)]
     finally:
-        running.__exit__(None, None, None)
+        client.__exit__(None, None, None)
     assert worker.orders == [b"order", b"again"]
 
 
@@ -171,8 +134,8 @@ def test_a_reply_is_sent_after_a_restart_only_if_it_is_asked_for(tmp_path: Path)
     released = threading.Event()
     worker = Echo(b"reply", released=released)
     with mail.post(tmp_path) as post:
-        running = client(post.address, post.credentials(), worker)
-        running.__enter__()
+        client = running(post.address, post.credentials(), worker)
+        client.__enter__()
         wait(lambda: is_present(post.mailbox))
         post.mailbox.send("anna", b"order", 0, 60)
         wait(lambda: worker.orders)
@@ -183,7 +146,7 @@ def test_a_reply_is_sent_after_a_restart_only_if_it_is_asked_for(tmp_path: Path)
             wait(lambda: is_present(mailbox))
             assert reply_to(mailbox, mailbox.send("anna", b"again", 0, 60)) == b"reply"
     finally:
-        running.__exit__(None, None, None)
+        client.__exit__(None, None, None)
     assert worker.orders == [b"order", b"again"]
 
 
@@ -191,7 +154,7 @@ def test_an_order_that_is_no_message_is_declined_once(
     post: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(Site("anna", {}, tmp_path / "out"))
-    with client(post.address, post.credentials(), worker) as events:
+    with running(post.address, post.credentials(), worker) as events:
         wait(lambda: is_present(post.mailbox))
         for data in (b"", b"no order", seal(order("join"))[:-1], os.urandom(300_000)):
             ticket = post.mailbox.send("anna", data, 0, 60)
@@ -212,7 +175,7 @@ def test_declining_survives_a_link_that_breaks(post: Post) -> None:
                 proxy.__exit__(None, None, None)
             raise MessageError("not an order")
 
-    with LossyProxy(post.port) as proxy, client(proxy.address, post.credentials(), Refusing()):
+    with LossyProxy(post.port) as proxy, running(proxy.address, post.credentials(), Refusing()):
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         wait(lambda: declined)
@@ -226,7 +189,7 @@ def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None
     worker = Echo(b"reply " * 100)
     with (
         mail.post(tmp_path, largest=100) as post,
-        client(post.address, post.credentials(), worker),
+        running(post.address, post.credentials(), worker),
     ):
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", b"order", 0, 60)
@@ -241,7 +204,7 @@ def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(
     post: Post,
 ) -> None:
     worker = Echo(b"reply", released=threading.Event())
-    with client(post.address, post.credentials(), worker):
+    with running(post.address, post.credentials(), worker):
         wait(lambda: is_present(post.mailbox))
         first = post.mailbox.send("anna", b"first", 0, 60)
         wait(lambda: worker.orders)
@@ -258,7 +221,7 @@ def test_a_client_is_present_while_it_trains(post: Post, monkeypatch: pytest.Mon
     monkeypatch.setattr(mailbox_module, "ABSENT_SECONDS", 1.5)
     worker = Echo(b"reply", released=threading.Event())
     assert worker.released is not None
-    with client(post.address, post.credentials(), worker):
+    with running(post.address, post.credentials(), worker):
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         wait(lambda: worker.orders)
@@ -280,7 +243,7 @@ def test_a_client_ends_when_its_worker_has_finished_and_the_reply_was_sent(post:
 
     with (
         LossyProxy(post.port, limit=4_000_000) as proxy,
-        client(proxy.address, post.credentials(), Last()),
+        running(proxy.address, post.credentials(), Last()),
     ):
         wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", b"order", 0, 60)

@@ -3,10 +3,9 @@
 import hashlib
 import http.client
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import mail
@@ -14,6 +13,7 @@ import pytest
 from mail import (
     A_SESSION,
     LARGEST,
+    NO_TICKET,
     ORDER,
     REPLY,
     Post,
@@ -31,14 +31,13 @@ from coterie.network import server as server_module
 from coterie.network.protocol import PROTOCOL, SESSION, VERSION, Offer
 
 OTHER_SESSION = "f" * 32
-NO_TICKET = "0" * 32
 
 
 @pytest.fixture
-def post(tmp_path: Path) -> Iterator[Post]:
-    with mail.post(tmp_path) as made:
-        assert made.ping() == 204
-        yield made
+def post(post: Post) -> Post:
+    """A mailbox to which anna has connected."""
+    assert post.ping() == 204
+    return post
 
 
 def test_an_order_is_offered_and_its_reply_is_returned_once(post: Post) -> None:

@@ -4,7 +4,6 @@ import hashlib
 import http.client
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ import mail
 import pytest
 from mail import (
     A_SESSION,
+    NO_TICKET,
     ORDER,
     REPLY,
     Post,
@@ -32,14 +32,12 @@ from coterie.network import server as server_module
 from coterie.network.mailbox import Mailbox
 from coterie.network.protocol import DIGEST, PROTOCOL, SESSION, VERSION
 
-NO_TICKET = "0" * 32
-
 
 @pytest.fixture
-def post(tmp_path: Path) -> Iterator[Post]:
-    with mail.post(tmp_path) as made:
-        assert made.ping() == 204
-        yield made
+def post(post: Post) -> Post:
+    """A mailbox to which anna has connected."""
+    assert post.ping() == 204
+    return post
 
 
 def test_a_stalled_upload_is_given_up_and_can_be_continued(
@@ -98,6 +96,28 @@ def try_put(post: Post, ticket: str) -> int:
     with suppress(OSError, http.client.HTTPException):
         return put(post, ticket)
     return 0
+
+
+def test_an_order_whose_file_is_gone_is_withdrawn(post: Post) -> None:
+    ticket = send(post)
+    (post.mailbox.files.folder / ticket).unlink()
+    assert post.request("GET", f"/orders/{ticket}") == (410, b"")
+    assert replies(post, ticket) == [(ticket, None)]
+
+
+def test_an_order_that_cannot_be_read_is_reported_and_stays(
+    post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket = send(post)
+    file = post.mailbox.files.folder / ticket
+    file.unlink()
+    file.mkdir()  # opening a folder as a file fails even for root
+    assert post.request("GET", f"/orders/{ticket}") == (500, b"")
+    assert caplog.messages == ["anna: could not read the order: Is a directory"]
+    file.rmdir()
+    file.write_bytes(ORDER)
+    assert post.request("GET", f"/orders/{ticket}") == (200, ORDER)
+    assert replies(post, ticket) == []
 
 
 def resident() -> int:

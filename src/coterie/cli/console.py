@@ -72,7 +72,7 @@ def in_json(time: datetime, message: str, level: str = "INFO") -> str:
 
 
 def status_table(status: RunStatus) -> Group:
-    """Return a table of a run's clients, between a line about the round and one about waiting."""
+    """Return a line about the round, a table of the clients, and a line about waiting."""
     table = Table("client", "state")
     for head in ("last reply", "up", "down", "rounds missed"):
         table.add_column(head, justify="right")
@@ -106,7 +106,10 @@ class ClientBoard(LiveDisplay[Status]):
         self.estimate = estimate
         self.losses: list[float] = []
         self.began: float | None = None
-        """The time at which the last round or, before, the first order arrived; monotonic clock."""
+        """The time on the monotonic clock at which the client completed its last round.
+
+        Before the end of the first round, it is the time at which the first order arrived.
+        """
         self.bytes = {BYTES_UP: 0, BYTES_DOWN: 0}
 
     def __call__(self, event: str, value: Any) -> None:
@@ -180,7 +183,7 @@ class ClientBoard(LiveDisplay[Status]):
         now = time.monotonic()
         self.durations.append(now - (self.began or now))
         self.began = now
-        # The lower median: one of two rounds may have waited for clients.
+        # The lower median ignores one of two rounds, which may have waited for other clients.
         seconds = median_low(self.durations) * (self.rounds - round - 1)
         items += [f"about {clock(seconds)} left"] if seconds else []
         self._say(f"round {round + 1}/{self.rounds}: {', '.join(items)}")

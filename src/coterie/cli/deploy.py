@@ -62,8 +62,8 @@ Metrics = Annotated[
 Format = Annotated[
     LogFormat,
     typer.Option(
-        help="Format of server.log, and of the lines that the command prints if the output is no "
-        "terminal."
+        help="Format of server.log, and of the lines that the command prints if the output is not "
+        "a terminal."
     ),
 ]
 KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")]

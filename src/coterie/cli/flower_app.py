@@ -2,7 +2,8 @@
 
 `coterie flower init` writes an app whose objects come from `server_app` and `client_app`. The
 server app runs a `ServerRun`, and sends its orders as messages of type `train`. Flower executes the
-client app in a new process for each message, so that the client's state rests in its folder.
+client app in a new process for each message. Between messages, the client's state is therefore
+stored in the client's folder.
 """
 
 # pyright: reportMissingImports=false
@@ -55,10 +56,10 @@ log = logging.getLogger("coterie")
 
 
 class GridLink(Link):
-    """The `network.link.Link` of a server app: messages through Flower's grid.
+    """The `network.link.Link` of a server app, which sends messages through Flower's grid.
 
-    Each node states the name of its client when it is asked. If two nodes state the same name, the
-    first one is used while it is connected.
+    The server app asks each node for the name of its client. If two nodes state the same name, the
+    first node is used while it is connected.
     """
 
     def __init__(self, grid: "Grid", note: Callable[[str], None]) -> None:
@@ -72,7 +73,7 @@ class GridLink(Link):
         self.listed: dict[int, float] = {}
         """The time on the monotonic clock at which Flower last listed each node."""
         self.ignored: set[int] = set()
-        """Nodes that the operator was told of because another node has the same name."""
+        """Nodes that are not used because another node has the same name."""
         self.lost: set[str] = set()
         """Tickets of orders that could not be sent."""
 
@@ -127,10 +128,14 @@ class GridLink(Link):
         return id
 
     def _pull(self, ids: Iterable[str], key: str) -> Iterator[tuple[str, Any]]:
-        """Yield the replies that have arrived: the message's id, and the value of a record.
+        """Yield the id of each message that has a reply, and the value of a record of the reply.
 
-        The value is None if the node reported an error, did not reply in time, or sent no such
-        record.
+        The value is None if the node reported an error or did not reply in time, or if the reply
+        does not contain the record.
+
+        Args:
+            ids: The ids of the messages.
+            key: The key of the record and of its value.
         """
         from flwr.app import ConfigRecord
 
@@ -217,7 +222,7 @@ def site_of(node: Mapping[str, Any]) -> Site:
     try:
         keys = NodeConfig.model_validate(dict(node))
         if not (keys.run or keys.yes):
-            raise CoterieError("run, a run file to agree to, is missing (or yes=true).")
+            raise CoterieError("run (the run file to agree to) or yes=true is missing.")
         for plugin in keys.plugins.split():
             load_plugin(plugin)
         paths = {key: getattr(keys, key) for key in ("train", "validation", "test")}
@@ -270,8 +275,8 @@ def client_app() -> "ClientApp":
 def answer(site: Site, data: bytes) -> bytes:
     """Return the reply to an order, in a process that has answered no earlier order.
 
-    The client's last order to join is stored in its folder, and is answered again before each
-    other order; a client that has already begun the run then continues it.
+    The last order to join is stored in the client's folder. It is executed again before every
+    other order, so that the client continues the run that it has begun.
 
     Args:
         site: The client's texts and settings.

@@ -57,8 +57,11 @@ def take_part(
         server: The server's address, HOST:PORT.
         credentials: The client's name, certificate and private key.
         site: The client's texts and settings.
-        seen: A function that is called whenever something happens that the user should see.
+        seen: A function that is called with each event that the user should see.
         stop: An event that ends the client early when it is set.
+
+    Returns:
+        The client's worker, after its last order.
     """
     log.setLevel(logging.INFO)
     site.out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,8 @@ from coterie.deployment.status import Monitor, Status
 METRICS = {
     "coterie_rounds": "Number of rounds of the run.",
     "coterie_rounds_complete": "Number of complete rounds.",
-    "coterie_remaining_seconds": "Estimated time until the end of the run, without waiting.",
+    "coterie_remaining_seconds": "Estimated time until the end of the run, without waits "
+    "for a quorum.",
     "coterie_status_timestamp_seconds": "Time of these values, in seconds since 1970.",
     "coterie_client_present": "Whether the client is connected (1) or not (0).",
     "coterie_client_received_bytes_total": "Bytes received from the client.",
@@ -27,9 +28,9 @@ when the server starts; all others are gauges."""
 
 
 def values_of(status: Status) -> Iterator[tuple[str, str | None, float | None]]:
-    """Yield the name of each metric, the client (None: the run's metric), and the value.
+    """Yield (name, client, value) for each metric.
 
-    A value that is unknown is None.
+    The client is None for metrics of the run. A value is None if it is unknown.
     """
     yield "coterie_rounds", None, status.rounds
     yield "coterie_rounds_complete", None, status.done

@@ -1,4 +1,4 @@
-"""Orders from the server, and the limits within which a client obeys them."""
+"""The contents of orders to join a run, and limits on the orders that a client executes."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ The server repeats a round if the server's process was killed, if too few upload
 client was expelled, or if the operator went back to an earlier checkpoint.
 """
 MAX_NEW_RUNS = 3
-"""The maximum number of new runs that a client begins during the life of its process."""
+"""The maximum number of new runs that a client begins before its user must agree again."""
 MAX_UNFINISHED = 8
 """The maximum number of unfinished runs in a client's folder. Each run takes disk space."""
 TRAINED = "trained.json"
@@ -66,7 +66,7 @@ def check_round(order: Order, exchanges: int) -> None:
 
 
 class Orders:
-    """A counter of the orders that a client has obeyed, used to enforce limits."""
+    """Counts the runs and the trainings that a client executes, and enforces their limits."""
 
     def __init__(self, site: Site) -> None:
         self.site = site

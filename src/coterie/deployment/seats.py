@@ -1,4 +1,4 @@
-"""The status of clients on the server of a deployment, and callbacks that display it."""
+"""The status of clients, as the server of a deployment sees it."""
 
 import time
 from collections.abc import Mapping, Set

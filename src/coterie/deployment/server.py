@@ -215,7 +215,7 @@ class ServerRun(ServerPart):
     def _poll(self) -> None:
         """Process connections and replies, send each client its next order, and sleep briefly."""
         self._check_expelled()
-        present = self.link.present()  # before replies: clients reply, then disconnect
+        present = self.link.present()  # read first: clients reply, then disconnect
         tickets = {seat.ticket: name for name, seat in self.seats.items() if seat.ticket}
         for ticket, data in self.link.replies([*tickets, *self.late]):
             if ticket in tickets:

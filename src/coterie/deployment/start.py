@@ -36,7 +36,7 @@ class Serving(ABC):
     watch: ServerWatch
     """The display of the run."""
     metrics: str | None = None
-    """The address for /health and /metrics, HOST:PORT; None: no such address."""
+    """The address that serves /health and /metrics, HOST:PORT; None: they are not served."""
     log_format: logging.Formatter | None = None
     """The format of server.log; None: plain text."""
 

@@ -21,8 +21,13 @@ FILE = "status.json"
 SAVE_SECONDS = 2.0
 """The time between two writes of the status file."""
 REMIND_SECONDS = 60.0
-"""The time after which a reminder that the server is waiting is first repeated; it then doubles."""
+"""The shortest interval between two reminders that the server is waiting.
+
+It is also the time from the beginning of a round to the first reminder. The interval doubles with
+each reminder.
+"""
 LONGEST_REMINDER = 1800.0
+"""The longest interval between two reminders."""
 NAMED = 6
 """The maximum number of clients that a reminder names."""
 
@@ -51,7 +56,7 @@ class Status(BaseModel):
     waiting: str = ""
     """A sentence about the clients for which the server is waiting; empty if it is not waiting."""
     seconds_left: float | None = None
-    """The estimated time until the end of the run, without waiting; None if it is unknown."""
+    """The estimated time until the end of the run, without waits for a quorum; None: unknown."""
     clients: dict[str, ClientStatus] = {}
     updated: float = 0.0
     """The time of this status, in seconds since 1970."""
@@ -122,7 +127,7 @@ class Monitor:
         self.watch.note(line)
 
     def start(self, done: int) -> None:
-        """Begin with a run of which `done` rounds are complete."""
+        """Record that the run starts, or resumes after `done` complete rounds."""
         self.status.done = done
         resumed = f", resuming after round {done}" if done else ""
         self.note(f"{self.status.title}: {plural(self.status.rounds, 'round')}{resumed}")
@@ -133,7 +138,7 @@ class Monitor:
         self.remind_at, self.interval = self.opened + REMIND_SECONDS, REMIND_SECONDS
 
     def waits(self, reason: str) -> None:
-        """Note that the server is waiting; repeat the note after a minute, and then less often.
+        """Record that the server is waiting, and remind the operator at growing intervals.
 
         Args:
             reason: A sentence, without its full stop, that names the clients.
@@ -162,17 +167,18 @@ class Monitor:
         self.durations.append(time.monotonic() - self.opened)
         status.done += 1
         remaining = status.rounds - status.done
-        status.seconds_left = median(self.durations) * remaining  # rounds that waited are few
+        # The median ignores a few rounds that waited long for uploads.
+        status.seconds_left = median(self.durations) * remaining
         left = f", about {timedelta(seconds=round(status.seconds_left))} left" if remaining else ""
         self.note(f"round {status.done}/{status.rounds}: {plural(counted, 'upload')} used{left}")
         self.remind_at = self.interval = 0.0
 
     def shows(self, seats: Mapping[str, Seat], working: Collection[str]) -> None:
-        """Display the status of all clients, and write it to the file from time to time.
+        """Display the status of all clients, and write it to the file every `SAVE_SECONDS`.
 
         Args:
             seats: The seat of each client.
-            working: The clients that have not replied yet.
+            working: The clients that have not replied to their current order.
         """
         status = self.status
         for name in status.clients.keys() - seats.keys():  # expelled
@@ -186,7 +192,7 @@ class Monitor:
             self.save()
 
     def save(self, ended: bool = False) -> None:
-        """Write the status file; log an error only once, as the run does not need the file."""
+        """Write the status file; log an error only once, because the run does not need the file."""
         self.status.ended, self.saved = ended, time.monotonic()
         self.status.waiting = "" if ended else self.status.waiting
         try:
@@ -199,7 +205,7 @@ class Monitor:
 
 
 def state_of(seat: Seat, is_working: bool) -> State:
-    """Return the state of a client in one word."""
+    """Return the state of a client."""
     if seat.present is None:
         return "away"
     if not seat.joined:

@@ -14,25 +14,34 @@ from coterie.bases.devices import Device
 from coterie.errors import CoterieError
 
 TOKEN = secrets.token_hex(32)
-"""The token of the instances of Ray that this process starts; their processes inherit it."""
+"""The authentication token of the Ray instances that this process starts.
+
+Ray's processes inherit the token.
+"""
 STORE = 2**27
-"""The size of the shared memory for messages, in bytes, of an instance of Ray that this process
-starts. Ray moves messages to disk if they do not fit into this memory."""
+"""The size in bytes of the shared memory for messages, if this process starts Ray.
+
+Ray moves messages that do not fit into this memory to disk.
+"""
 RAY_FOLDER = os.environ.get("RAY_TMPDIR", "/tmp")
-"""The folder of Ray's logs and sockets. A socket's path has at most about 100 characters."""
+"""The folder of Ray's logs and sockets.
+
+Its path must be short, because a socket's path has at most 107 bytes on Linux.
+"""
 
 
 def set_variables(address: str | None) -> None:
     """Set the environment variables that Ray reads when it is imported.
 
     An instance of Ray that this process starts then listens only on the loopback interface, and
-    accepts only connections with this process's token, or with the user's if RAY_AUTH_MODE is set.
+    accepts only connections that present `TOKEN`, or the user's own token if the user has set
+    RAY_AUTH_MODE.
 
     Args:
         address: The address of the cluster to use; None: this process starts Ray.
 
     Raises:
-        CoterieError: Ray is already imported with other variables.
+        CoterieError: Ray was already imported with other values of these variables.
     """
     imported, mode = sys.modules.get("ray") is not None, os.environ.get("RAY_AUTH_MODE")
     started = os.environ.get("RAY_AUTH_TOKEN") == TOKEN
@@ -49,15 +58,15 @@ def set_variables(address: str | None) -> None:
 
 
 @contextmanager
-def connected(address: str | None, processors: int) -> Iterator[None]:
-    """Connect to a cluster, or start Ray on this machine; disconnect or stop it at the end.
+def connected(address: str | None, cpus: int) -> Iterator[None]:
+    """Connect to a Ray cluster, or start Ray on this machine, within a `with` block.
 
-    On Linux, processes of Ray that this function starts end when the thread that entered the with
-    statement ends.
+    On Linux, the Ray processes that this function starts also end if the thread that entered the
+    block ends.
 
     Args:
         address: The HOST:PORT of the cluster; None: start Ray on this machine.
-        processors: The number of CPUs of an instance of Ray that this function starts.
+        cpus: The number of CPUs of a Ray instance that this function starts.
     """
     import ray
     from ray.exceptions import RayError
@@ -66,7 +75,7 @@ def connected(address: str | None, processors: int) -> Iterator[None]:
     with ExitStack() as stack:
         if address is None:
             folder = TemporaryDirectory("", "coterie-", RAY_FOLDER, ignore_cleanup_errors=True)
-            options = {"address": "local", "num_cpus": processors, "include_dashboard": False}
+            options = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
             options |= {"object_store_memory": STORE, "_temp_dir": stack.enter_context(folder)}
         else:
             check_address(address)
@@ -101,7 +110,7 @@ def processors() -> int:
 
 
 def places(threads: int, gpus: float) -> int:
-    """Return the number of workers for which the cluster's machines have CPUs and GPUs.
+    """Return the number of workers that fit on the cluster's machines.
 
     Args:
         threads: The number of CPUs per worker.
@@ -125,11 +134,11 @@ def share(device: Device, asked: float | None) -> tuple[float, Device]:
 
     Args:
         device: The run's `device`.
-        asked: The number of GPUs that the user asks for; None: as many as `device` names. For
-            `auto`, this is one if the cluster has a GPU.
+        asked: The number of GPUs that the user asks for. None: the number of devices that `device`
+            names, or one for `auto` if the cluster has a GPU.
 
     Raises:
-        CoterieError: The number is not possible, or the run's device is no GPU.
+        CoterieError: The number is invalid, or the run's device is not a GPU.
     """
     import ray
 
@@ -144,6 +153,7 @@ def share(device: Device, asked: float | None) -> tuple[float, Device]:
         raise CoterieError(f"--gpus must be a whole number or a fraction below 1, not {asked:g}.")
     if device in ("cpu", "mps"):
         raise CoterieError(
-            f"--gpus gives each worker GPUs, but the run's `device` is {device}; set it to auto."
+            f"--gpus needs GPUs, but the run's `device` is {device}; set `device` to auto, or omit "
+            "--gpus."
         )
     return asked, "cuda" if asked <= 1 else tuple(f"cuda:{n}" for n in range(ceil(asked)))

@@ -2,13 +2,13 @@
 
 Clients work in Ray actors, the workers; the round loop and the server are in this process. A worker
 executes one order at a time, for any client, and keeps only the bases and all clients' texts
-between orders. A client's state travels with the order and the answer, and rests in the folder
-`states`, from which the next checkpoint is written. If a worker is lost, another worker therefore
-executes its order again, with the same result.
+between orders. Each order and each answer contains the client's state. Between orders, the state is
+stored in the folder `states`, from which the next checkpoint is written. If a worker is lost,
+another worker therefore executes the lost worker's order again, with the same result.
 
 Orders and answers consist of bytes and small values, and messages are safetensors as in other
-engines. Ray pickles orders, answers and texts to move them between processes. Whoever can connect
-to Ray can therefore execute code in its processes; see `set_variables`.
+engines. Ray pickles orders, answers and texts to move them between processes. Anyone who can
+connect to Ray can therefore execute code in Ray's processes; see `set_variables`.
 """
 
 import logging
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 LOG = "ray.log"
 """The file in the run folder with the log messages of this module and Ray."""
 TRIES = 3
-"""The number of workers that an order may lose, one after another, before the run stops."""
+"""The number of workers, lost one after another during one order, after which the run stops."""
 CHECK = 5.0
 """The number of seconds without an answer after which the cluster is checked."""
 START = 300.0
@@ -86,8 +86,9 @@ class RayClients(Clients):
     """Clients in Ray's workers.
 
     Args:
-        address: The HOST:PORT of a cluster that runs; None: start Ray on this machine.
-        gpus: The number of GPUs per worker, which may be a fraction; None: as `device` needs.
+        address: The HOST:PORT of a running cluster; None: start Ray on this machine.
+        gpus: The number of GPUs per worker, which may be a fraction. None: derived from the run's
+            `device`; see `cluster.share`.
     """
 
     address: str | None = None
@@ -119,7 +120,8 @@ class RayClients(Clients):
                 f"No machine has the {needed} that a worker needs; lower `threads` or --gpus."
             )
         texts = ray.put({name: replace(p, base=None) for name, p in self.participants.items()})
-        # In a list, Ray passes the reference itself: plugins are loaded before the texts.
+        # Ray does not resolve a reference inside a list, so that a worker loads the plugins before
+        # it unpickles the texts.
         plan = self.config.as_dict(), self.config.plugins, threads, device, [texts]
         kind: Any = ray.remote(num_cpus=threads, num_gpus=gpus)(Worker)
 
@@ -188,8 +190,8 @@ class Pool:
     """Workers, each of which executes one order at a time.
 
     Args:
-        start: A function that starts a worker; it returns the worker, and a reference that is ready
-            when the worker is.
+        start: A function that starts a worker; it returns the worker, and a reference that becomes
+            ready when the worker has started.
         size: The number of workers.
     """
 
@@ -197,7 +199,10 @@ class Pool:
         self._start, self.size = start, size
         self._idle: list[Any] = []
         self._tasks: dict[Any, tuple[Any, int | None]] = {}
-        """For each pending answer, the worker and the order's number; None: the worker starts."""
+        """The worker and the order's number, by the reference to the answer.
+
+        While a worker starts, the number is None.
+        """
         self._losses: Counter[int | None] = Counter()
         for _ in range(size):
             self._begin()
@@ -236,11 +241,12 @@ class Pool:
                     todo.appendleft(number)
 
     def _next(self, orders: Mapping[int, Order]) -> tuple[Any, Answer | None]:
-        """Wait for a worker, and replace it if it is lost.
+        """Wait until a worker has started or answered, and replace a worker that is lost.
 
         Returns:
-            The number of an order and its answer; the answer is None if the order's worker is lost,
-            and the number is None if no order was in progress.
+            The number of an order and its answer. The answer is None if the order's worker was
+            lost. Both are None if a worker started or failed to start, or if nothing happened
+            within `CHECK` seconds.
         """
         ready, _ = ray.wait(list(self._tasks), timeout=CHECK)
         if not ready:
@@ -270,7 +276,7 @@ class Pool:
         return number, answer
 
     def _check(self) -> None:
-        """Raise CoterieError if the cluster is gone, or if all workers wait for a place in it."""
+        """Raise CoterieError if the cluster is gone, or all workers wait too long to start."""
         check_address(ray.get_runtime_context().gcs_address)
         if any(number is not None for _, number in self._tasks.values()):
             return
@@ -283,7 +289,7 @@ class Pool:
 
 
 class Worker:
-    """The state of a worker's process between orders: a run with its bases and participants."""
+    """A worker's process. Between orders, it keeps the run's bases and participants."""
 
     def begin(
         self,
@@ -330,7 +336,11 @@ class Worker:
         return Answer(message, metrics.take(), list(encoded(part.states())), scores)
 
     def _client(self, order: Order) -> tuple[ClientPart, bytes, Recorder]:
-        """Create the client of an order in its state; return it, its hello and its recorder."""
+        """Create the client that an order is for, and restore its state.
+
+        Returns:
+            The client, the client's hello and the client's recorder.
+        """
         metrics = Recorder(lambda *_: None)
         metrics.round = order.round
         base = self.bases[self.config.base_of(order.client)]

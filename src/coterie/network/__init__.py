@@ -1,1 +1,1 @@
-"""Links between machines: keys, certificates, signatures, and connections."""
+"""The network between the machines of a deployment: keys, certificates, and the mailbox."""

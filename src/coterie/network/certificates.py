@@ -134,7 +134,10 @@ def _common_name(name: str) -> x509.Name:
 
 
 def _key_usage(authority: bool) -> x509.KeyUsage:
-    """Return the permitted uses of a key: only certificates, or only handshakes, are signed."""
+    """Return the permitted uses of a key.
+
+    An authority's key signs only certificates, and all other keys sign only TLS handshakes.
+    """
     return x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.request import getproxies, proxy_bypass
@@ -19,7 +18,7 @@ from coterie.errors import CoterieError
 from coterie.messages import MessageError
 from coterie.messages.envelope import Order, unseal
 from coterie.messages.message import LARGEST_MESSAGE
-from coterie.network.keys import Credentials
+from coterie.network.keys import Credentials, clock_text
 from coterie.network.link import LONGEST_LINE, Seen, Worker
 from coterie.network.protocol import (
     DIGEST,
@@ -39,29 +38,29 @@ CONNECT_SECONDS = 10.0
 FIRST_PAUSE = 0.5
 """The time between the first two attempts to reach the server."""
 LONGEST_PAUSE = 4.0
-"""The maximum time between two attempts: clients reconnect to a restarted server in 5 seconds."""
+"""The maximum time between two attempts: clients reconnect to a restarted server within 5 s."""
 REFUSED_SECONDS = 300.0
 """The time after which a client whose key or version the server refuses ends with an error."""
 LARGEST_JSON = 1 << 12
 """The maximum size of a JSON response in bytes."""
 STATUS = {
     403: "has removed this key, or this client has too many connections",
-    409: "is already connected to another process with this key",
+    409: "is connected to another process that uses this key; stop one of the two processes",
     413: "refuses this client's reply because it is too large",
     426: "uses another version of the protocol; install the same version of Coterie on both sides",
     507: "could not store this client's reply; its disk may be full",
 }
 """The predicate of an error message whose subject is the server, by status code."""
 CONNECTED = "connected"
-GONE = (404, 410)
-"""The status codes of responses about an order that is no longer valid."""
+GONE = 410
+"""The status code of a response about an order that is no longer valid."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
 class Connection:
     """A client's session with a server, which survives interruptions of the network.
 
-    If a method raises an error during a transfer, another call continues the transfer.
+    If a method raises an error during a transfer, the next call continues the transfer.
 
     Args:
         server: The server's address, HOST:PORT.
@@ -163,7 +162,7 @@ class Connection:
         try:
             self._download(self.offer)
         except httpx.HTTPStatusError as error:
-            if error.response.status_code not in GONE:
+            if error.response.status_code != GONE:
                 raise
             self.offer = None
             return None
@@ -207,9 +206,9 @@ class Connection:
             }
             self._request("PUT", path, headers=headers, content=_pieces(self.reply, start))
         except httpx.HTTPStatusError as error:
-            if error.response.status_code not in (*GONE, 413):
+            if error.response.status_code not in (GONE, 413):
                 raise
-            log.warning("the server does not wait for this client's reply any more")
+            log.warning("the server is no longer waiting for this client's reply")
         self.offer = self.reply = None
 
     def _request(self, method: str, path: str, **arguments: object) -> None:
@@ -232,7 +231,7 @@ class Connection:
             if not response.is_success:
                 self.is_full = response.status_code == 507
                 raise httpx.HTTPStatusError("", request=response.request, response=response)
-            # A server without space for a reply still answers how much of it has arrived.
+            # A server whose disk is full still reports how many bytes of a reply have arrived.
             self.is_full = self.is_full and (method, path[:9]) == ("GET", "/replies/")
             if not self.is_full:
                 self.reached()
@@ -240,11 +239,11 @@ class Connection:
             yield response
 
     def _beat(self) -> None:
-        """Send heartbeats to the server, also while the other thread trains."""
+        """Send heartbeats to the server until the session ends; runs in a separate thread."""
         while not self.stopped.wait(HEARTBEAT_SECONDS):
             if (http := self.http) is not None:
                 with (
-                    suppress(httpx.HTTPError, RuntimeError),  # the other thread has closed `http`
+                    suppress(httpx.HTTPError, RuntimeError),  # `disconnect` has closed `http`
                     http.stream("POST", "/session") as response,
                 ):
                     end_empty(response)
@@ -283,7 +282,7 @@ def first_order(server: str, credentials: Credentials, seconds: float) -> Order:
         seconds: The time to wait for the order.
 
     Raises:
-        CoterieError: The server cannot be reached, or does not send this order in time.
+        CoterieError: The server cannot be reached, or does not send an order to join in time.
     """
     end = time.monotonic() + seconds
     with Connection(server, credentials) as connection:
@@ -360,8 +359,9 @@ def reason_of(server: str, error: Exception, was_connected: bool = False) -> str
     Args:
         server: The server's address, HOST:PORT.
         error: The error of a request.
-        was_connected: Whether the server responded to the previous request. In this case, a closed
-            connection counts as interrupted; a refused client fails again when it reconnects.
+        was_connected: Whether the server responded to the previous request. If it did, a closed
+            connection is reported as interrupted, not as refused: a client that is refused fails
+            again when it reconnects.
     """
     if isinstance(error, CoterieError):  # an error of the key file
         return str(error).rstrip(".")
@@ -376,7 +376,7 @@ def reason_of(server: str, error: Exception, was_connected: bool = False) -> str
             "this key, and a new key file is needed"
         )
     if "CERTIFICATE_VERIFY_FAILED" in text:
-        return f"{server} {_certificate_fault(text)}; not connected"
+        return f"{server} {_certificate_fault(text)}"
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"{server} is unreachable"
     if isinstance(error, httpx.RemoteProtocolError | httpx.DecodingError) and not is_closed:
@@ -386,14 +386,13 @@ def reason_of(server: str, error: Exception, was_connected: bool = False) -> str
 
 def _certificate_fault(text: str) -> str:
     """Describe the fault of the server's certificate that a TLS error message reports."""
-    clock = f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     if "has expired" in text:
-        return f"has a certificate that has expired, {clock}"
+        return f"has a certificate that has expired, {clock_text()}"
     if "not yet valid" in text:
-        return f"has a certificate that is not valid yet, {clock}"
+        return f"has a certificate that is not valid yet, {clock_text()}"
     if "mismatch" in text:
         return (
-            "is not among the names in its server's certificate, to which `coterie keys certify "
-            "--host` adds names"
+            "has a certificate for other names; add this name on the server with `coterie keys "
+            "certify --host`"
         )
     return "has a certificate from an authority that this key file does not trust"

@@ -103,7 +103,7 @@ class Credentials:
             ) from None
 
     def reload(self) -> "Credentials":
-        """Read the key file again, which may have been renewed.
+        """Read the key file again, because it may have been replaced.
 
         Raises:
             CoterieError: The file is not a key file, has expired, or belongs to another client.
@@ -116,8 +116,8 @@ class Credentials:
         if credentials.expires < datetime.now(UTC):
             raise CoterieError(
                 f"The key file {self.path} expired on {credentials.expires:%Y-%m-%d}, by this "
-                f"machine's clock; ask for a new one, which `coterie keys renew {self.name}` "
-                "writes on the server."
+                f"machine's clock; ask the server's operator for a new one (`coterie keys renew "
+                f"{self.name}`)."
             )
         return credentials
 
@@ -133,7 +133,7 @@ class Credentials:
 class Keys:
     """The server's key folder.
 
-    Only `certify` needs ca.key, which can be stored outside the folder at other times.
+    Only `certify` reads ca.key, which can be stored elsewhere while `certify` is not used.
 
     Args:
         folder: The folder.
@@ -224,15 +224,14 @@ class Keys:
         now = datetime.now(UTC)
         certificate = _load(self.certificate, x509.load_pem_x509_certificate)
         expires = certificate.not_valid_after_utc
-        clock = f"by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC"
         if expires < now:
             raise CoterieError(
-                f"The server's certificate expired on {expires:%Y-%m-%d}, {clock}; renew it with "
-                f"`coterie keys certify {self.folder}`."
+                f"The server's certificate expired on {expires:%Y-%m-%d}, {clock_text()}; renew it "
+                f"with `coterie keys certify {self.folder}`."
             )
         if certificate.not_valid_before_utc > now:
             raise CoterieError(
-                f"The server's certificate is not valid yet, {clock}; set the clock."
+                f"The server's certificate is not valid yet, {clock_text()}; set the clock."
             )
         certificates = {"the server's certificate": (expires, f"certify {self.folder}")}
         clients, faults = self.read_clients()
@@ -240,8 +239,8 @@ class Keys:
             command = f"renew {name} --keys {self.folder}"
             certificates[f"the key of {name}"] = (client.expires, command)
         return faults + [
-            f"{subject} {'ends' if expires > now else 'ended'} on {expires:%Y-%m-%d}; renew it, at "
-            f"any time, with `coterie keys {command}`"
+            f"{subject} {'expires' if expires > now else 'expired'} on {expires:%Y-%m-%d}; renew "
+            f"it with `coterie keys {command}`"
             for subject, (expires, command) in certificates.items()
             if expires < now + SOON
         ]
@@ -351,8 +350,8 @@ class Keys:
             context.load_cert_chain(self.certificate, self.key)
         except ssl.SSLError as error:
             raise CoterieError(
-                f"{self.certificate} and {self.key} do not belong together ({error.reason}); make "
-                f"a certificate with `coterie keys certify {self.folder}`."
+                f"{self.certificate} and {self.key} do not match ({error.reason}); create a "
+                f"new certificate with `coterie keys certify {self.folder}`."
             ) from None
         if pems := b"".join(pem(client.certificate) for client in clients):
             context.load_verify_locations(cadata=pems.decode())
@@ -379,6 +378,11 @@ def _validated(name: str) -> str:
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise CoterieError(f"{message[0].upper()}{message[1:]}.") from None
+
+
+def clock_text() -> str:
+    """Return words for the current time, for a message about a certificate that is not valid."""
+    return f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def _load(path: Path, load: Callable[[bytes], T]) -> T:

@@ -16,8 +16,8 @@ class Link(Protocol):
         """Return the clients that are connected.
 
         Returns:
-            An identifier of each client's connection, by the client's name. It changes when the
-            client reconnects.
+            An identifier of each client's connection, by the client's name. The identifier changes
+            when the client reconnects.
         """
         ...
 
@@ -27,7 +27,7 @@ class Link(Protocol):
         Args:
             client: The client's name.
             data: The order.
-            round: The exchange that the order belongs to.
+            round: The number of the exchange to which the order belongs.
             seconds: The time after which the order expires if it has not been delivered.
 
         Returns:

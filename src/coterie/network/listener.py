@@ -30,13 +30,16 @@ BACKLOG = 1024
 HANDSHAKES = 512
 """The maximum number of handshakes in progress.
 
-When it is reached, the address with the most handshakes loses its oldest one, so that a flood from
-one address does not affect clients at other addresses.
+When the limit is reached, the oldest handshake of the address with the most handshakes is aborted.
+A flood from one address therefore does not affect clients at other addresses.
 """
 HANDSHAKE_SECONDS = 10.0
 """The time after which a handshake is aborted."""
 FAILURES_PER_SECOND = 20
-"""The number of failed handshakes after which an address must wait for the next second."""
+"""The maximum number of failed handshakes per second and address.
+
+When the limit is reached, further connections from the address wait for the next second.
+"""
 CONNECTIONS = 16
 """The maximum number of open connections of one client."""
 IDLE_SECONDS = 60.0
@@ -47,7 +50,8 @@ REPORT_SECONDS = 60
 """The interval at which the total numbers of refused handshakes are logged."""
 
 UNREGISTERED = (18, 19, 20, 21)
-"""OpenSSL's codes for a certificate that is not in the trust store, nor signed by one that is."""
+"""OpenSSL's error codes for a certificate that is neither in the trust store nor signed by a
+certificate in the trust store."""
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +97,7 @@ class Listener:
         self.fault = ""
         """An error message that says why the keys could not be read, or an empty string."""
         self.faults = keys.read_clients()[1]
-        """Sentences about clients' certificates that cannot be used, which the log already
-        contains."""
+        """Sentences about unusable certificates of clients, which have already been logged."""
         self.registered: dict[bytes, str] = {}
         """The clients' names, by the SHA-256 of their certificates (DER)."""
         self.read_keys()
@@ -103,7 +106,7 @@ class Listener:
         """Read the keys if they have changed, and close connections whose certificate was removed.
 
         Raises:
-            CoterieError: The server's certificate cannot be used. The clients are up to date.
+            CoterieError: The server's certificate cannot be used. The clients have been updated.
         """
         if (state := self.keys.state()) == self.keys_state:
             return
@@ -202,7 +205,7 @@ class Listener:
         return [c for transport, c in pairs if c.client == client and not transport.is_closing()]
 
     async def _sweep(self) -> None:
-        """Close idle connections, forget closed ones, and read changed keys, once a second."""
+        """Close idle connections, forget closed connections, and read the keys, once a second."""
         for second in itertools.count(1):
             await asyncio.sleep(1)
             self.failures.clear()
@@ -227,7 +230,10 @@ class Listener:
 
 
 def source_of(address: str) -> str:
-    """Return the unit by which limits count an address: an IPv4 address or an IPv6 /64 network."""
+    """Return the key under which limits count the connections from an address.
+
+    The key of an IPv4 address is the address, and the key of an IPv6 address is its /64 network.
+    """
     parsed = ip_address(address.partition("%")[0])
     if isinstance(parsed, IPv6Address):
         mapped = parsed.ipv4_mapped  # how a dual-stack socket represents an IPv4 address

@@ -33,7 +33,7 @@ class Inbox:
     session: str = ""
     replaced: deque[str] = field(default_factory=lambda: deque(maxlen=EARLIER_SESSIONS))
     """The most recent sessions that a newer session has replaced."""
-    last_sign: float = float("-inf")
+    last_seen: float = float("-inf")
     """The time of the client's last request or transferred bytes, on the monotonic clock."""
     order: Order | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -42,7 +42,7 @@ class Inbox:
     @property
     def present(self) -> bool:
         """Whether the client is connected."""
-        return time.monotonic() - self.last_sign < ABSENT_SECONDS
+        return time.monotonic() - self.last_seen < ABSENT_SECONDS
 
 
 class Mailbox:
@@ -75,7 +75,10 @@ class Mailbox:
             return {name: inbox.session for name, inbox in self.inboxes.items() if inbox.present}
 
     def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
-        """Store an order for a client. An earlier order for this client is withdrawn."""
+        """Store an order for a client, and withdraw the client's earlier order.
+
+        This method implements `coterie.network.link.Link.send`. The argument `round` is not used.
+        """
         order = self.files.write(data, seconds)
         with self.lock:
             inbox = self.inboxes[client]
@@ -116,7 +119,7 @@ class Mailbox:
         Args:
             client: The client's name.
             session: The session of the request. A new session replaces the previous session if
-                that one is no longer connected.
+                the previous session is no longer connected.
             connected: The sessions in which the client has open connections.
 
         Returns:
@@ -131,19 +134,21 @@ class Mailbox:
                 self._withdraw(inbox)
                 inbox.session = session
                 self._wake(inbox)
-            self._note(inbox)
+            self.note(inbox)
             return inbox
 
     def note(self, inbox: Inbox) -> None:
         """Record that the client of an inbox is running."""
         with self.lock:
-            self._note(inbox)
+            if not inbox.present:
+                self.lock.notify_all()
+            inbox.last_seen = time.monotonic()
 
     def leave(self, client: str) -> None:
         """Mark a client as disconnected, and withdraw the client's order."""
         with self.lock:
             if (inbox := self.inboxes.get(client)) is not None:
-                inbox.last_sign = float("-inf")
+                inbox.last_seen = float("-inf")
                 self._withdraw(inbox)
                 self.lock.notify_all()
 
@@ -160,11 +165,6 @@ class Mailbox:
                 inbox.order = None
                 self.replied[order.offer.ticket] = order
                 self.lock.notify_all()
-
-    def _note(self, inbox: Inbox) -> None:
-        if not inbox.present:
-            self.lock.notify_all()
-        inbox.last_sign = time.monotonic()
 
     def _withdraw(self, inbox: Inbox) -> None:
         if (order := inbox.order) is not None:

@@ -1,7 +1,7 @@
 """Stores orders and replies in files, so that memory use does not grow with their size or number.
 
 A server that restarts deletes the files and sends its orders again. A client that has already
-executed an order then sends the stored reply.
+executed an order sends the reply that it has stored.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class Order:
     offer: Offer
     path: Path
     expires: float
-    """The time on the monotonic clock at which the order expires if it has not been downloaded."""
+    """The time on the monotonic clock at which the order expires, unless it has been downloaded."""
     downloaded: bool = False
     received: int = 0
     """The number of bytes of the reply that have arrived."""

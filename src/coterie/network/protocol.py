@@ -11,18 +11,23 @@ The certificate of a connection identifies the client. Every request has the hea
     PUT    /replies/TICKET   Upload the remaining bytes of a reply. `Content-Range` gives their
                              position, and `DIGEST` the SHA-256 of the whole reply. 204: the reply
                              is complete.
-    POST   /session          Show that the client is running, for example while it trains.
+    POST   /session          Heartbeat: tell the server that the client is running, for example
+                             during training.
     DELETE /session          Disconnect.
 
 The server reports errors by these status codes:
 
+    400  A header of the upload is missing or invalid.
     403  The certificate was removed, or the client has too many connections.
+    408  No byte of the upload has arrived for `STALL_SECONDS`.
     409  Another process is connected with this certificate.
     410  The order is no longer valid.
     413  The reply is too large.
-    416  The range is not within the order, or does not begin at the reply's next byte.
+    416  The requested range is outside the order, or the uploaded range does not begin at the
+         reply's first missing byte.
     422  The digest does not match; the client must upload the reply from its first byte.
     426  The client uses another version of this protocol.
+    500  The server could not read the order.
     507  The server could not store the reply.
 
 An interrupted transfer continues at the first missing byte.

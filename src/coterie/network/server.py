@@ -33,9 +33,12 @@ from coterie.network.protocol import (
 STOP_SECONDS = 5.0
 """The maximum time to wait for the thread when the server stops."""
 WARN_SECONDS = 60.0
-"""The minimum time between two warnings of the same event of a client."""
+"""The minimum time between two warnings about the same client and event."""
 CONCURRENT_REQUESTS = 4
-"""The maximum number of requests of one client that are processed concurrently; others wait."""
+"""The maximum number of requests of one client that are processed concurrently.
+
+Further requests wait.
+"""
 RATE, BURST = 200.0, 1000.0
 """The rate (requests per second) and the capacity of the token bucket that limits each client."""
 SESSION_PATTERN = re.compile("[0-9a-f]{32}")
@@ -75,7 +78,7 @@ class Limits:
             await asyncio.sleep((1 - self.tokens) / RATE)
 
     async def stop_upload(self) -> None:
-        """Cancel an earlier upload of the client, whose connection may be broken."""
+        """Cancel the client's earlier upload, the connection of which may be broken."""
         while (upload := self.upload) is not None:
             upload.cancel()
             await asyncio.wait([upload])
@@ -85,7 +88,7 @@ INBOX = web.RequestKey("inbox", Inbox)
 
 
 class MailboxServer:
-    """The HTTPS server of a mailbox. It is a context manager, and runs within the `with` block.
+    """The HTTPS server of a mailbox, a context manager that runs the server in a thread.
 
     Args:
         mailbox: The orders and replies.
@@ -178,7 +181,7 @@ class MailboxServer:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check a request's client, version and session, and apply the limits to its handler."""
+        """Check a request's client, version and session, and call its handler within the limits."""
         transport, session = request.transport, request.headers.get(SESSION, "")
         if transport is None or (connection := self.listener.connection(transport)) is None:
             return empty_response(403)
@@ -226,10 +229,14 @@ class MailboxServer:
             return empty_response(416)
         response = web.StreamResponse(status=200 if start == 0 else 206)
         response.content_length = size - start
-        with order.path.open("rb") as file:
-            file.seek(start)
-            await response.prepare(request)
+        try:
+            file = order.path.open("rb")
+        except OSError as error:
+            return self._report_unreadable(request[INBOX], order, error)
+        with file:
             try:
+                file.seek(start)
+                await response.prepare(request)
                 while piece := file.read(PIECE):
                     await with_timeout(response.write(piece))
                     self.mailbox.note(request[INBOX])
@@ -239,6 +246,18 @@ class MailboxServer:
                 if request.transport is not None:
                     self.listener.close(request.transport)
         return response
+
+    def _report_unreadable(self, inbox: Inbox, order: Order, error: OSError) -> web.Response:
+        """Return the response about an order whose file cannot be opened.
+
+        If the file is missing, the order was withdrawn meanwhile, or another process has deleted
+        the file. The order is then withdrawn, so that the deployment sends a new one.
+        """
+        if isinstance(error, FileNotFoundError):
+            self.mailbox.decline(inbox, order)
+            return empty_response(410)
+        self._warn(inbox.client, f"could not read the order: {error.strerror or error}")
+        return empty_response(500)
 
     async def _decline_order(self, request: web.Request) -> web.StreamResponse:
         if (order := order_of(request)) is not None:
@@ -295,7 +314,7 @@ class MailboxServer:
         return empty_response(204)
 
     def _warn(self, client: str, event: str) -> None:
-        """Log a warning about a client; if it repeats, log it once a minute."""
+        """Log a warning about a client, but the same warning at most once in `WARN_SECONDS`."""
         now = time.monotonic()
         if now - self.warned.get((client, event), float("-inf")) > WARN_SECONDS:
             log.warning("%s: %s", client, event)
