@@ -39,7 +39,8 @@ from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.server import ServerRun
-from coterie.deployment.start import Serving, serve
+from coterie.deployment.mailbox import MailboxServing
+from coterie.deployment.start import serve
 from coterie.deployment.status import Monitor, ServerWatch, Status
 from coterie.messages.names import BYTES_UP, SECONDS
 from coterie.network.keys import Keys
@@ -200,7 +201,8 @@ def deploy(count: int, rounds: int, port: int, light: bool = False) -> Cost:
         watch = Rounds(clients)
         try:
             with phases.watching():
-                server = serve(config, folder / "run", Serving(keys, f"127.0.0.1:{port}", watch))
+                serving = MailboxServing(watch, keys=keys, address=f"127.0.0.1:{port}")
+                server = serve(config, folder / "run", serving)
         finally:
             for client in clients:
                 client.terminate()

@@ -25,8 +25,9 @@ from unittest.mock import patch
 from common import options_of, show, write
 from deployment import run_file, start_clients
 
-from coterie.deployment import start
-from coterie.deployment.start import Serving, serve, serve_again
+from coterie.deployment import mailbox
+from coterie.deployment.mailbox import MailboxServing
+from coterie.deployment.start import serve, serve_again
 from coterie.deployment.status import ServerWatch
 from coterie.network.keys import Keys
 from coterie.network.mailbox import Inbox, Mailbox
@@ -55,7 +56,7 @@ def report(**values: Any) -> None:
 
 def run_server(folder: Path, port: int, names: list[str], steps: int) -> None:
     """Run the server in this process; report when it listens, and each client's first request."""
-    enter, listen, seen = Mailbox.enter, start.listen, set[str]()
+    enter, listen, seen = Mailbox.enter, mailbox.listen, set[str]()
 
     def entered(mailbox: Mailbox, client: str, *arguments: Any) -> Inbox | None:
         if client not in seen:
@@ -68,8 +69,9 @@ def run_server(folder: Path, port: int, names: list[str], steps: int) -> None:
         report(listening=True)
         return listening
 
-    serving = Serving(Keys(folder / "keys"), f"127.0.0.1:{port}", ServerWatch())
-    with patch.object(Mailbox, "enter", entered), patch.object(start, "listen", listened):
+    keys, address = Keys(folder / "keys"), f"127.0.0.1:{port}"
+    serving = MailboxServing(ServerWatch(), keys=keys, address=address)
+    with patch.object(Mailbox, "enter", entered), patch.object(mailbox, "listen", listened):
         if RunFolder(folder / "run").checkpoints():
             serve_again(folder / "run", serving)
         else:

@@ -136,7 +136,7 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
     worker = Worker(Site(base.name, base.texts, tmp_path, base.base, None, agreed, limit=limit))
     reply, _ = unseal(Reply, worker.answer(join(private)))
     assert reply.fault == "budget"
-    assert "of which 8 is spent" in worker.declined
+    assert "of which 8 is spent" in worker.error
 
 
 def test_what_cannot_be_written_is_not_spent(tmp_path: Path) -> None:
@@ -234,5 +234,5 @@ def test_a_client_takes_part_within_its_own_limit(
     worker = Worker(Site(base.name, base.texts, base.out, base.base, limit=most))
     reply, _ = unseal(Reply, worker.answer(join(private)))
     assert reply.fault == (None if why is None else "budget")
-    assert (why or "") in worker.declined
+    assert (why or "") in worker.error
     worker.close()
