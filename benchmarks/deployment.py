@@ -38,8 +38,8 @@ from common import MIB, options_of, recorded, resident, show, write
 from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config.run import RunConfig, parse
-from coterie.deployment.server import ServerRun
 from coterie.deployment.mailbox import MailboxServing
+from coterie.deployment.server import ServerRun
 from coterie.deployment.start import serve
 from coterie.deployment.status import Monitor, ServerWatch, Status
 from coterie.messages.names import BYTES_UP, SECONDS
