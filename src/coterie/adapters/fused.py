@@ -22,8 +22,9 @@ class WideExperts(torch.autograd.Function):
     MLP's input to `wide` activations, and the down-projection maps the activations to the MLP's
     output. A gated MLP has two up-projections, and any other MLP has one. For slot s, the output of
     up-projection i is `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output of the
-    frozen layer, B_is is the expert's factor B, and h_is is the product of the MLP's input and the
-    expert's factor A. The function computes:
+    frozen up-projection i, B_is is the factor B that the slot's expert has there, and h_is is the
+    product of the MLP's input and the expert's factor A there. A_s is the expert's factor A at the
+    down-projection. This class computes:
 
         z_s   = act(p_0s)                 (tokens, wide); if gated, act(p_0s) * p_1s
         total = sum_s w_s z_s             (tokens, wide)

@@ -35,7 +35,7 @@ def components(metrics: Frame) -> Frame:
     indices of the lists. If the values are numbers, the only column is 0.
 
     Args:
-        metrics: the rows of one metric, taken from the frame that `metrics` returns.
+        metrics: the rows of one metric in the frame that the function `metrics` returns.
     """
     index = MultiIndex.from_frame(metrics[["client", "round"]])
     return DataFrame(metrics["value"].tolist(), index=index)

@@ -157,7 +157,7 @@ class FlowerServing(Serving):
 
 
 def server_app() -> "ServerApp":
-    """Return a Flower server app that starts the run of the app's configuration, or resumes it.
+    """Return a Flower server app that starts or resumes the run in the app's configuration.
 
     Raises:
         CoterieError: Flower is not installed, or is too old.

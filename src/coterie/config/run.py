@@ -1,4 +1,4 @@
-"""The configuration of a run: a run file whose method is bound to its class."""
+"""The configuration of a run: a run file whose method is an object of the method's class."""
 
 import json
 from collections.abc import Mapping
@@ -35,7 +35,10 @@ HIDDEN_KEYS = ("clients", "divide", "data_root", "baselines", "bases", "server",
 
 
 class RunConfig(Sections[Method]):
-    """A run file whose method is bound to its class; created by `parse` or `resolve`."""
+    """The contents of a run file, in which the method is an object of its class.
+
+    The functions `parse` and `resolve` create a `RunConfig`.
+    """
 
     @field_serializer("method")
     def _serialise_method(self, method: Method) -> dict[str, Any]:
@@ -184,7 +187,7 @@ class RunConfig(Sections[Method]):
 
     @property
     def objects(self) -> list[type[Any]]:
-        """The classes of the run's method, transforms, metric and data kind.
+        """The registered classes that the run uses: its method, transforms, metric and data kind.
 
         The methods of the run's baselines are not included.
         """

@@ -103,8 +103,8 @@ class ChatTemplate:
             marker = self.inner_end if number < len(answers) else self.last_end
             if not text.startswith(marker, end):
                 raise CoterieError(
-                    f"{where}: the chat template ({self.name}) does not end an answer with "
-                    f"{marker!r} as it does in other conversations; check the order of the turns."
+                    f"{where}: the chat template ({self.name}) ends answers with {marker!r} in "
+                    "other conversations, but not in this one; check the order of the turns."
                 )
             start -= text[start - 1 : start] == " "
             answer = text[start:end] + (marker or str(self.tokenizer.eos_token))

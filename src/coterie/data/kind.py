@@ -57,9 +57,9 @@ class DataKind(BaseModel):
     summary: ClassVar[str]
     """A one-line description of a record."""
     offers: ClassVar[frozenset[Needs]] = frozenset({"nothing"})
-    """The values of `Metric.needs` for which the kind's splits provide the input.
+    """The inputs of metrics that the kind's splits provide.
 
-    The value "nothing" stands for metrics that need no input besides the losses.
+    A metric names its input in `Metric.needs`. Metrics that need only the losses name "nothing".
     """
     compares: ClassVar[bool] = False
     """Whether the loss compares several answers to a prompt.

@@ -297,8 +297,8 @@ class DataSpec(Spec):
         plain = self.preferences is None and self.kind is None and not self.chats
         if self.chat_template is not None and plain:
             raise ValueError(
-                "data.chat_template has no effect without conversations; set data.messages or "
-                "data.instructions.template: chat, or remove data.chat_template"
+                "data.chat_template has no effect without conversations; remove it, or set "
+                "data.messages, or set data.instructions.template to chat"
             )
         return self
 

@@ -83,8 +83,8 @@ class Site:
                 )
         if self.base is None and is_folder(name):
             raise CoterieError(
-                f"The run's base {name!r} is also a folder on this machine; if this folder "
-                "contains the run's base, give it with --base."
+                f"The run's base is called {name!r}, and so is a folder on this machine; if this "
+                "folder contains the base, give the folder with --base."
             )
         return parse(
             {

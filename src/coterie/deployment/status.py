@@ -192,7 +192,11 @@ class Monitor:
             self.save()
 
     def save(self, ended: bool = False) -> None:
-        """Write the status file; log an error only once, because the run does not need the file."""
+        """Write the status file.
+
+        An error is logged and not raised, because the run does not need the file. Repeated errors
+        are not logged.
+        """
         self.status.ended, self.saved = ended, time.monotonic()
         self.status.waiting = "" if ended else self.status.waiting
         try:

@@ -97,7 +97,7 @@ class Batch(NamedTuple):
         return language_model_loss(model, *self), None
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Compute the mean cross-entropy of the tokens that count, in nats, without a gradient.
+        """Compute, without a gradient, the mean cross-entropy in nats of the tokens in the loss.
 
         Args:
             model: The model.

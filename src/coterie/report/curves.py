@@ -214,8 +214,8 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
         "loss",
         "Training loss by update",
         "Training loss of each batch, computed before the update; mean over clients and seeds. "
-        "There is one panel for each level of the schedule, which is a group of parameters that "
-        "are trained together. A level that trains routers may use validation text. Thick lines: "
+        "Parameters that are trained together form a level of the schedule; there is one panel for "
+        "each level. A level that trains routers may use validation text. Thick lines: "
         "running mean over a window of updates; the length of the window is the number of training "
         "steps per round."
         f"{_selection(experiment, shown) if len(shown) < len(trained) else ''}",

@@ -128,7 +128,7 @@ class Canvas:
         return 4.3 if self.narrow else 10.0
 
     def colour(self, look: Look) -> str:
-        """Return the colour of a look in this theme."""
+        """Return the colour that the theme assigns to a method or client."""
         return self.theme.colours[look.colour]
 
     def figure(self, height: float) -> Figure:

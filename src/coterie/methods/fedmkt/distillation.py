@@ -287,10 +287,10 @@ class Distiller:
 
         Returns:
             A mapping with three keys. `samples` is the number of samples whose targets come from a
-            teacher. `positions` is the fraction of these samples' token positions that have a
-            target from the teacher, not the label. `mass` is the teacher's probability mass that
-            remained after the translation into the student's vocabulary, averaged over these token
-            positions.
+            teacher. `positions` is the fraction of these samples' token positions whose target
+            comes from the teacher and not from the label. `mass` is the teacher's probability mass
+            that remained after the translation into the student's vocabulary, averaged over these
+            token positions.
         """
         positions = self.positions.of_samples(self.teachers >= 0)
         mass = self.targets.mass[positions]
