@@ -208,7 +208,7 @@ def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:
         (["Hm?"], ["--client", "poet", "--with", "local:zed"], "has no client 'zed'"),
         (["Hm?"], ["--client", "poet", "--with", "base,base"], "--with names 'base'"),
         (["Hm?"], ["--client", "poet", "--with", "poet"], "--with names 'poet'"),
-        (["Hm?"], ["--client", "poet", "--with", "pcl-1:poet"], "(available: local)"),
+        (["Hm?"], ["--client", "poet", "--with", "pcl-1:poet"], "available methods: local"),
         (["/save it.txt"], ["--client", "poet"], "/save writes .jsonl files only, not it.txt."),
         (["/save it.jsonl"], ["--client", "poet"], "The conversation has no answer yet"),
         (["/sav it.jsonl"], ["--client", "poet"], "There is no command '/sav it.jsonl'"),

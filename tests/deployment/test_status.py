@@ -101,7 +101,7 @@ def test_the_deadline_is_named_also_when_it_has_passed() -> None:
     assert re.fullmatch(r"the upload of ben; the deadline is \d\d:\d\d:\d\d", text)
     text = awaited_uploads({"ben", "anna"}, -5)
     assert text.startswith("the uploads of anna and ben; the deadline was ")
-    assert text.endswith(", but the quorum is not reached")
+    assert text.endswith(", but the quorum is still missing")
 
 
 def test_a_status_that_cannot_be_written_does_not_stop_the_server(

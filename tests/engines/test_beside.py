@@ -17,7 +17,9 @@ def test_the_runs_of_a_comparison_are_beside_one_another(written, tmp_path) -> N
     (tmp_path / "compare" / "broken" / "run.json").write_text("{")
     assert find_beside(mine, "local").path.samefile(local)
     assert find_beside(mine, "centralized").path.samefile(pooled)
-    with pytest.raises(CoterieError, match=r"No run of 'fedavg' .* \(available: centralized, loc"):
+    with pytest.raises(
+        CoterieError, match=r"'fedavg' is neither .*; available methods: centralized, loc"
+    ):
         find_beside(mine, "fedavg")
     written("compare/local-rank4", {"name": "local", "mlp": {"rank": 4}})
     with pytest.raises(CoterieError, match="There are several runs of 'local' next to the run"):
@@ -37,7 +39,7 @@ def test_a_run_and_its_baselines_find_one_another(written, tmp_path, monkeypatch
     ]:
         found = find_beside(RunFolder(tmp_path / "runs" / start), method)
         assert found.path.samefile(expected)
-    with pytest.raises(CoterieError, match=r"\(available: fedavg, local\)"):
+    with pytest.raises(CoterieError, match=r"available methods: fedavg, local"):
         find_beside(RunFolder(tmp_path / "runs" / "mine"), "pcl-1")
-    with pytest.raises(CoterieError, match=r"\(available: none\)"):
+    with pytest.raises(CoterieError, match=r"available methods: none"):
         find_beside(RunFolder(tmp_path / "runs" / "yours"), "local")

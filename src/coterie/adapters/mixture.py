@@ -144,9 +144,9 @@ class Mixture(Routed):
     def _per_slot(self, matrices: list[Tensor], dim: int) -> Tensor:
         """Convert a list of matrices, one per expert, to a tensor that stacks one matrix per slot.
 
-        The tensor stacks the slots along dimension 0. If there are as many slots as experts, the
-        matrix of slot s is the matrix of expert s. Otherwise, the matrix of every slot concatenates
-        the matrices of all experts.
+        A token has one slot for each expert that processes it. If every token uses all experts,
+        the matrix of slot s is that of expert s. Otherwise, all slots have the same matrix, the
+        concatenation of all experts' matrices. The slots are dimension 0 of the tensor.
 
         Args:
             matrices: The A or the B of each expert.

@@ -383,7 +383,7 @@ class ServerTransforms:
 def _divided(
     pipeline: Pipeline, values: Mapping[str, Json]
 ) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Divide a download's values into values of the hook `tell` and the method's own values."""
+    """Divide a download's values into those added by `Transform.tell` and those of the method."""
     names = {stage.transform.name for stage in pipeline.stages_with("tell")}
     return (
         {name: value for name, value in values.items() if name in names},

@@ -37,7 +37,8 @@ NOT_INSTALLED = f"{COMPONENTS} (scikit-learn is not installed)"
 class LayerRelevance:
     """The relevance of clients' samples to one layer's experts.
 
-    The object also contains the number of experts that would choose each client.
+    In FedAMoLE, experts choose their clients. The object also contains, for each client, the number
+    of experts that would choose this client for the next round.
     """
 
     layer: str

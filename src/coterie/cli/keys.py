@@ -70,7 +70,9 @@ def certify(folder: Folder = DEFAULT, host: Hosts = None) -> None:
     """
     server = _keys()(folder)
     server.certify(host or ())
-    terminal.say(_certificate(server), "A running server uses the certificate at once.")
+    terminal.say(
+        _certificate(server), "A server that is running uses the new certificate immediately."
+    )
 
 
 @app.command()

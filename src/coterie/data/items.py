@@ -93,7 +93,7 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The assistant's last answer, without thinking."""
+        """The assistant's last answer; thinking that precedes the answer is left out."""
         return self.turns[-1].answer
 
     @property

@@ -237,8 +237,8 @@ class DataSpec(Spec):
     def declared(self) -> type[DataKind]:
         """The class whose class variables, such as `compares`, describe this kind of data.
 
-        For a built-in kind, this is the class of the settings; another class reads and encodes the
-        records.
+        For a built-in kind, this is the class that contains the kind's settings, not the class that
+        reads and encodes the records.
         """
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)

@@ -103,7 +103,7 @@ class ServerRun(ServerPart):
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum, begin a round and return its clients; return [] if all stopped."""
+        """Wait for a quorum, and begin a round. Return its clients, or [] if all have stopped."""
         quorum = self.quorum
         while len(ready := quorum.ready()) < quorum.needed:
             missing = f"{quorum.missing()}; {len(ready)} of {quorum.needed} clients are ready"

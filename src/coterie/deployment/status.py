@@ -238,4 +238,4 @@ def awaited_uploads(names: Collection[str], seconds: float) -> str:
     deadline = datetime.now() + timedelta(seconds=seconds)
     if seconds > 0:
         return f"{uploads}; the deadline is {deadline:%H:%M:%S}"
-    return f"{uploads}; the deadline was {deadline:%H:%M:%S}, but the quorum is not reached"
+    return f"{uploads}; the deadline was {deadline:%H:%M:%S}, but the quorum is still missing"

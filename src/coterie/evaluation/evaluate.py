@@ -26,10 +26,10 @@ from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
 class Score:
     """A model's scores on a split.
 
-    The split consists of n items, which are windows of a stream of text, samples, or pairs of
-    answers. A sample is a prompt with its answer, or a conversation. The predicted text is the
-    whole stream, the answers of the samples, or the chosen answers of the pairs. The tokens that
-    end answers are part of the predicted text.
+    The split consists of n items: samples, pairs of answers, or windows of a stream of text. A
+    sample is a prompt with its answer, or a conversation. The predicted text is the whole stream,
+    the answers of the samples, or the chosen answers of the pairs. The tokens that end answers are
+    part of the predicted text.
     """
 
     item_nats: Tensor

@@ -42,9 +42,8 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
     if not matches:
         available = ", ".join(sorted(runs)) or "none"
         raise CoterieError(
-            f"No run of {method!r} on the same data was found next to the run {folder.path} or "
-            f"among its baselines (available: {available}), and {method!r} is not a run folder; "
-            "choose another method, or give a run folder."
+            f"{method!r} is neither a run folder nor a method that was run on the same data, next "
+            f"to the run {folder.path} or as its baseline; available methods: {available}."
         )
     if len(matches) > 1:
         paths = ", ".join(str(match.path) for match in matches)

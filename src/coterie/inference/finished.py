@@ -227,7 +227,7 @@ def _empty(name: str, base: Base) -> Participant:
 
 
 def _quiet(*_: object) -> None:
-    """Ignore a metric, in place of a function that records it."""
+    """Ignore a metric; used where a function that records metrics is expected."""
 
 
 def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:

@@ -130,7 +130,7 @@ class AdapterMethod(Method):
         return Adapter(base, self.layout(client), seed, client, self.shared)
 
     def representatives(self, clients: tuple[ClientId, ...]) -> list[ClientId]:
-        """Return one client for each distinct layout.
+        """Return one client for each distinct layout of an adapter: its tensors and their shapes.
 
         Args:
             clients: The names of the run's clients.

@@ -58,9 +58,9 @@ def residual_shapes(
     Args:
         parameters: A mapping from names to the parameters of the client's adapter.
         shared: A mapping from the names of the shared tensors to their shapes.
-        residual: The low-rank factors of the residuals, under the names of the pairs' A and B. The
-            two factors of a residual must have the same rank, which may be any number. The other
-            dimension of a factor must be the same as in the shared pair.
+        residual: The low-rank factors of the residuals. A factor has the name of the shared A or B
+            to which it belongs, and the same shape except for its rank. The two factors of a
+            residual must have the same rank, which may be any number.
 
     Returns:
         A mapping from the name of each factor to the factor's shape.

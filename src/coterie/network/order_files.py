@@ -19,7 +19,7 @@ class OrderFiles:
     """The folder in which orders and replies are stored.
 
     Args:
-        folder: The folder. All files in it are deleted.
+        folder: The folder. Files that it already contains are deleted.
 
     Raises:
         CoterieError: The folder cannot be used.

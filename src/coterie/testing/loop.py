@@ -184,7 +184,7 @@ def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
 
 
 def sides(folder: RunFolder) -> list[str]:
-    """Return the names of all states in the newest checkpoint, such as `client-poet`, sorted."""
+    """Return the sorted names of the newest checkpoint's states, such as `client-poet`."""
     return sorted(path.stem for path in folder.checkpoint(folder.rounds()).glob("*.safetensors"))
 
 

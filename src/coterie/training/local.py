@@ -127,7 +127,7 @@ class LocalTraining:
         ]
 
     def state(self) -> State:
-        """Return each level's optimiser state, and the gradients accumulated for later updates."""
+        """Return each level's optimiser state and accumulated gradients; see `schedule.Level`."""
         gradients = {
             name: parameter.grad.clone()
             for name, parameter in self._leftover_parameters().items()

@@ -78,7 +78,7 @@ class Updater:
 
         Raises:
             Diverged: The loss or the penalty is not finite. No parameter has changed, but the
-                gradients of the parameters selected by `leaves` may have changed.
+                gradients of the parameters that this updater trains may have changed.
         """
         pieces = [Piece(loss, 1)] if callable(loss) else loss
         training, terms = self.context.training, sum(piece.terms for piece in pieces)

@@ -164,9 +164,9 @@ class Distiller:
     ) -> SoftTargets:
         """Return the targets that a teacher's predictions give at the selected token positions.
 
-        In two cases, the target is the label, that is, the answer's own token: if none of the
-        teacher's token positions is aligned with the student's, or if none of the teacher's tokens
-        has a translation with a probability above 0.
+        The target at a position is the label, which is the answer's own token, in two cases: no
+        token position of the teacher is aligned with this position, or no token of the teacher has
+        a translation with a probability above 0.
         """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
