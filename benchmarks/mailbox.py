@@ -48,6 +48,7 @@ from coterie.config.run import parse
 from coterie.engines.uploads import Uploads
 from coterie.messages import Message
 from coterie.messages.envelope import LARGEST_HEADER, Entry, Order, Reply, seal, unseal
+from coterie.messages.names import VALIDATION_LOSS
 from coterie.methods.adapter import AdapterServer
 from coterie.methods.contract import ServerContext
 from coterie.methods.registry import method_from
@@ -168,7 +169,7 @@ def align(folder: Path) -> Work:
 
 def header(folder: Path) -> Work:
     """Return a function that parses a reply whose header is as large as permitted."""
-    entry = Entry(round=0, client="anna", name="loss/joint", value=6.5)
+    entry = Entry(round=0, client="anna", name=VALIDATION_LOSS, value=6.5)
     size = len(json.dumps(entry.model_dump())) + 2
     entries = [entry] * (LARGEST_HEADER // size - 100)
     data = seal(Reply(run="0" * 16, client="anna", kind="step", round=0, entries=entries))

@@ -16,7 +16,7 @@ import coterie
 from coterie.methods.sides import ClientSide, ServerSide
 from coterie.network.link import Link
 
-PACKAGES = sorted({p.relative_to(SOURCE).parts[0] for p in SOURCE.rglob("*.py")})
+PACKAGES = sorted({p.relative_to(SOURCE).parts[0] for p in SOURCE.rglob("*.py")} - {"assets"})
 
 
 def files_of(package: str) -> list[Path]:
