@@ -26,16 +26,16 @@ from coterie.errors import CoterieError
 
 
 class Trainable:
-    """A client's adapter: parameters, and the stand-ins that apply the parameters to a base.
+    """A client's adapter: parameters, and the modules that apply the parameters to a base.
 
-    Many instances can share one base in memory, because each instance contains only its own
-    parameters. The base's parameters are never trained.
+    These modules are called stand-ins, because they replace modules of the base. Many instances can
+    share one base in memory, because each instance contains only its own parameters. The base's
+    parameters are never trained.
 
     Args:
         parameters: All parameters of the adapter, including parameters that are never trained.
-        stand_ins: Modules that replace modules of the base, keyed by the paths of the replaced
-            modules.
-        routers: The entries of `stand_ins` whose stand-in has a router.
+        stand_ins: The stand-ins, keyed by the paths of the modules that they replace.
+        routers: The stand-ins that have a router, with the same keys as in `stand_ins`.
     """
 
     _pairs: Sequence[LoraPair] = ()
@@ -86,9 +86,10 @@ class Trainable:
         to the product of the pair's A and B.
 
         Returns:
-            A dictionary with the two factors of each residual, shaped (s, in) and (out, s). Their
-            keys are the names of the pair's A and B. The rank s of the residual may differ from
-            the rank of the pair.
+            A dictionary with two entries for each residual. The residual's first factor, shaped
+            (s, in), is stored under the name of the pair's A. The residual's second factor, shaped
+            (out, s), is stored under the name of the pair's B. The rank s of the residual may
+            differ from the rank of the pair.
         """
         return {
             parameter.name: tensor
@@ -140,7 +141,8 @@ class Adapter(Trainable):
             names and shapes of the base's modules, and is created on the CPU.
         layout: The layout, which sets the numbers of experts, the ranks and the routing.
         seed: The run's seed.
-        client: The client's name, on which the initial values of private parameters depend.
+        client: The client's name. Random initial values depend on this name, except the initial
+            values of frozen parameters and of the parameters that `common` selects.
         common: A predicate that selects the parameters whose initial values are equal on all
             clients.
 

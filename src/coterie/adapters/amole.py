@@ -81,10 +81,10 @@ class AmoleLinear(Router):
 
     `A` (n, r, in) and `B` (n, out, r) stack the factors of the domain experts in the order of
     `held`. The router is either FedAMoLE's token projection or a gate (see `AmoleLayout.router`).
-    `router` is the router's weight. The weight of a token projection has the shape (r, in). The
-    weight of a gate has the shape (experts, in), where `experts` is the number of domain experts in
-    the whole run. `rows` (n,) contains the indices of the rows of the gate that belong to the held
-    experts.
+    The attribute `router` contains the router's weight. The weight of a token projection has the
+    shape (r, in). The weight of a gate has the shape (experts, in), where `experts` is the number
+    of domain experts in the whole run. A client uses only the rows of the gate's weight that belong
+    to the experts in `held`. The tensor `rows` (n,) contains the indices of these rows.
 
     Args:
         base: The linear layer.
@@ -159,7 +159,7 @@ class AmoleLinear(Router):
             the router is a gate, the first tensor contains the gate's scores instead, shaped
             (tokens, n). The second tensor is the product with the shared expert's A, shaped
             (tokens, r). Without a shared expert, the second tensor is shaped (tokens, 0). The third
-            tensor contains the products with the A of each of the n other experts, shaped
+            tensor contains the products with the A of each of the n domain experts, shaped
             (tokens, n, r).
         """
         has_gate = self.layout.router != "token"

@@ -20,9 +20,9 @@ BLOCK = "block"
 
 
 class Beside(Routed):
-    """A block of the base with low-rank experts in parallel to the block.
+    """A block of the base that runs in parallel with low-rank experts.
 
-    The experts' output is added to the block's output.
+    The block and the experts have the same input, and their outputs are added.
 
     Args:
         base: The block.

@@ -11,7 +11,10 @@ from coterie.bases.sites import Linear, children_of, decoder_walk, layers, walk
 
 @dataclass(frozen=True)
 class Coverage:
-    """The modules of a base that have low-rank pairs, and the layers without low-rank pairs."""
+    """The modules of a base that have low-rank pairs, and the decoder layers without these pairs.
+
+    There are two kinds of low-rank pairs, experts and LoRA, which are listed separately.
+    """
 
     covered: dict[tuple[str, str], set[int]]
     """Indices of the decoder layers that have low-rank pairs. A key consists of the pairs' kind

@@ -27,7 +27,7 @@ class Difference(nn.Module):
 
 
 class FullAdapter(Trainable):
-    """A client's trained differences, one for each weight of a base.
+    """A client's adapter for full fine-tuning, which adds a trained difference to each weight.
 
     Tied weights share one difference.
 

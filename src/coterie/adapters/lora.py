@@ -23,7 +23,7 @@ class LoraPair(nn.Module):
         role: Role of the parameters.
         path: Path, in the base, of the module that the pair adapts.
         shape: The module's input width and output width, as a tuple (in, out).
-        rank: Rank of the product B A, that is, of the pair without a residual.
+        rank: Rank of the product B A. The second product may have another rank.
         near: A weight of the module; the pair is created on this weight's device.
         expert: Index of the expert to which the pair belongs; None if it belongs to no expert.
         freeze_A: Whether only B is trained.
@@ -57,14 +57,17 @@ class LoraPair(nn.Module):
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return A and B with the residual's factors appended, padded with zeros to a given rank.
+        """Return two factors whose product is B A plus the residual, padded to a given rank.
+
+        The residual is the product of `residual_B` and `residual_A`. If the pair has a residual,
+        `residual_A` is appended to A, and `residual_B` is appended to B. The results are padded
+        with zeros.
 
         Args:
-            rank: Rank to which the factors are padded. It must not be less than the pair's total
-                rank, which is the property `rank`.
+            rank: Rank of the results. It must not be less than the pair's total rank, `self.rank`.
 
         Returns:
-            A (rank, in) and B (out, rank).
+            The extended A, shaped (rank, in), and the extended B, shaped (out, rank).
         """
         if rank == len(self.A):
             return self.A, self.B
@@ -86,7 +89,8 @@ class LoraPair(nn.Module):
 def pairs_in(stand_in: StandIn) -> list[LoraPair]:
     """Return a stand-in's own low-rank pairs.
 
-    The replaced module may contain further stand-ins. Their low-rank pairs are left out.
+    A stand-in contains the module of the base that it replaces. If this module contains further
+    stand-ins, the low-rank pairs of these further stand-ins are left out.
     """
     modules = stand_in.named_modules()
     return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]

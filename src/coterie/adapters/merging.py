@@ -33,8 +33,8 @@ def merge(model: nn.Module) -> None:
     """Merge an adapter into the base's weights, so that every adapted weight W becomes W + g B A.
 
     The factor g scales the low-rank products. Differences trained by full fine-tuning are merged as
-    well. The base's own layers replace the modules that compute the adapter, so the result is a
-    plain transformers model. Do not attach other adapters to the base afterwards.
+    well. The modules that the adapter replaced are put back into the base, so the result is a plain
+    transformers model. Do not attach other adapters to the base afterwards.
 
     Args:
         model: A base with an adapter attached, modified in place.

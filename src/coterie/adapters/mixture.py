@@ -59,7 +59,7 @@ class Mixture(Routed):
         )
 
     def _base_module(self, name: str) -> Any:
-        """Return the module of the frozen MLP that has a given name."""
+        """Return the frozen MLP's module with the given name."""
         if not self._ahead:
             return getattr(self.base, name)
         return self._ahead[name].base if name in self._ahead else self.base

@@ -78,9 +78,10 @@ class Bounds:
     def relaxed(self, experts: int, clients: int) -> "Bounds":
         """Return the nearest feasible bounds for E experts and C clients.
 
-        The number C changes when clients join or leave. First, `clients_per_expert` (k_c) is
-        lowered to at most C. Then, `most` is raised to at least ceil(E k_c / C), and `least` is
-        lowered to at most floor(E k_c / C). Feasible bounds are returned unchanged.
+        The number C changes when clients join or leave. If `clients_per_expert` (k_c) exceeds C, it
+        is first set to C. Then, if `most` is less than ceil(E k_c / C), it is set to this value. If
+        `least` is greater than floor(E k_c / C), it is set to this value. Feasible bounds are
+        returned unchanged.
 
         Args:
             experts: The number E of experts.
@@ -112,7 +113,7 @@ def relevance(expert_embeddings: np.ndarray, token_embeddings: np.ndarray, dim: 
         expert_embeddings: Each expert's embedding e, averaged over tokens, (experts, r), where r is
             the embedding width.
         token_embeddings: Each client's token embedding t, averaged over tokens, (clients, r).
-        dim: The dimension by whose square root the scores are divided: either the layer's width, as
+        dim: The number `dim` in the formula of the scores. It is either the layer's input width, as
             in FedAMoLE's paper, or the embedding width r.
 
     Returns:
@@ -134,7 +135,7 @@ def relevance_of_known(
         experts: The mean embedding of each expert, (r,), or None if the embedding is unknown.
         clients: The mean embedding of each client's tokens, (r,), or None if the embedding is
             unknown. At least one client's embedding must be known.
-        dim: The dimension by whose square root the scores are divided; see `relevance`.
+        dim: The number `dim` in the formula of the function `relevance`.
 
     Returns:
         The relevance, (experts, clients), float64.
@@ -189,7 +190,7 @@ def assign(scores: np.ndarray, bounds: Bounds) -> np.ndarray:
 
 
 def assign_all(scores: Mapping[str, np.ndarray], bounds: Bounds) -> dict[str, np.ndarray]:
-    """Assign the experts of each module to clients with the function `assign`.
+    """Call `assign` for each module, in order to assign the module's experts to clients.
 
     The modules' assignments are computed in parallel, in as many threads as PyTorch uses (HiGHS
     releases the GIL). Each assignment is computed by one thread, so the results do not depend on

@@ -46,7 +46,10 @@ SAMPLED = 64
 
 @dataclass(frozen=True)
 class Measure:
-    """The sizes of one upload, and the direction in which the upload changes the parameters."""
+    """The sizes of one upload, and the direction in which the upload changes the parameters.
+
+    An upload has several sizes: one norm for each group of tensors, and the client's weight.
+    """
 
     sizes: Mapping[tuple[Kind, str], Size]
     """The sizes, keyed by kind and group. For the kind `weight`, the group is an empty string."""
@@ -121,7 +124,7 @@ def measured(upload: Message, reference: Groups, weight: float) -> Measure:
     Args:
         upload: The decoded upload.
         reference: The client's parameters at the start of the round, keyed by group and name.
-        weight: The client's weight in the mean, which is one of the sizes.
+        weight: The client's weight in the mean. The weight is also returned as a size.
     """
     sizes: dict[tuple[Kind, str], Size] = {("weight", ""): (weight, 1)}
     direction: dict[str, Tensor] = {}
@@ -150,10 +153,11 @@ def ratios_of(sizes: Mapping[str, Size]) -> dict[str, float]:
     Two ratios are computed, and the smaller one is returned. The first ratio is the norm divided by
     the median norm. The second ratio is the root mean square divided by the median root mean
     square. Here, a root mean square is a norm divided by the square root of the number of elements.
-    The smaller ratio treats clients with different ranks or numbers of experts fairly. With AdamW,
-    an upload with more elements has a larger norm, so the second ratio is the fair one. With SGD,
-    each element changes more if the rank is smaller, so the first ratio is the fair one. Sizes that
-    are zero are ignored in the medians.
+    Each ratio alone would be too large for some clients. With AdamW, an upload with more elements
+    has a larger norm, so the first ratio is too large for clients with high ranks or many experts.
+    With SGD, each element changes more if the rank is smaller, so the second ratio is too large for
+    clients with low ranks. The smaller ratio penalises none of these clients. Sizes that are zero
+    are ignored in the medians.
 
     Args:
         sizes: A mapping from each client to the norm and the number of elements of the client's
@@ -204,7 +208,7 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
 
 
 def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
-    """Compute metrics that help to detect hostile clients.
+    """Compute figures, that is, metrics, which help to detect hostile clients.
 
     Returns:
         A nested mapping, whose outer keys are clients and whose inner keys are names of metrics.
@@ -232,7 +236,9 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
     """Subtract `start` from a tensor and return the result in float64.
 
-    If `start` does not contain a value for every element of the tensor, nothing is subtracted.
+    If `start` is larger than the tensor in some dimensions, only its first elements in these
+    dimensions are used. Nothing is subtracted if `start` is None, if it is smaller than the tensor
+    in some dimension, or if the numbers of dimensions differ.
     """
     # A client with a smaller rank has only the first rows or columns of the server's tensor.
     tensor = tensor.double()

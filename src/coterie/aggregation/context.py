@@ -28,7 +28,7 @@ class Memory:
         return Memory(dict(self.groups), dict(self.values))
 
     def state(self) -> State:
-        """Return the memory as a state for checkpoints."""
+        """Return the tensors and values as a `State`, which checkpoints can contain."""
         return State(dict(self.groups), dict(self.values))
 
     @classmethod
@@ -61,7 +61,7 @@ class Context:
     """The ledger of the client's privacy budget; None on the server."""
 
     def generator(self, purpose: str, update: Groups) -> torch.Generator:
-        """Return a random generator for an update, which only the client itself can reproduce.
+        """Return a random generator for an update. Only the client can reproduce this generator.
 
         The seed depends on a secret of the client and on the digest of the update. If an upload is
         repeated after a crash, it therefore has the same noise as before. A different upload has

@@ -264,7 +264,7 @@ class ServerTransforms:
             measures: The results of `measure`, keyed by client.
 
         Returns:
-            A mapping from each client whose upload is excluded to the reason for the exclusion.
+            The reasons for exclusions, keyed by the clients whose uploads are excluded.
         """
         refused: dict[str, str] = {}
         self._limits = {}
@@ -311,7 +311,7 @@ class ServerTransforms:
         return weight
 
     def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
-        """Yield each metric of an exchange's uploads as a tuple (client, metric name, value)."""
+        """Yield the uploads' figures, that is, metrics, as tuples (client, metric name, value)."""
         for stage in self.pipeline.stages_with("figures"):
             figures = stage.call_for(Mapping, "figures", _measures_of(stage.key, measures))
             for client, metrics in figures.items():
@@ -319,13 +319,13 @@ class ServerTransforms:
                     yield client, name, value
 
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
-        """Return the tensors that replace the mean of a round.
+        """Let the transforms change the mean of a round, and return the changed mean.
 
         This function is called once per completed round.
 
         Args:
             mean: The reduced uploads, keyed by group and name.
-            before: The server's parameters that the mean will replace, keyed by group and name.
+            before: The server's parameters before the mean replaces them, keyed by group and name.
         """
         for stage in self.pipeline.stages_with("on_mean"):
             after = stage.call("on_mean", mean, before, self.memories[stage.key])

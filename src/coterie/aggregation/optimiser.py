@@ -64,7 +64,7 @@ class ServerOptimiser(Transform):
         Args:
             moments: The moments of the tensor's group, keyed by kind (`m` or `v`) and tensor name.
             name: The name of the tensor.
-            delta: The negative pseudo-gradient, which is the mean minus the tensor's old value.
+            delta: The mean minus the tensor's old value. The pseudo-gradient is `-delta`.
         """
         spec = self.optimiser
         m = spec.momentum * moments["m"].get(name, torch.zeros_like(delta))

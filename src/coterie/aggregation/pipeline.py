@@ -167,9 +167,10 @@ class Pipeline:
 
     @staticmethod
     def _relative(stages: Iterable[Stage]) -> frozenset[str]:
-        """Return the names of the groups of which only the difference from a reference is encoded.
+        """Return the names of the groups that are encoded as differences from a reference.
 
-        The reference consists of the tensors that the client last received.
+        The reference consists of the tensors that the client last received. Groups that only sealed
+        transforms encode are left out, because sealed transforms encode the tensors themselves.
         """
         plain = (stage.plain for stage in stages if not stage.transform.sealed)
         return frozenset[str]().union(*plain)

@@ -31,7 +31,10 @@ class Median(Reduction):
 
 
 class TrimmedMean(Reduction):
-    """The coordinate-wise mean after dropping a fraction of the largest and smallest values."""
+    """The coordinate-wise mean without the largest and the smallest values.
+
+    The setting `trim` is the fraction of all values that is dropped at each end.
+    """
 
     name: ClassVar[str] = "trimmed_mean"
     summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"

@@ -323,7 +323,7 @@ class Transform(BaseModel):
         return 1.0
 
     def figures(self, measures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
-        """Return metrics to record for an exchange's uploads. Runs on the server.
+        """Return the figures, that is, the metrics, of an exchange's uploads. Runs on the server.
 
         Args:
             measures: A mapping from each client to the value that `measure` returned for the
@@ -336,15 +336,15 @@ class Transform(BaseModel):
         return {}
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
-        """Replace the mean of a round. Runs on the server.
+        """Transform the mean of a round, and return the result. Runs on the server.
 
         Args:
             mean: The reduced uploads, keyed by group and name.
-            before: The server's parameters that the mean will replace, keyed by group and name.
+            before: The server's parameters before the mean replaces them, keyed by group and name.
             memory: The transform's state on the server.
 
         Returns:
-            Tensors with the groups, names and shapes of the mean.
+            The transformed mean, with the same groups, names and shapes as the argument `mean`.
         """
         return mean
 

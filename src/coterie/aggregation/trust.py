@@ -15,7 +15,10 @@ ALWAYS = 2
 def trust_row(
     own: str, scores: Mapping[str, float], top: int | None = None, threshold: float | None = None
 ) -> dict[str, float]:
-    """Compute a client's trust weights, which are a softmax of scores (PCL, equation 2).
+    """Compute a client's trust weights, which are a softmax of scores.
+
+    The weights are defined in equation 2 of the paper on personalised collaborative fine-tuning
+    (PCL, arXiv 2404.09753).
 
     Args:
         own: The name of the client whose trust weights are computed.
@@ -55,9 +58,9 @@ def cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor], by_columns: bool = 
             and B (out, r).
         b: The same mapping for the other adapter.
         by_columns: Whether to average the cosine similarities of corresponding columns. If false,
-            all tensors of an adapter are concatenated into one vector. PCL's released code averages
-            over rows. Because that code stores the transposes of A and B, its rows are the columns
-            of A and B.
+            all tensors of an adapter are concatenated into one vector. The average over columns
+            corresponds to the released code of personalised collaborative fine-tuning (PCL, arXiv
+            2404.09753), which averages over the rows of the transposes of A and B.
     """
     if by_columns:
         columns = [F.cosine_similarity(a[name], b[name], dim=0) for name in a]

@@ -24,9 +24,10 @@ from coterie.messages import MessageError
 
 @dataclass(frozen=True)
 class Knowledge:
-    """A model's top-k predictions at all p positions in the answers of n samples.
+    """A model's top-k predictions for the next token, at all positions in the answers of n samples.
 
-    An answer of m tokens has m + 1 positions: one before each token, and one before the end token.
+    All answers together have p positions. An answer that consists of m tokens and an end token has
+    m + 1 positions: one before each of the m tokens, and one before the end token.
     """
 
     samples: Tensor
