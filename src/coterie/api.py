@@ -77,13 +77,14 @@ class Run:
     def model(self, client: str) -> PreTrainedModel:
         """Load the model of a client or of the server.
 
-        LoRA pairs are merged into the weights if `load` would merge them by default.
+        LoRA pairs are merged into the base's weights in the same cases in which the function
+        `coterie.load` merges them by default.
 
         Args:
             client: The client's name, or "server" for the server's own model.
 
         Returns:
-            A transformers model.
+            A PEFT model if the adapter is a soft prompt, and a transformers model otherwise.
 
         Raises:
             CoterieError: The run has no such client, or the method trains no model on the server.
@@ -171,9 +172,10 @@ def resume(
             result does not depend on the engine.
         address: The Ray cluster, as in `run`; it is not recorded in the run folder.
         gpus: The number of GPUs of each process, as in `run`; it is not recorded either.
-        from_round: The number of rounds that were complete at the checkpoint to continue from; by
-            default, the newest checkpoint is used. An earlier checkpoint helps if the newest
-            checkpoint is damaged. The checkpoints of later rounds are deleted.
+        from_round: A number of complete rounds. The run continues from the checkpoint that was
+            written after this number of rounds. This checkpoint must be older than the newest
+            checkpoint; an older checkpoint helps if the newest checkpoint is damaged. The
+            checkpoints of later rounds are deleted. By default, the newest checkpoint is used.
 
     Returns:
         The finished run and its baselines.
@@ -181,8 +183,8 @@ def resume(
     Raises:
         CoterieError: The folder contains no run, or contains a deployed run (of `coterie server` or
             `coterie client`). The error is also raised if a client's text or a plugin has changed
-            since the run began, or if there is no earlier checkpoint with exactly `from_round`
-            complete rounds.
+            since the run began, or if no checkpoint older than the newest one was written after
+            exactly `from_round` complete rounds.
     """
     folder = RunFolder(Path(path))
     config, description = recorded(folder, method), folder.description

@@ -136,7 +136,12 @@ class Positions:
 
     @classmethod
     def of(cls, samples: Examples, tokenizer: PreTrainedTokenizerBase) -> "Positions":
-        """Compute the positions in samples that `data.examples` encoded with a given tokenizer."""
+        """Compute the positions of a tokenizer's tokens in the answers of samples.
+
+        Args:
+            samples: Prompts with answers, which must have been encoded with `tokenizer`.
+            tokenizer: The tokenizer whose tokens' positions are computed.
+        """
         texts = [item.parts for item in samples.instructions]
         encoded = PartEncoder(bare_encoder(tokenizer)[0]).batch(texts)
         starts = torch.zeros(len(texts) + 1, dtype=torch.int64)

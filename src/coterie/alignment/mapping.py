@@ -94,8 +94,8 @@ def _nearest(
 
     If several words are equally near, the first of these words is returned. Queries are compared
     with words of equal length first, then with words that are one byte shorter or longer, and so
-    on. The difference in length is a lower bound on the distance. The search for a query therefore
-    ends when no remaining word can be nearer.
+    on. The difference in length is a lower bound on the distance. A query is therefore not compared
+    with the remaining words once the difference in length exceeds the smallest distance found.
 
     Returns:
         Two arrays: the index of each query's nearest word, and the edit distance in bytes between
@@ -129,8 +129,9 @@ def _update_keys(
 ) -> None:
     """Compare selected queries with selected words, and update the queries' keys in place.
 
-    A query's key combines the index of the nearest word found so far with the distance between the
-    query and this word. The key is replaced if one of the selected words has a lower key.
+    A query's key is an integer that combines the distance between the query and the nearest word
+    found so far with the index of this word. The key is replaced by the integer for a selected word
+    if this word is nearer, or equally near and has a lower index.
 
     Args:
         queries: All queries.

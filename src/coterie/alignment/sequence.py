@@ -64,10 +64,10 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Compute a unique integer for each position in several texts.
+    """Compute an integer that identifies each position among the positions of several texts.
 
     The integer combines the key of the position's text with the number of characters before the
-    position.
+    position. Positions that cannot be matched have the integer -1.
 
     Args:
         ends: (p,), the number of characters before each position, text by text. See the function
@@ -91,9 +91,10 @@ def dynamic(student: Sequence[str], teacher: Sequence[str]) -> list[int]:
     Dynamic time warping pairs every token with one or more tokens of the other sequence such that
     the sum of edit distances is minimal. If a student's token is paired with exactly one token of
     the teacher, the positions directly after these two tokens match. The positions 0 of student and
-    teacher also match. Ties are resolved in favour of a step in both sequences, and then in favour
-    of a step only in the student's sequence. The algorithm is from FedMKT (arXiv 2406.02224,
-    appendix A), and the warping is from Fu et al. (arXiv 2301.12726).
+    teacher also match. Ties are resolved in favour of moving by one token in both sequences, and
+    then in favour of moving by one token in the student's sequence only. Fu et al. (arXiv
+    2301.12726) proposed the warping of token sequences, and FedMKT (arXiv 2406.02224, appendix A)
+    uses this warping to match positions.
 
     Args:
         student: The student's m tokens as text.

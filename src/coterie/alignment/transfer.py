@@ -80,8 +80,9 @@ def translated(
             entries.
         logprobs: (p, k), the log-probabilities of `tokens`.
         lognorm: (p,), the log of the sum of the k probabilities.
-        ids: (teacher's vocabulary,), the student's token for each of the teacher's tokens, or -1 if
-            there is no student's token; see `VocabularyMap.ids`. If `ids` is None, `tokens` must
+        ids: A tensor with one entry per token of the teacher's vocabulary. The entry is the id of
+            the corresponding token in the student's vocabulary, or -1 if the student's vocabulary
+            has no corresponding token; see `VocabularyMap.ids`. If `ids` is None, `tokens` must
             already be ids of the student's vocabulary.
         temperature: Softmax temperature.
         vocabulary: Number of rows of the student's embedding. A tokenizer can have more tokens than
@@ -103,10 +104,10 @@ def translated(
 
 
 def first(tokens: Tensor) -> Tensor:
-    """Return a mask, (p, k) bool, that is True at the first occurrence of each token in a row.
+    """Return a mask, (p, k) bool, that is True where a token has not occurred earlier in its row.
 
     Args:
-        tokens: (p, k), token ids that may be repeated.
+        tokens: (p, k), token ids, which may be repeated within a row.
     """
     ordered, indices = tokens.sort(dim=-1, stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)

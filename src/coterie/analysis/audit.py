@@ -123,9 +123,10 @@ def _declared(run: LocalRun) -> Table:
 
 
 def _named(group: str, peers: bool) -> str:
-    """Return the name of a group of tensors, with the prefix `others'` if `peers` is true.
+    """Return the name that the audit's tables show for a group of tensors.
 
-    Groups in `Message.peers` were uploaded by clients other than the receiver.
+    If `peers` is true, the group is in `Message.peers`, so it was uploaded by clients other than
+    the receiver. The word "others'" then precedes the group's name, as in "others' adapter".
     """
     return f"others' {group}" if peers else group
 
@@ -196,7 +197,13 @@ def _kinds(
 
 
 def _kind_of_parameter(parameter: Parameter) -> str:
-    """Return the role, expert and location of a parameter, such as `generalist 0, mlp.up`."""
+    """Return a text that describes a parameter, such as `generalist 0, mlp.up`.
+
+    The text consists of the parameter's role (`generalist`), the number of the parameter's expert
+    (0), and the location in the base (`mlp.up`). The number is omitted if the parameter belongs to
+    no expert. It is also omitted for domain experts, because the same number denotes a different
+    domain expert on every layer.
+    """
     # Domain experts are grouped: the same number is a different expert on every layer.
     numbered = parameter.expert is not None and parameter.role != "domain"
     role = f"{parameter.role} {parameter.expert}" if numbered else parameter.role
@@ -207,8 +214,8 @@ def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Ro
     """Yield a row of the audit's table for each kind of tensor that stays on a client.
 
     A tensor in the state's group `adapter` has no row if the upload contains a tensor of the same
-    name in any group. Tensors in other groups of the state and in nested states always have a row:
-    a tensor of the same name in the upload is another tensor.
+    name in any group. Tensors in other groups of the state and in nested states always have a row,
+    because a tensor in the upload is unrelated to them even if it has the same name.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():

@@ -69,8 +69,8 @@ class Comparison:
         Under the metric's name (`perplexity`, `accuracy`, ...), each row contains the method's mean
         score over clients and seeds. The other entries include:
 
-        - `clients`, `clients_std`: the mean and the standard deviation over seeds of each client's
-          score;
+        - `clients`: for each client, the mean of the client's scores over seeds;
+        - `clients_std`: for each client, the standard deviation of the client's scores over seeds;
         - `spread`: the standard deviation, over clients, of the clients' means;
         - `std`: the standard deviation, over seeds, of the mean over clients;
         - `rank`: the rank of the method by mean score; the best method has rank 1;
@@ -251,7 +251,8 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
     Args:
         title: the table's title.
         metric: the metric to show.
-        rows: the rows returned by `Comparison.summary` that have a difference.
+        rows: those rows returned by `Comparison.summary` that could be compared with the reference
+            row.
     """
     entries = [row["difference"] for row in rows]
     cells = [
@@ -315,7 +316,7 @@ def _client_cell(row: Summary, client: str, metric: Metric) -> str:
 
 
 def _worst(row: Summary, metric: Metric) -> str:
-    """Return the score and the name of the worst client in a row."""
+    """Return the score and the name of the client with the worst score in a table row."""
     worst = worst_of(row["clients"], metric)
     return f"{metric.cell(row['clients'][worst])} ({worst})"
 
@@ -338,7 +339,10 @@ def _rounds(row: Summary) -> str:
 
 
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
-    """Format a mean. If there are several seeds, append the standard deviation over seeds."""
+    """Format a row's mean. If the row has several seeds, append the standard deviation over seeds.
+
+    This deviation is the row's entry `std`. The entry `spread`, over clients, is not used.
+    """
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.name]) + spread
 
@@ -386,9 +390,10 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
 
 
 def _change(value: float, baseline: float, metric: Metric) -> str:
-    """Format a difference in percentage points, or in per cent of `baseline`.
+    """Format `value`, which is the difference between a score and the score `baseline`.
 
-    Percentage points are used if the metric is a fraction, such as accuracy.
+    If the metric is a fraction, such as accuracy, the difference is formatted in percentage points.
+    Otherwise, it is formatted in per cent of `baseline`.
     """
     if metric.share:
         return f"{metric.shown(value):+.1f} points"

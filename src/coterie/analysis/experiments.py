@@ -101,7 +101,10 @@ class ReportedRun:
 
     @property
     def has_routers(self) -> bool:
-        """Whether the run recorded routing weights and every client has a fixed set of experts."""
+        """Whether the run recorded routing weights that can be shown for each expert.
+
+        They cannot be shown for each expert if the clients' experts are reassigned in every round.
+        """
         return bool(self.names(ROUTING)) and not self.names(ASSIGNMENT)
 
     def expert_names(self, client: str, count: int) -> list[str]:
@@ -192,7 +195,7 @@ class Experiment:
 
         For each label, these are the finished runs, or all runs if no run of the label is finished.
         Finished and unfinished runs are not averaged together, because the mean over seeds would
-        jump in the round in which an unfinished run ends.
+        jump after the last recorded round of an unfinished run.
         """
         labelled = self.runs.items()
         return {label: [r for r in runs if r.result] or list(runs) for label, runs in labelled}
@@ -219,8 +222,8 @@ class Experiment:
     def series(self) -> Frame:
         """A frame with the scores after every round, for all runs in `drawn`.
 
-        There is a row for each label, run and round, and the columns of `ReportedRun.series`.
-        Within a label, runs are numbered from 0.
+        The frame has a row for each label, run and round, and the same columns as the frames that
+        `ReportedRun.series` returns. Within a label, runs are numbered from 0.
         """
         frames = {
             (label, n): run.series(self.metric)
@@ -255,7 +258,7 @@ class Experiment:
 
     @property
     def first(self) -> list[tuple[str, ReportedRun]]:
-        """Pairs of a label and the label's run in `drawn` that has the smallest seed."""
+        """For each label, a pair of the label and the run in `drawn` with the smallest seed."""
         return [(label, runs[0]) for label, runs in self.drawn.items()]
 
     @cached_property
@@ -293,9 +296,10 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
 def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
     """Yield a pair (name, run folder) for every run folder at a path.
 
-    If the path is itself a run folder, the pairs contain this folder and the folders of the run's
-    baselines, each with the run's name. Otherwise, the pairs contain all run folders below the
-    path, each with the name of the run folder's parent folder.
+    If the path is itself a run folder, there is a pair for this folder, and a pair for the folder
+    of each of the run's baselines. All of these pairs contain the name of the run at the path.
+    Otherwise, there are pairs for each run folder below the path and for its baselines. These pairs
+    contain the name of the run folder's parent folder instead of the name of the run.
     """
     if RunFolder(path).is_run:
         name = RunFolder(path).description["config"]["name"]  # checks the folder's format first

@@ -85,9 +85,10 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
     Args:
         config: the run.
         base: the base of all clients.
-        clients: for each client, the names of the test texts on which the client is scored. The
-            only client of a pooled run is scored on all test texts, and the batch of this client
-            is as large as the batches of all clients together.
+        clients: for each client, the names of the test texts on which the client is scored. In a
+            pooled run, one client replaces all clients and has their data. This client is scored on
+            all test texts, and its batch is as large as the batches of the replaced clients
+            together.
     """
     levels: dict[str, float] = {}
     for name, tests in clients.items():

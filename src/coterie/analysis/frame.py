@@ -55,9 +55,11 @@ def scores(result: Result, point: str | None = None) -> Frame:
 def of_clients(result: Result, clients: Collection[str]) -> Result:
     """Return a copy of a result in which the reported scores are limited to some clients.
 
-    A result has scores for two points of a round, "trained" and "aggregated". The method reports
-    the scores for one of these points, and only these scores are limited. For the other point, each
-    client's mean score is copied unchanged, and the scores by window are removed.
+    A result has scores for two points of a round, "trained" and "aggregated". For each point, it
+    contains the mean score of every client, and can also contain the scores of single windows. The
+    method reports the scores for one of the points, and only these scores are limited. For the
+    other point, the mean scores of all clients are copied, and the scores of single windows are
+    removed.
     """
     point = result["reports"]
     items = result["items"].get(point, {})

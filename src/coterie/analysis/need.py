@@ -85,8 +85,8 @@ class Need:
     def memory(self) -> int:
         """The peak memory.
 
-        Only the larger of `step` and `scoring` is included, because a client never trains and
-        scores at the same time.
+        This is the sum of `weights`, `pages`, `adapter` and the larger of `step` (a training step)
+        and `scoring`. A client never trains and scores at the same time.
         """
         return self.weights + self.pages + self.adapter + max(self.step, self.scoring)
 
@@ -94,9 +94,12 @@ class Need:
 def need_of(config: RunConfig, client: ClientId) -> Need | None:
     """Estimate one client's memory and traffic, assuming that the client trains on a CPU.
 
+    For the estimate, the client's model runs on PyTorch's fake tensors, which have no values.
+
     Returns:
-        The estimate, or None if the method's clients do more than train an adapter, or if the
-        computation fails on fake tensors because a shape depends on the values of a tensor.
+        The estimate, or None if the method's clients do more than train an adapter. The result is
+        also None if the model cannot run on fake tensors, for example because a tensor's shape
+        depends on the values of another tensor.
 
     Raises:
         CoterieError: if the base does not exist.
@@ -225,9 +228,9 @@ def _evaluation(config: RunConfig, side: AdapterClient) -> int:
 
 
 def _moments(training: TrainingSpec) -> int:
-    """Count the state tensors that the optimiser stores per parameter, such as two for Adam.
+    """Count the state tensors that the optimiser stores per parameter.
 
-    Only tensors with the parameter's shape are counted.
+    Only tensors with the parameter's shape are counted. For Adam, the count is two.
     """
     parameter = nn.Parameter(torch.zeros(2, 2))
     parameter.grad = torch.ones(2, 2)

@@ -53,10 +53,11 @@ class LayerRelevance:
 def sample_relevance(
     experiment: Experiment, layer: str | None
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
-    """Compute the relevance of clients' samples to the experts, for each label.
+    """Compute the relevance of clients' samples to the experts, for each method of an experiment.
 
-    A label of the experiment is a method with its settings. The result contains only the labels of
-    methods in which experts choose clients by relevance.
+    If the runs of a method differ in settings, each combination of settings is treated as a method
+    of its own. The method with its settings is called a label. The result contains only the labels
+    of methods in which experts choose clients by relevance.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.
@@ -116,9 +117,9 @@ def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
 
 
 def spaced_samples(train: Split, window: int) -> AnyBatch:
-    """Return at most SAMPLES samples of a text, at evenly spaced positions.
+    """Return at most SAMPLES samples of a training split, at evenly spaced positions.
 
-    In plain text, a sample consists of window + 1 tokens.
+    If the split is plain text, each sample is a window of window + 1 tokens.
     """
     samples = train.samples(window, window + 1)
     count = len(samples)

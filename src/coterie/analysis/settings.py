@@ -42,7 +42,8 @@ def method_table(name: str) -> Table:
     """Return a table of a method's settings.
 
     Raises:
-        CoterieError: if the method does not exist, or is POOLED, which has the settings of `local`.
+        CoterieError: if the method does not exist, or if it is the baseline named by POOLED. This
+            baseline has no settings of its own and uses the settings of the method `local`.
     """
     if name == POOLED:
         raise CoterieError(
@@ -97,7 +98,14 @@ def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of a field's value or list entries, or None if there is none."""
+    """Return the pydantic model whose keys a table shows below the key of a field.
+
+    This model is the type of the field's value or, if the value is a list, of the list's entries.
+
+    Returns:
+        The model. The result is None if the type is not a pydantic model, or if tables show the
+        model as one key, such as a model in NAMED.
+    """
     # The keys of a base are listed once, for the run's own `base`.
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel) and kind not in NAMED:

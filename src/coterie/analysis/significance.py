@@ -118,7 +118,8 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
     """Compute the differences between rows and the reference row, for the runs of one seed.
 
     Args:
-        pairs: for each row, the scores of every client and window.
+        pairs: for each row, the scores of every client and window. They are paired with the scores
+            of the same client and window in `reference`.
         reference: the scores of every client and window in the reference row.
         metric: the metric to compare.
 

@@ -136,10 +136,11 @@ def run_table(
 ) -> Table:
     """Return a table of one run and its baselines, with a row per client and a column per method.
 
-    Cells contain either perplexity with bits per byte, or another metric. The rows below the
-    clients contain the means, each method's worst client, the standard deviation over clients (not
-    for perplexity), and the score of the server's model if the server has one. If clients keep
-    their best models, the number in brackets after a score is the round of the kept model.
+    If the metric is perplexity, a cell contains the perplexity followed by the bits per byte.
+    Otherwise, it contains the value of the metric. The rows below the clients contain the means,
+    each method's worst client, the standard deviation over clients (not for perplexity), and the
+    score of the server's model if the server has one. If clients keep their best models, the number
+    in brackets after a score is the round of the kept model.
 
     Args:
         results: the result of each method.
@@ -202,7 +203,10 @@ def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
 
 
 def _round_suffix(kept: Mapping[str, int], client: str) -> str:
-    """Return the round of a client's kept model in brackets, or an empty string if unknown."""
+    """Return, in brackets, the number of the round whose model a client kept.
+
+    If this round is unknown, return an empty string.
+    """
     round = kept.get(client, kept.get(EVERYONE))  # EVERYONE is the only client of a pooled run
     return "" if round is None else f" ({round})"
 

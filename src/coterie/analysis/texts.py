@@ -134,10 +134,12 @@ def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list
 
 
 def _beginning(text: Split, context: int) -> list[Tensor]:
-    """Return the first LENGTH tokens of a text, preceded by the context token.
+    """Return the first LENGTH tokens of a text as a list of sequences of token ids.
 
-    If the text consists of samples, each sample is a separate sequence, as in training. For a
-    preference pair, the sample is the prompt with the chosen answer.
+    Plain text is one sequence. If the text consists of samples, each sample is a sequence of its
+    own, as in training. For a preference pair, the sample is the prompt with the chosen answer.
+    The first token of each sequence does not count towards LENGTH. It is the context token or, in a
+    conversation, the first token of the chat template's output.
     """
     samples = text.beginnings
     if samples is None:

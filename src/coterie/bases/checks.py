@@ -106,7 +106,7 @@ def check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> Mapping[str, str]:
-    """Read the mapping from tensor names to names of weight files that an index file contains."""
+    """Read an index file's mapping from tensor names to the names of weight files."""
     content = _json_object(index)
     shards = content.get("weight_map")
     if not (
@@ -232,10 +232,10 @@ def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -
 def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
     """Yield the unexpected tensors which prove that config.json does not match the checkpoint.
 
-    There are two kinds of proof. The first kind is an unexpected tensor that belongs to a module of
-    the model, such as a bias. The second kind is an unexpected tensor whose name differs only in
-    numbers from the name of a tensor of the model, such as a tensor of an additional layer. All
-    other unexpected tensors are ignored. The buffers of old checkpoints are always ignored.
+    There are two kinds of proof. The first kind is an unexpected tensor, such as a bias, that
+    belongs to a module of the model. The second kind is an unexpected tensor whose name differs
+    only in numbers from the name of a tensor of the model, such as a tensor of an additional layer.
+    All other unexpected tensors are ignored. The buffers of old checkpoints are always ignored.
     """
     modules = {path for path, _ in model.named_modules() if path}
     patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}

@@ -204,7 +204,8 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
         root: Folder to which relative paths refer.
 
     Raises:
-        CoterieError: The base does not exist, or has no fast tokenizer with ordinary tokens.
+        CoterieError: The base does not exist, it has no fast tokenizer, or its tokenizer has only
+            special tokens.
     """
     spec = BaseSpec.model_validate(base)
     if folder := _folder(spec, root):

@@ -17,8 +17,9 @@ from torch import Tensor
 class _Pass(NamedTuple):
     """The padding mask of a forward pass, and the pass's relation to the previous forward pass.
 
-    If `goes_on` is true, the pass reads further samples of the previous pass's batch. If `repeats`
-    is true, the pass recomputes an earlier pass.
+    One batch can be processed in several forward passes. If `goes_on` is true, this pass processes
+    further samples of the same batch as the previous pass. If `repeats` is true, this pass
+    recomputes an earlier pass, as gradient checkpointing does.
     """
 
     mask: Tensor | None = None
@@ -44,8 +45,9 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
 
     Args:
         mask: (batch, time) bool, False for padding. None if there is no padding.
-        goes_on: Whether the forward pass reads further samples of the previous pass's batch. If
-            true, statistics over tokens cover all samples of the batch that have been read.
+        goes_on: Whether the forward passes process further samples of the previous pass's batch.
+            If true, modules that store values for each token of a batch append them to the values
+            from the batch's previous passes; see `collected`.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 
@@ -60,7 +62,11 @@ def repeating_batch() -> AbstractContextManager[None]:
 
 
 def real_mask(device: torch.device) -> Tensor | None:
-    """Return the current padding mask, (batch, time), on a device, or None without padding."""
+    """Return the current padding mask on a given device.
+
+    Returns:
+        A bool tensor shaped (batch, time), False for padding. None if there is no padding.
+    """
     mask = _now.get().mask
     return None if mask is None else mask.to(device)
 
