@@ -203,10 +203,10 @@ class Examples:
 
 
 def joined(parts: Sequence[S]) -> S:
-    """Concatenate splits of the same type: only streams, only samples, or only pairs.
+    """Concatenate splits of the same class, such as `Examples`, into one split.
 
-    Tensors and tuples are concatenated, integers are added, and dataclasses are joined field by
-    field. All other fields are copied from the first part.
+    Tensors and tuples in the splits' fields are concatenated, integers are added, and nested
+    dataclasses are joined field by field. All other fields are copied from the first split.
     """
     first: Any = parts[0]
     joined_fields: dict[str, Any] = {}
@@ -247,10 +247,10 @@ class Encoding:
     """The name of the split: train, validation, test or public."""
 
     def nothing(self, items: Sequence[Any], fitting: str, kind: str) -> CoterieError:
-        """Return the error "OWNER has no ..." for a split without any sample.
+        """Return the error "{self.owner} has no ..." for a split without any sample.
 
         Args:
-            items: The items to encode, which are all too long, or an empty sequence.
+            items: The items of the split. Either all of them are too long, or there are none.
             fitting: The end of the message if all items are too long. It names an item that would
                 fit, and a remedy, as in "pair of at most 8 tokens; raise data.window".
             kind: The end of the message if there are no items. It consists of the plural noun for
@@ -263,7 +263,7 @@ class Encoding:
 
     @property
     def larger_fraction(self) -> str:
-        """Advice on how to give the split more of a client's text, for an error message."""
+        """Advice for error messages on how to change `data.fractions` to enlarge this split."""
         return "lower data.fractions" if self.split == "train" else "raise data.fractions"
 
 
@@ -351,7 +351,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
 
 
 class Scorer(Protocol):
-    """A model to evaluate, with a window and a batch size, as passed to `Split.measured`."""
+    """The argument of `Split.measured`: a model to evaluate, a window and a batch size."""
 
     @property
     def base(self) -> Base:
@@ -369,11 +369,11 @@ class Scorer(Protocol):
         ...
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the total loss of each row's answers in nats, a float64 tensor shaped (rows,).
+        """Return the loss of each sample, in nats, as a float64 tensor shaped (samples,).
 
         Args:
-            rows: Samples.
-            batch: The number of rows per forward pass.
+            rows: The samples. The loss of a sample is the sum over the tokens of its answers.
+            batch: The number of samples per forward pass.
         """
         ...
 

@@ -27,7 +27,7 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 class Unreadable:
     """A placeholder for a field's value that cannot be decoded.
 
-    The value is an error only if the field is used.
+    An error is raised only when the field is used. In an unused field, such a value does no harm.
     """
 
     why: str

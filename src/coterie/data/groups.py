@@ -42,7 +42,11 @@ class GroupBatch:
 
     @property
     def read(self) -> Batch:
-        """For each item, the sample with the best answer, which the model learns to predict."""
+        """The samples with the best answers, one per item.
+
+        The model reads only these samples if something other than the batch's loss is computed,
+        such as logits.
+        """
         return self.rows.only(firsts(self.sizes))
 
     @property
@@ -126,12 +130,12 @@ class Groups:
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """Empty, because no item has a single right answer."""
+        """An empty tuple, because an item with ranked answers has no single right answer."""
         return ()
 
     @property
     def beginnings(self) -> Examples:
-        """For each item, the sample with the best answer, which is read as a separate text."""
+        """The samples with the best answers, one per item. Each sample is a separate text."""
         return self.best
 
     @property
@@ -140,9 +144,13 @@ class Groups:
         return False
 
     def referenced(self, make: Callable[[Any], Any]) -> Self:
-        """Return the split with the log-likelihoods of a reference model, which `make` computes.
+        """Return the split itself, because by default the loss uses no reference model.
 
-        By default, return the split itself, which needs no reference model.
+        If the loss of a subclass uses a reference model, the subclass returns a copy of the split
+        with the reference model's log-likelihoods.
+
+        Args:
+            make: A function that computes the reference model's log-likelihoods of a split.
         """
         return self
 
@@ -190,7 +198,11 @@ class Groups:
         raise NotImplementedError
 
     def rows_in(self, chosen: Tensor) -> tuple[Batch, Tensor]:
-        """Return the fields `rows` and `sizes` of a `GroupBatch` of the items `chosen`."""
+        """Return the values for the fields `rows` and `sizes` of a `GroupBatch`.
+
+        Args:
+            chosen: The indices of the items that the batch contains.
+        """
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
@@ -202,7 +214,7 @@ def by_item(rows: Tensor, sizes: Tensor) -> Sequence[Tensor]:
     """Split the values of all samples into one tensor per item.
 
     Args:
-        rows: One value for each sample, as a tensor shaped (rows, ...).
+        rows: The values of the samples of all items, in order, as a tensor shaped (samples, ...).
         sizes: The number of samples of each item, as a tensor shaped (n,).
 
     Returns:

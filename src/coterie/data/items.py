@@ -115,7 +115,7 @@ class Conversation:
         )
 
     def exchanges(self) -> tuple[tuple[Turn, ...], list[tuple[Turn, ...]]]:
-        """Divide the conversation into exchanges.
+        """Divide the conversation into exchanges between the user and the assistant.
 
         An exchange consists of one or more user turns and the assistant's answers to these turns.
         If the conversation begins with an answer, the first exchange has no user turn.
@@ -159,7 +159,8 @@ class Ranking:
     def content(self) -> tuple[str, ...]:
         """The texts that the record contains, without the words that a template adds.
 
-        These are the texts of the prompt and of the best answer, followed by all other answers.
+        The first texts are the content of the prompt with the best answer. Each of the other
+        answers follows as one more text.
         """
         return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 

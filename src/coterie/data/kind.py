@@ -27,10 +27,10 @@ class DataKind(BaseModel):
 
     A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
     `coterie.register` or loaded with `--plugin FILE.py`. The class's pydantic fields are the kind's
-    settings in the run file (`data.kind`). The class variable `offers` contains the values of
-    `Metric.needs` for which the kind's splits provide the input. The value "nothing" stands for
-    metrics that need no input besides the losses. The following kind, for example, reads
-    instructions from the record fields `question` and `answer`::
+    settings in the run file (`data.kind`). The class variable `offers` names the inputs that the
+    kind's splits provide for metrics. A metric can be computed if its `Metric.needs` is one of
+    these names. The name "nothing" stands for metrics that need only the losses. The following
+    kind, for example, reads instructions from the record fields `question` and `answer`::
 
         class Questions(DataKind):
             name = "questions"
@@ -116,7 +116,8 @@ class DataKind(BaseModel):
 
         Args:
             items: Items that this kind has read.
-            how: The tokenizer and the settings of the encoding, such as the window and the limit.
+            how: The tokenizer and the settings of the encoding, such as the window and the maximum
+                number of samples.
 
         Returns:
             The split. Items that do not fit the window are left out. The number of these items is
@@ -146,8 +147,8 @@ def register(kind: Any) -> Any:
         The class, so that the function can be used as a decorator.
 
     Raises:
-        CoterieError: The class is not a kind of data with a name and a summary, or the name is
-            taken.
+        CoterieError: The argument is not a subclass of `DataKind`; or its name is missing, invalid
+            or taken; or its summary is missing.
     """
     if not (isinstance(kind, type) and issubclass(kind, DataKind)):
         raise CoterieError(

@@ -22,10 +22,11 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         root: The folder to which relative paths refer.
 
     Returns:
-        For each split, a list of pairs. A pair contains a record's label and the record's text or
-        item. The split "train" contains the records to divide among the clients. The splits
-        "validation" and "test" are present only if the data set has its own validation and test
-        splits.
+        For each split, a list of pairs. For plain text, a pair contains a record's label and the
+        record's text. For all other kinds of data, it contains the label and the item that was read
+        from the record, such as an `Instruction`. The split "train" contains the records to divide
+        among the clients. The splits "validation" and "test" are present only if the data set has
+        its own validation and test splits.
 
     Raises:
         CoterieError: A source cannot be read or has no text, or a record is invalid.
@@ -71,9 +72,11 @@ def _samples(
     """Return, for each split, the pairs (label, item) of all records.
 
     Each piece of a .txt file becomes a record that contains the text of the piece and the label of
-    the file's source. The prompt can thus contain the text, and the answer can be the label. The
-    pieces of all sources are converted to items together, because the choices (possible
-    answers) of every item are by default the distinct answers of all pieces.
+    the file's source. The prompt can thus contain the text, and the answer can be the label.
+
+    The pieces of all sources must be converted to items in one call, because an item's choices
+    (possible answers) are by default the distinct answers of all pieces in the call. If the answer
+    is the label, the pieces of a single source contain only one answer.
     """
     samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}

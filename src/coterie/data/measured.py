@@ -25,8 +25,9 @@ answers of a pair.
 class Choices:
     """A model's losses on all choices of n samples.
 
-    A row is a sample with one possible answer. The first n rows contain the right answers of the n
-    samples. All other rows contain wrong choices.
+    Each row of the tensors describes one sample with one of its possible answers. The first n rows
+    describe the n samples with their right answers. All other rows describe samples with wrong
+    choices.
     """
 
     nats: "Tensor"

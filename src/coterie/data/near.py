@@ -99,12 +99,12 @@ def near_pairs(
 def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]]) -> bool:
     """Return whether two parts are near duplicates, ignoring boilerplate.
 
-    Boilerplate is text that many unrelated records share, such as a header. To recognise
-    boilerplate, the function takes the text that the two parts share, and the shingles in which the
-    two parts differ. Then it looks at all other records that contain the shared text. If these
-    records contain hardly any of the shingles in which the parts differ, the shared text is
-    boilerplate. If many of these records contain the shingles of one of the two parts, the records
-    are edited copies of one text, and the shared text is not boilerplate; see `AGREEING`.
+    Boilerplate is text that many unrelated records share, such as a header. Two parts whose shared
+    text is boilerplate are not near duplicates. To recognise boilerplate, the function considers
+    all other records that contain the shared text. For each shingle that only one of the two parts
+    contains, it estimates the share of these records that contain the shingle. If the mean share is
+    below `AGREEING`, the records are unrelated, and the shared text is boilerplate. Otherwise, the
+    records are edited copies of one text. Text in at most `FEW` records is never boilerplate.
 
     Args:
         a: The shingles of a part.

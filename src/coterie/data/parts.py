@@ -27,9 +27,9 @@ class PartEncoder:
     """An encoder of texts in which prompts and answers alternate.
 
     A text is encoded as a whole, so that the tokens do not depend on the boundaries between parts.
-    A token that spans the boundary between a prompt and an answer belongs to the answer. Some
-    special tokens include the spaces around them. A special token belongs to the part that contains
-    its name, such as <|end|>, even if the spaces are in another part.
+    A token that spans the boundary between a prompt and an answer belongs to the answer. A special
+    token, such as <|end|>, can absorb the spaces before and after it. The token then belongs to the
+    part that contains <|end|> itself, even if the absorbed spaces are in another part.
 
     Args:
         encoder: A tokenizer that adds no special tokens, as returned by `bare_encoder`.
@@ -81,7 +81,14 @@ class PartEncoder:
 
 
 def _unstripped(token: AddedToken | None, text: str, start: int, end: int) -> tuple[int, int]:
-    """Return a token's span of characters, excluding the spaces around the token's name."""
+    """Return the span of a token's own characters, without the spaces that the token has absorbed.
+
+    Args:
+        token: The special token if it absorbs spaces, or None for any other token.
+        text: The encoded text.
+        start: The start of the token's span in the text, including absorbed spaces.
+        end: The end of the token's span in the text, including absorbed spaces.
+    """
     if token is None or text[start:end].isspace():
         return start, end
     if token.lstrip:

@@ -236,7 +236,10 @@ def _total(counts: Mapping[str, int]) -> str:
 
 
 def _duplicates(splits: Sequence[SplitQuality], kind: Kind) -> tuple[int, int]:
-    """Count the duplicates of one kind in all splits. For the kinds of duplicates, see `Kind`.
+    """Count the duplicates of one kind in all splits.
+
+    The kind of a duplicate depends on where its original is; see `Kind`. Exact and near duplicates
+    of this kind are counted separately.
 
     Returns:
         The number of exact duplicates, and the number of near duplicates.
@@ -311,8 +314,9 @@ def _originals(place: Place, numbers: Mapping[tuple[str, str], int]) -> dict[Kin
 
     Args:
         place: The place of the possible duplicate.
-        numbers: A mapping from each pair (client, split) to the number of the split's first text
-            that is equal, or nearly equal, to the text at `place`.
+        numbers: A mapping from a pair (client, split) to the position, counted from 1, of the first
+            text in this split that is equal, or nearly equal, to the text at `place`. Splits
+            without any of these texts are left out.
     """
     originals: dict[Kind, Place] = {}
     for (client, split), number in numbers.items():

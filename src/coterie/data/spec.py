@@ -235,10 +235,12 @@ class DataSpec(Spec):
 
     @property
     def declared(self) -> type[DataKind]:
-        """The class whose class variables, such as `compares`, describe this kind of data.
+        """The class that declares the properties of the selected kind of data as class variables.
 
-        For a built-in kind, this is the class that contains the kind's settings, not the class that
-        reads and encodes the records.
+        An example of a class variable is `compares`, which tells whether the loss compares answers.
+        For a built-in kind, this is the class of the kind's settings, such as `PreferenceSpec`,
+        which can be imported without torch. Its subclass in `data/kinds/` reads and encodes the
+        records. For any other kind, this class itself reads and encodes the records.
         """
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)
@@ -246,9 +248,10 @@ class DataSpec(Spec):
 
     @property
     def bound(self) -> DataKind:
-        """The kind of data with its settings, which can read and encode records.
+        """An object of the selected kind of data, created with the settings in this section.
 
-        Reading the property imports torch, which is slow.
+        The object can read and encode records. Access to this property imports torch, which is
+        slow.
         """
         if isinstance(self.kind, DataKind):
             return self.kind
@@ -278,7 +281,11 @@ class DataSpec(Spec):
     @field_validator("messages", "preferences", mode="before")
     @classmethod
     def _are_on(cls, given: Any) -> Any:
-        """Convert `true` to an empty mapping, which selects the defaults, and `false` to None."""
+        """Convert a boolean value of `data.messages` or `data.preferences`.
+
+        The value `true` becomes an empty mapping, which selects the kind's default settings. The
+        value `false` becomes None, as if the key were missing.
+        """
         if isinstance(given, bool):
             return {} if given else None
         return given

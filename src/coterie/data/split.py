@@ -19,10 +19,12 @@ class Measures(Protocol):
 
     @staticmethod
     def figures(parts: Any) -> dict[str, float]:
-        """Combine the measurements of the parts of a batch into means over the whole batch.
+        """Compute the means of the measurements over a batch that was processed in several parts.
+
+        Each part was processed in one forward and backward pass.
 
         Args:
-            parts: The measurements of each part.
+            parts: The measurements of each part of the batch.
 
         Returns:
             A mapping of names to means, for the training log.
@@ -45,9 +47,10 @@ class AnyBatch(Protocol):
 
     @property
     def read(self) -> Batch:
-        """The samples whose tokens the model learns to predict.
+        """The samples that the model reads if something other than the batch's loss is computed.
 
-        For pairs of answers, these are the samples with the chosen answers.
+        An example is the computation of logits. For pairs of answers, these are only the samples
+        with the chosen answers. For all other built-in kinds of data, these are all samples.
         """
         ...
 
@@ -144,9 +147,10 @@ class Split(Scored, Protocol):
 
     @property
     def beginnings(self) -> Examples | None:
-        """The samples that the model reads without preceding text, because each is a separate text.
+        """The samples, each of which is a separate text that the model reads from its beginning.
 
-        None for a stream, which the model reads as one text.
+        For pairs of answers, these are the samples with the chosen answers. None for a stream,
+        which the model reads as one text.
         """
         ...
 

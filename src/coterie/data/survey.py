@@ -21,7 +21,7 @@ for example "Client anna".
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts of clients' fields, files and records that the run does not read.
+    """Counts of unused record fields, skipped files and empty records in the data of a run.
 
     Hub data sets are not examined.
     """
@@ -46,8 +46,8 @@ def survey(
         root: The folder to which relative paths refer.
 
     Returns:
-        The number of empty records, the number of records with a value in each unused field, and
-        the number of skipped files.
+        The number of empty records; for each unused field, the number of records with a value in
+        this field; and the number of skipped files.
     """
     used = data.bound.used()
     if divide is not None:
@@ -73,9 +73,10 @@ def survey(
 
 
 def _held(file: Path, owner: str, data: DataSpec) -> tuple[Counter[str], int]:
-    """Count the records with a value in each field of a file, and the blank records.
+    """Count the blank records of a file, and for each field, the records with a value in the field.
 
-    Blank records are counted only for plain text. For samples, a record without text is an error.
+    Blank records are counted only for plain text. All other kinds of data report an error for a
+    blank record, so there is nothing to count.
 
     Returns:
         For each field, the number of records with a value in the field; and the number of blank

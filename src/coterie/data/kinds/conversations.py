@@ -152,7 +152,10 @@ def _text(where: str, key: str, content: Any) -> str:
 
 
 def is_nothing(value: Any) -> bool:
-    """Return whether a value is None or empty, so that callers treat its key as missing."""
+    """Return whether a value is None or an empty string, list or mapping.
+
+    Callers treat a key or a field with such a value as missing.
+    """
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 

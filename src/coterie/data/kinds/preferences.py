@@ -149,8 +149,8 @@ class PairBatch(GroupBatch):
 def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]:
     """Compute the DPO loss (arXiv 2305.18290, eq. 7), averaged over the pairs of a batch.
 
-    The log-likelihood of an answer is the sum over the answer's tokens, including the token that
-    ends the answer.
+    The log-likelihood of an answer is the sum of the log-probabilities of the answer's tokens,
+    including the token that ends the answer.
 
     Returns:
         The loss, a scalar with a gradient; and the rewards of the answers, without gradients.

@@ -40,12 +40,12 @@ class Tokens:
 
     @property
     def questions(self) -> tuple[Instruction, ...]:
-        """Empty, because plain text has no right answers."""
+        """An empty tuple, because plain text contains no questions with right answers."""
         return ()
 
     @property
     def beginnings(self) -> None:
-        """None, because the model reads a stream as one text."""
+        """None, because a stream is read as one text: no window begins a separate text."""
 
     @property
     def needs_reference(self) -> bool:
@@ -89,10 +89,13 @@ class Tokens:
         return {}
 
     def compared(self, items: Sequence[Any]) -> Sequence[str]:
-        """Return the non-blank pieces of `items` in the stream, for the search for duplicates.
+        """Cut the documents into pieces, and return the pieces that are compared for duplicates.
 
-        The items are documents. The stream ends at the split's limit, if there is a limit. A piece
-        that is cut at the limit is left out.
+        Blank pieces are left out. If the split has a maximum number of tokens, the stream ends
+        there. Pieces that are not completely in the stream are left out, too.
+
+        Args:
+            items: The documents from which the stream was encoded.
         """
         texts: list[str] = []
         left = self.bytes
@@ -112,7 +115,8 @@ class Tokens:
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
         """Return a model's losses on the disjoint windows of the stream.
 
-        The first token of the stream is predicted from the base's context token. The first token of
+        The first token of the stream is predicted from the base's context token, which is the
+        beginning-of-text token or, if there is none, the end-of-text token. The first token of
         every later window is predicted from the last token of the previous window.
         """
         nats, counts = [], []
