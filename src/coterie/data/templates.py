@@ -149,7 +149,7 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
 
 
 def holds(expression: str, record: Record) -> bool:
-    """Evaluate a Jinja expression over a record's fields, such as `text | wordcount > 9`.
+    """Evaluate a Jinja expression, such as `text | wordcount > 9`, on the fields of a record.
 
     Returns:
         Whether the expression is true for the record.

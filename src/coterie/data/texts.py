@@ -34,11 +34,13 @@ class Texts(Generic[Item]):
 def client_texts(spec: ClientSpec, data: DataSpec, root: Path, seed: int) -> Texts[Any]:
     """Read a client's files and divide them into splits.
 
-    If a validation or test split has no files of its own, a fraction of the texts that the client's
-    key `path` or `train` names is set aside for the split, according to `data.fractions`. For plain
-    text, a fraction refers to the number of characters. For other kinds of data, it refers to the
-    number of samples. A record is never divided between splits. A .txt file is divided into pieces.
-    Adjacent pieces that are assigned to the same split are joined again.
+    The texts from the client's key `path` or `train` form the training split. If the client has no
+    key `validation`, a random fraction of these texts forms the validation split instead, and is
+    not used for training. The test split is formed in the same way if there is no key `test`. The
+    fractions are set in `data.fractions`. For plain text, a fraction refers to the number of
+    characters. For other kinds of data, it refers to the number of samples. A record is never
+    divided between splits. A .txt file is divided into pieces. Adjacent pieces that are assigned to
+    the same split are joined again.
 
     Args:
         spec: The client's entry in the run file.
@@ -108,8 +110,8 @@ def field_records(root: Path, source: str, owner: str) -> list[Record]:
 def items_by_split(records: Mapping[str, Sequence[Record]], data: DataSpec) -> dict[str, list[Any]]:
     """Convert the records of all splits to items, and return the items of each split.
 
-    The splits must be converted together, because the choices of instructions are by default
-    collected from the answers in all splits.
+    The splits must be converted together: by default, the choices of a multiple-choice question are
+    collected from the answers in the records of all splits.
     """
     items = iter(data.bound.items(list(chain(*records.values()))))
     return {split: list(islice(items, len(part))) for split, part in records.items()}
@@ -154,7 +156,7 @@ def set_aside(
         chance: The generator of the random order.
 
     Returns:
-        The items of each split, in order.
+        The items of each split. Within a split, the items have the same order as in `items`.
     """
     splits: dict[str, list[Item]] = {split: [] for split in ("train", *fractions)}
     for item, split in zip(items, deal(lengths, fractions, chance), strict=True):

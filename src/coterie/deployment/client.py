@@ -161,7 +161,9 @@ class Worker:
         return None if agreements or self.site.agrees(order, config) else "was not agreed to"
 
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
-        """Refuse to join a run; stop the client if it would refuse the same order again.
+        """Return a reply that refuses to join a run.
+
+        If `LEAVES` contains the fault, the client leaves the run. Otherwise, it awaits more orders.
 
         Args:
             order: The server's order to join the run.
@@ -345,7 +347,7 @@ class SiteRun:
         the step is not undone, so that the stored upload can be sent again.
 
         Args:
-            order: The server's new order, with the round of this client's last accepted upload.
+            order: The server's new order; `counted` is this client's last round that was accepted.
             digest: The digest of the download in the new order.
 
         Returns:

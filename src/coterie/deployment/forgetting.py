@@ -100,8 +100,9 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
     """Return a copy of a line of metrics.jsonl without the values about a client.
 
     The line was recorded for another client or for the whole run. Only a value that is a mapping
-    with clients' names as keys can contain values about `client`. Scores are returned unchanged,
-    because they contain no names of clients.
+    with clients' names as keys can contain values about `client`. A line with test scores is
+    returned unchanged, because the keys of its value are names of metrics, which a client's name
+    could equal by chance.
     """
     if line["name"].startswith(TEST):
         return {**line}

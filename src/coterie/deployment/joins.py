@@ -44,8 +44,8 @@ class Joins:
         """Start a thread that prepares the method's server-side object for a joining client.
 
         Raises:
-            MessageError: The hello is invalid, or the server is still preparing for the client's
-                previous hello.
+            MessageError: The hello is invalid, or the thread that the client's previous hello
+                started is still running.
         """
         message = self.part.schema.receive("hello", hello)
         if name in self._pending:
@@ -99,7 +99,7 @@ class Joins:
 def _run_in_thread(work: Callable[[], None]) -> "Future[None]":
     """Call a function in a thread, and return a future that is done when the call ends.
 
-    It is a daemon thread, so it does not prevent the process from ending.
+    The thread is a daemon thread, so it does not prevent the process from ending.
     """
     future: Future[None] = Future()
 

@@ -26,7 +26,10 @@ MiB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MailboxServing(Serving):
-    """The keys, the addresses and the output of a server with a mailbox."""
+    """The keys, the addresses and the display of a server with a mailbox.
+
+    Clients connect to the server to fetch orders from the mailbox and to put replies into it.
+    """
 
     keys: Keys
     """The keys of the server and the clients."""
@@ -61,7 +64,8 @@ def take_part(
         stop: An event that ends the client early when it is set.
 
     Returns:
-        The client's worker, after its last order.
+        The object that has executed the server's orders. If the client left without the run's
+        result, the reason is in the object's attribute `error`.
     """
     log.setLevel(logging.INFO)
     site.out.mkdir(parents=True, exist_ok=True)

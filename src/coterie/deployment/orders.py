@@ -66,7 +66,10 @@ def check_round(order: Order, exchanges: int) -> None:
 
 
 class Orders:
-    """Counts the runs and the trainings that a client executes, and enforces their limits."""
+    """Limits how many new runs a client begins, and how often the client trains in each round.
+
+    The client trains again in a round if the server repeats the round.
+    """
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -103,11 +106,11 @@ class Orders:
         return None
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
-        """Count one more training of a round, and save the count in the run folder.
+        """Record in the run folder that the client trains once more in the round of an order.
 
         Raises:
-            CoterieError: The round has been trained too often, or the run folders take too much
-                disk space.
+            CoterieError: The client has already trained `MAX_TRAININGS` times in this round, or the
+                run folders take too much disk space.
         """
         path = folder.path / TRAINED
         counts = read.read_json(folder.path, TRAINED, read.Trained) if os.path.lexists(path) else {}

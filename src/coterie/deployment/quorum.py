@@ -30,7 +30,8 @@ class Quorum:
     def size(self) -> int:
         """The number of clients that a round needs; the quorum.
 
-        Clients that have stopped training early count towards this number.
+        Clients that have stopped training early help to reach this number, although they send no
+        uploads.
         """
         remaining = len(self.names - self.expelled)
         quorum = self.spec.quorum
@@ -57,7 +58,12 @@ class Quorum:
         return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
 
     def missing(self) -> str:
-        """Return the names or the number of the clients that are missing for a round to begin."""
+        """Return words for the clients that the server needs before it can begin a round.
+
+        The words are the names of the run's remaining clients that are not ready. If clients that
+        the run file does not list may join, or if all remaining clients are ready, the words give
+        only the number of clients that are missing.
+        """
         ready = self.ready()
         stopped = {name for name, seat in self.seats.items() if seat.stopped}
         absent = self.names - self.expelled - stopped - {*ready}
@@ -74,9 +80,9 @@ class Quorum:
     ) -> bool:
         """Return whether a round can end.
 
-        A round can end when every client has replied. A round with enough uploads can also end at
-        the deadline. It can end before the deadline if the clients that have not replied have all
-        disconnected or failed.
+        A round can end when every client has replied. A round that has enough uploads can also end
+        without the other replies: at the deadline, or earlier if all clients that have not replied
+        have disconnected or failed.
 
         Args:
             members: The clients of the round.
@@ -121,11 +127,11 @@ class Quorum:
     ) -> bool:
         """Return whether a round has enough valid uploads to be aggregated.
 
-        The valid uploads must reach the quorum. If they do not, each client whose upload was
-        refused is asked for another upload. When all of these clients have been asked, refused
-        uploads also count towards the quorum, so that clients with invalid uploads cannot block the
-        run. However, a round with more refused uploads than valid uploads never has enough valid
-        uploads.
+        At first, the valid uploads alone must reach the quorum. If they do not, each client whose
+        upload was refused is asked for another upload. After all of these clients have been asked,
+        it is enough that the valid and the refused uploads together reach the quorum, and that
+        there are at least as many valid uploads as refused uploads. A few clients with invalid
+        uploads therefore cannot block the run.
 
         Args:
             counted: The number of valid uploads.

@@ -120,7 +120,7 @@ class ServerRun(ServerPart):
         return members
 
     def _count(self, members: list[str]) -> Message | None:
-        """Wait for enough valid uploads; return their mean, or None if a client was expelled."""
+        """Wait until enough uploads are valid. Return their mean; None if a client is expelled."""
         uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
             uploads.require(self.round, self.waiting)
@@ -152,7 +152,7 @@ class ServerRun(ServerPart):
         return not self.leaving
 
     def _settle(self, mean: Message) -> int:
-        """Close the round with the mean of the uploads; return the number of accepted uploads."""
+        """Pass the mean to the method to end the round; return the number of accepted uploads."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")
@@ -369,7 +369,7 @@ class ServerRun(ServerPart):
         return self.round - (self.kind == "finish")
 
     def _refuse(self, event: str, error: Exception) -> None:
-        """Show an error that a client caused; log the traceback if the error is unexpected."""
+        """Show why a client's message was refused; log the traceback if the error is unexpected."""
         if not isinstance(error, CoterieError):
             log.debug(event, exc_info=error)
             error = CoterieError(f"{type(error).__name__} in the method")

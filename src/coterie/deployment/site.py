@@ -45,7 +45,8 @@ class Site:
     def config(self, order: Order) -> RunConfig:
         """Return the run described by an order to join, adapted to this client.
 
-        The run contains no texts of other clients, and only paths that this client has set.
+        This client is the only client in the returned run. Every path in the returned run was set
+        on this machine, not by the server.
 
         Raises:
             CoterieError: The run is invalid, or needs a path that this client has not set.
@@ -103,7 +104,7 @@ def ledger_of(site: Site, run: str) -> Ledger:
 
     Args:
         site: The client's site.
-        run: The id of the current run, for which the ledger records what the client spends.
+        run: The id of the current run. The ledger records new spending under this id.
     """
     return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
 

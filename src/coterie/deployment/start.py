@@ -31,7 +31,7 @@ log = logging.getLogger("coterie")
 
 @dataclass(frozen=True)
 class Serving(ABC):
-    """The network and the output of a server."""
+    """The network, the display, the monitoring address and the log format of a server."""
 
     watch: ServerWatch
     """The display of the run."""
@@ -104,9 +104,9 @@ def serve_again(
     without: Sequence[str] = (),
     update: RunConfig | None = None,
 ) -> RunFolder:
-    """Resume a run whose server has stopped.
+    """Resume a run whose server has stopped, serve it until it ends, and return the run folder.
 
-    Clients that are still waiting for the server then continue.
+    As soon as the server is reachable again, clients that are still waiting for it continue.
 
     Args:
         out: The run folder.
@@ -115,8 +115,8 @@ def serve_again(
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.
         without: The names of clients to expel.
-        update: A run that provides the new section `deployment` and the new device. None: no
-            changes.
+        update: A run whose section `deployment` and `device` replace those of the resumed run. The
+            other settings of `update` are ignored. None: no changes.
 
     Raises:
         CoterieError: The run cannot be resumed.

@@ -158,7 +158,7 @@ class Monitor:
             about.last_reply = time.time()
 
     def excludes(self, client: str) -> None:
-        """Count a round without an accepted upload of a client."""
+        """Increment a client's number of rounds in which no upload of the client was accepted."""
         self.status.clients.setdefault(client, ClientStatus()).excluded += 1
 
     def closes(self, counted: int) -> None:
@@ -174,7 +174,7 @@ class Monitor:
         self.remind_at = self.interval = 0.0
 
     def shows(self, seats: Mapping[str, Seat], working: Collection[str]) -> None:
-        """Display the status of all clients, and write it to the file every `SAVE_SECONDS`.
+        """Display all clients' status; write the status file if it is older than `SAVE_SECONDS`.
 
         Args:
             seats: The seat of each client.
@@ -228,7 +228,7 @@ def named(names: Collection[str]) -> str:
 
 
 def awaited_uploads(names: Collection[str], seconds: float) -> str:
-    """Return words for the uploads that a round is waiting for, and for the round's deadline.
+    """Return words that state which clients' uploads are missing, and the round's deadline.
 
     Args:
         names: The names of the clients whose uploads are missing.

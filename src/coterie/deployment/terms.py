@@ -38,8 +38,8 @@ def requested_terms(order: Order) -> Terms:
 def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run that need the client's agreement.
 
-    The run's name needs no agreement. In the section `deployment`, only `share_metrics` needs
-    agreement. All other settings of the run need agreement.
+    In the section `deployment`, only `share_metrics` needs agreement. Outside this section, all
+    settings except the run's name need agreement.
     """
     settings = {k: v for k, v in run.items() if k not in ("name", "deployment")}
     terms = json.loads(json.dumps(settings))

@@ -43,7 +43,7 @@ class NewStates:
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
-        """Remove all files at the start and at the end of the body of the with statement."""
+        """Return a context manager that removes all files on entry and on exit."""
         with writing(self.path):
             if self.path.exists():  # the last process was killed
                 shutil.rmtree(self.path)
@@ -186,9 +186,10 @@ class Clients(ABC):
             yield from self.new.pop(name, self._newer(name))
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return a mapping from the names of files to a client's states that are in memory.
+        """Return a client's states in memory, which are newer than the client's states on disk.
 
-        These states are newer than the client's states on disk.
+        The keys are the names of files, as in `ClientPart.states`. The result is empty if no state
+        of the client is in memory.
         """
         return {}
 

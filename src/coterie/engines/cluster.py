@@ -34,8 +34,8 @@ def set_variables(address: str | None) -> None:
     """Set the environment variables that Ray reads when it is imported.
 
     An instance of Ray that this process starts then listens only on the loopback interface, and
-    accepts only connections that present `TOKEN`, or the user's own token if the user has set
-    RAY_AUTH_MODE.
+    accepts only connections that present `TOKEN`. If the user has set RAY_AUTH_MODE, `TOKEN` is not
+    used, and Ray follows the user's own settings for authentication.
 
     Args:
         address: The address of the cluster to use; None: this process starts Ray.
@@ -59,10 +59,11 @@ def set_variables(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None, cpus: int) -> Iterator[None]:
-    """Connect to a Ray cluster, or start Ray on this machine, within a `with` block.
+    """Return a context manager that connects to a Ray cluster or starts Ray on this machine.
 
-    On Linux, the Ray processes that this function starts also end if the thread that entered the
-    block ends.
+    At the end of the `with` block, the connection is closed. If this function started Ray, Ray also
+    stops. On Linux, the Ray processes that this function starts also end if the thread that entered
+    the block ends.
 
     Args:
         address: The HOST:PORT of the cluster; None: start Ray on this machine.
@@ -90,7 +91,10 @@ def connected(address: str | None, cpus: int) -> Iterator[None]:
 
 
 def check_address(address: str) -> None:
-    """Raise CoterieError if no server answers at HOST:PORT. Ray itself would try for minutes."""
+    """Raise CoterieError if no server answers at HOST:PORT within 10 seconds.
+
+    Without this check, Ray would try to connect for minutes before it raised an error.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise CoterieError(f"The address of a Ray cluster is HOST:PORT, not {address!r}.")
@@ -134,8 +138,8 @@ def share(device: Device, asked: float | None) -> tuple[float, Device]:
 
     Args:
         device: The run's `device`.
-        asked: The number of GPUs that the user asks for. None: the number of devices that `device`
-            names, or one for `auto` if the cluster has a GPU.
+        asked: The number of GPUs that the user asks for. None: the number of GPUs that `device`
+            names. If `device` is `auto`, None means one GPU, or no GPU if the cluster has none.
 
     Raises:
         CoterieError: The number is invalid, or the run's device is not a GPU.

@@ -24,10 +24,11 @@ IN_MEMORY = 8
 class LocalClients(Clients, Mapping[ClientId, ClientSide]):
     """A mapping from the names of clients in this process to the method's client-side objects.
 
-    A client is created when it is needed. At most IN_MEMORY clients are in memory. If this limit is
-    reached, the client that was created last is written to disk and removed from memory before
-    another client is created. Rounds need all clients in turn, so this policy reads fewer states
-    than a policy that removes the least recently used client.
+    A client is loaded into memory when it is needed. At most IN_MEMORY clients are in memory. If
+    this limit is reached, the client that was loaded last is written to disk and removed from
+    memory before another client is loaded. All rounds use the clients in the same order. The
+    clients that were loaded first therefore stay in memory for all rounds. If the least recently
+    used client were removed instead, every client would be read from disk in every round.
     """
 
     in_process = True

@@ -276,7 +276,10 @@ class Pool:
         return number, answer
 
     def _check(self) -> None:
-        """Raise CoterieError if the cluster is gone, or all workers wait too long to start."""
+        """Raise CoterieError if the cluster is gone, or no worker starts within `START` seconds.
+
+        The time limit does not apply while any worker is executing an order.
+        """
         check_address(ray.get_runtime_context().gcs_address)
         if any(number is not None for _, number in self._tasks.values()):
             return
@@ -305,8 +308,10 @@ class Worker:
             values: The data of the run file.
             plugins: The file and the hash of each plugin, as in `RunConfig.plugins`.
             threads: The number of threads.
-            device: The device of bases.
-            texts: A list with a reference to the clients' data by name.
+            device: The device on which bases are loaded.
+            texts: A list whose only item is a reference to a mapping from clients' names to their
+                data. Inside a list, Ray does not resolve the reference, so that the plugins are
+                loaded before the data are unpickled.
         """
         for plugin in plugins.values():
             load_plugin(plugin["file"], expected=plugin["sha256"])
@@ -339,7 +344,7 @@ class Worker:
         """Create the client that an order is for, and restore its state.
 
         Returns:
-            The client, the client's hello and the client's recorder.
+            The client, the client's serialised first message, and the recorder of metrics.
         """
         metrics = Recorder(lambda *_: None)
         metrics.round = order.round

@@ -41,7 +41,7 @@ class Rounds(ServerPart, Generic[C]):
         base: The run's base.
         participants: The clients' data.
         folder: The run folder.
-        callbacks: The callbacks that follow the run.
+        callbacks: The callbacks whose hooks are called during the run.
         own: The data of the server itself; None if the server has no model.
     """
 

@@ -153,13 +153,13 @@ class ClientPart:
     ) -> None:
         """Apply the download after the last round; score the aggregated model and the best model.
 
-        The trained model is scored first, unless it has been scored already. At the end, the client
-        has the model whose scores the method reports. This is either the trained model or the
-        aggregated model.
+        The trained model is scored first, unless it has been scored already. After the call, the
+        client has the aggregated model if `Method.reports` is `aggregated`, and the trained model
+        otherwise. The best model is restored only while it is scored.
 
         Args:
             download: The serialised download.
-            kept: The state of the best model in the newest checkpoint; None if there is none.
+            kept: The best model's state, read from the newest checkpoint; None if there is none.
             exchange: The number of the last exchange.
             counted: Whether the client's upload in the last exchange was accepted.
         """
@@ -271,7 +271,7 @@ class ClientPart:
                 self.log(self.name, metric.VALIDATION_ACCURACY, current.accuracy, rounds - 1)
 
     def _score_kept(self, kept: State | None, rounds: int) -> None:
-        """Record the round of the best model, and score the best model.
+        """Record the number of rounds after which the client had its best model; score this model.
 
         The last model is not scored again if it is the best model. The client has the same state
         before and after the call.
@@ -368,11 +368,11 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
 
     Returns:
         The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
-        their best models, the scores that the method reports (`trained` or `aggregated`) are the
-        scores of the best models. In this case, `kept` contains the number of rounds after which
-        each client had its best model. If clients were excluded from rounds, `left_out` contains
-        the reasons: `left_out[client][round]` is the reason why `client` was excluded from
-        `round`, where the first round is 1.
+        their best models, `kept[client]` is the number of rounds after which `client` had its best
+        model. The scores under the key `config.method.reports` (`trained` or `aggregated`) are then
+        the scores of the best models, not of the last models. If clients were excluded from rounds,
+        `left_out[client][round]` is the reason why `client` was excluded from `round`, where the
+        first round is 1.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}

@@ -134,7 +134,7 @@ class ServerPart:
 def contribution(
     server: ServerSide, aggregation: Aggregation, name: str, upload: Message
 ) -> Contribution:
-    """Return the fields of an upload that enter the mean; pass its other fields to `server`.
+    """Return the part of an upload that is averaged over clients; pass the rest to `server`.
 
     Args:
         server: The method's server-side object.

@@ -42,7 +42,8 @@ class Session:
             file, or the engine's default.
         engine: The engine.
         address: The HOST:PORT of the Ray cluster that the engine `ray` uses; None: this machine.
-        gpus: The number of GPUs of each worker of the engine `ray`; None: as `device` needs.
+        gpus: The number of GPUs of each worker of the engine `ray`; None: derived from the run's
+            `device`.
     """
 
     def __init__(
@@ -119,15 +120,15 @@ class Session:
     def start(
         self, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback] = ()
     ) -> Rounds[Any]:
-        """Prepare a run with this session's data, so that the caller can start it.
+        """Create the round loop of a run that uses this session's data.
 
         Args:
             config: The run.
             folder: The run folder.
-            callbacks: The callbacks that follow the run.
+            callbacks: The callbacks whose hooks are called during the run.
 
         Returns:
-            The round loop of the run. Its method `run` executes the run.
+            The round loop. The run starts when the caller calls the round loop's method `run`.
         """
         federation = self.federation(config)
         clients, server = federation.clients, federation.server
@@ -158,10 +159,11 @@ class Session:
         Args:
             folder: The run folder.
             config: The run.
-            callbacks: The callbacks that follow the run.
+            callbacks: The callbacks whose hooks are called during the run.
 
         Raises:
-            CoterieError: If the data or the reference model changed since the run started.
+            CoterieError: If a participant's data have changed since the run started, or if the run
+                that provides the reference model of DPO has changed.
         """
         if folder.result is not None:
             return
@@ -203,8 +205,9 @@ def _rounds(
     """Return a function that creates the round loop of a run.
 
     Raises:
-        CoterieError: If the engine is unknown or not installed, or if processes of the engine
-            cannot import the classes of the run's objects.
+        CoterieError: If the engine is unknown or not installed, or if `address` or `gpus` cannot be
+            used. The error is also raised if the engine's worker processes could not import a class
+            that the run uses, such as the class of a method that is defined in a notebook.
     """
     if engine != "ray" and (address, gpus) != (None, None):
         raise CoterieError("--address and --gpus need the engine `ray` (--engine ray).")

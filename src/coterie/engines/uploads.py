@@ -88,7 +88,7 @@ class Uploads:
         return True
 
     def _compact(self) -> int:
-        """Close the gaps that removed uploads have left in the file; return the end of the file."""
+        """Close the gaps that removed uploads have left in the file; return the file's new size."""
         end = 0
         for name, (start, length) in sorted(self._places.items(), key=lambda item: item[1]):
             self._file.seek(start)
@@ -145,7 +145,7 @@ class Uploads:
         """Remove a client's upload, and the reason why the upload was excluded, if any.
 
         Returns:
-            Whether there was an upload or a reason to remove.
+            Whether an upload or a reason was removed.
         """
         self.diverged.discard(name)
         self._measures.pop(name, None)
