@@ -82,9 +82,10 @@ def collected(before: Tensor | None, now: Tensor) -> Tensor:
 
     Args:
         before: Rows stored so far; None if no rows are stored.
-        now: Rows of the current forward pass. If the pass continues the batch, these rows are
-            appended to `before`. If the pass repeats the previous pass, the rows are ignored.
-            Otherwise, they replace `before`.
+        now: Rows of the current forward pass. If the pass reads further samples of the batch, these
+            rows are appended to `before`. If the pass recomputes the previous pass for gradient
+            checkpointing, these rows are ignored, because `before` already contains them. In any
+            other case, the pass begins a new batch, and these rows replace `before`.
     """
     if before is None:
         return now

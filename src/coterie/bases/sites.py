@@ -18,9 +18,10 @@ from coterie.errors import CoterieError
 
 
 class StandIn(nn.Module):
-    """A module that replaces a module of the base; the attribute `base` is the replaced module.
+    """A module that takes the place of one module of a client's base model.
 
-    Every client has its own stand-ins. The stand-ins of all clients refer to the same frozen base.
+    The attribute `base` is the replaced module, not the whole base model. Clients with the same
+    base model share its frozen modules, but each client has stand-ins of its own.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -127,11 +128,12 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
     """Find, in each decoder layer of a base, the module to which experts can be attached.
 
     Returns:
-        A mapping from the path of each module to a pair of the module and its `MlpShape`. If the
-        MLP's layers belong directly to the decoder layer (as in OPT), the module is the decoder
-        layer itself. If the shape is None, the module is not an MLP of a known shape, so experts
-        can be attached beside the module, but not inside. The module is then, for example, a
-        mixture of experts, or a state-space block in a layer without an MLP.
+        A mapping from the path of each module to a pair of the module and its `MlpShape`. Usually,
+        the module is the decoder layer's MLP. If the linear layers of the MLP belong directly to
+        the decoder layer (as in OPT), the module is the decoder layer itself. The shape is None if
+        the module is not an MLP of a known shape, but, for example, a mixture of experts, or the
+        state-space block of a decoder layer without an MLP. Experts can be attached beside such a
+        module, but not inside it.
     """
     sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
     for path, layer in layers(base).items():
@@ -229,10 +231,10 @@ state-space blocks and linear attention."""
 
 
 def place_of(path: str) -> str:
-    """Return the place, which is an architecture-independent name, of the module at a path.
+    """Return the place of the module at a path.
 
-    An example is `mlp.up`. If `PLACES` has no entry for a path, the path's last component is the
-    place.
+    A place is a name of a linear layer or block that is the same in all architectures, such as
+    `mlp.up`. If `PLACES` has no entry for a path, the path's last component is the place.
     """
     names = path.split(".")
     if names[-1].startswith("in_proj"):

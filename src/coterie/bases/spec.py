@@ -26,7 +26,7 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, values: Any) -> Any:
-        """Convert a base that is given as a plain name to a mapping."""
+        """Replace a base's plain name, such as "gpt2", by a mapping with the key `name`."""
         if isinstance(values, str):
             return {"name": values}
         if not isinstance(values, Mapping | BaseSpec):

@@ -130,17 +130,20 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
 
 @contextmanager
 def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
-    """Run the body of the `with` statement as a check, and print a line with the result.
+    """Run the body of the `with` statement as a check.
 
-    If the check fails, the command exits with code 1. If there is an `excuse`, however, the command
-    continues after a CoterieError.
+    If the body raises a CoterieError or an OSError, the check has failed: a line with the error is
+    printed, and the command exits with code 1.
 
     Args:
-        subject: A word for the subject of the check. The printed line begins with this word.
-        excuse: A text to print together with a CoterieError that the body raises.
+        subject: A word for the subject of the check. Each line about the check begins with it.
+        excuse: A text that says why a CoterieError in the body does not count as a failure. If the
+            body raises a CoterieError, the text and the error are printed, and the command
+            continues. If the text is empty, a CoterieError counts as a failure.
 
     Yields:
-        A function that prints the line of a passed check. Its argument is the text of the line.
+        A function that the body can call when the check has passed. The function prints a line
+        with its argument, a text about the result.
     """
     try:
         yield lambda text: _line(subject, "ok", text)

@@ -30,12 +30,13 @@ from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
 class Board(LiveDisplay[Live], ServerWatch):
     """The server's table of clients: status, time of the last upload, and bytes transferred.
 
-    A terminal shows the table, which is updated in place. If the output is not a terminal (a file,
-    a pipe, a service's log), each event and each round prints a line instead.
+    A line is printed for each event, such as the end of a round. On a terminal, the table is shown
+    below these lines and is updated in place. If the output is not a terminal (a file, a pipe, a
+    service's log), only the lines are printed.
 
     Args:
         console: The output.
-        as_json: Whether lines that are not printed on a terminal are JSON objects.
+        as_json: Whether to print the lines as JSON objects if the output is not a terminal.
     """
 
     def __init__(self, console: Console, as_json: bool = False) -> None:
@@ -47,7 +48,7 @@ class Board(LiveDisplay[Live], ServerWatch):
         self._say(in_json(now, text) if self.as_json else f"{now:%H:%M:%S} {text}")
 
     def ends(self, text: str) -> None:
-        """Print the last line."""
+        """Print `text` as the last line of the server's output, after the end of the run."""
         self._say(in_json(datetime.now(), text) if self.as_json else text)
 
     def show(self, status: RunStatus) -> None:
@@ -72,7 +73,11 @@ def in_json(time: datetime, message: str, level: str = "INFO") -> str:
 
 
 def status_table(status: RunStatus) -> Group:
-    """Return a line about the round, a table of the clients, and a line about waiting."""
+    """Return what a terminal shows about a run's status: two lines, and a table between them.
+
+    The first line names the current round. The table lists the clients. The last line says for
+    which clients the server is waiting; it is empty if the server is not waiting.
+    """
     table = Table("client", "state")
     for head in ("last reply", "up", "down", "rounds missed"):
         table.add_column(head, justify="right")

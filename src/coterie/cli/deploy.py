@@ -196,9 +196,9 @@ def client(
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.
 
-    With --run FILE, the client takes part only in the run that FILE describes. Without --run, the
-    client shows the run that the server asks for, and prompts for your agreement. An agreement
-    holds until the end of the run.
+    With --run FILE, the client takes part only in the run that FILE describes. With neither --run
+    nor --yes, the client shows the run that the server asks it to join, and prompts for your
+    agreement. An agreement holds until the end of the run.
 
     The client retries until the server answers. After an interruption, the same command resumes
     the run. The client's model is saved in a run folder in --out.
@@ -243,16 +243,21 @@ def client(
 def terms_of(
     run: Path | None, client: str, epsilon: float | None
 ) -> "tuple[Terms | None, Budget | None]":
-    """Return the terms that a client has agreed to, and the client's privacy budget for all runs.
+    """Return the terms that a client accepts in advance, and its privacy budget for all runs.
+
+    Terms are the settings of a run that need the client's agreement. The privacy budget limits what
+    all runs of the client spend together.
 
     Args:
-        run: The run file of the only run that the client accepts; None to ask the user.
+        run: The run file of the only run that the client accepts. None if the client accepts no
+            terms in advance.
         client: The client's name.
-        epsilon: The epsilon of the budget; None for the budget of the run file.
+        epsilon: The epsilon of the budget. If None, the budget of the run in the run file is the
+            limit for all runs.
 
     Returns:
         A pair of the terms and the budget. The terms are None if `run` is None. The budget is None
-        if neither `epsilon` nor the run file sets a budget.
+        if `epsilon` is None and there is no run file, or its run has no finite budget.
     """
     if epsilon is not None and math.isnan(epsilon):
         raise CoterieError("--epsilon takes a number, not nan.")

@@ -20,7 +20,11 @@ app = typer.Typer(
 
 @app.callback()
 def flower() -> None:
-    """Keep `init` a subcommand, although it is the only one."""
+    """Make `init` a subcommand.
+
+    This function does nothing. Without a callback, a Typer app that has only one command, and is
+    not part of another app, executes the command without the command's name.
+    """
 
 
 @app.command(cls=options.Command)

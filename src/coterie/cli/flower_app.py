@@ -128,14 +128,14 @@ class GridLink(Link):
         return id
 
     def _pull(self, ids: Iterable[str], key: str) -> Iterator[tuple[str, Any]]:
-        """Yield the id of each message that has a reply, and the value of a record of the reply.
+        """Yield the id of each message that is no longer pending, and a value from its reply.
 
         The value is None if the node reported an error or did not reply in time, or if the reply
-        does not contain the record.
+        does not contain the value.
 
         Args:
             ids: The ids of the messages.
-            key: The key of the record and of its value.
+            key: The key of a record in the reply, and also the key of the value in this record.
         """
         from flwr.app import ConfigRecord
 
@@ -148,7 +148,7 @@ class GridLink(Link):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowerServing(Serving):
-    """The network and the output of a server app."""
+    """The connection of a server app to its clients (a `GridLink`), and the display of its run."""
 
     grid: "Grid"
 
@@ -273,10 +273,11 @@ def client_app() -> "ClientApp":
 
 
 def answer(site: Site, data: bytes) -> bytes:
-    """Return the reply to an order, in a process that has answered no earlier order.
+    """Return the reply to an order. The process need not have answered any earlier order.
 
-    The last order to join is stored in the client's folder. It is executed again before every
-    other order, so that the client continues the run that it has begun.
+    The client's folder stores the most recent order of the kind `join`, which asks the client to
+    join a run. Before an order of any other kind, the stored order is executed again, so that the
+    client continues the run that it has joined.
 
     Args:
         site: The client's texts and settings.
@@ -312,9 +313,10 @@ def _flower() -> Iterator[None]:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Print an error that the user can correct as a sentence, before Flower prints a traceback.
+    """Print a CoterieError from the `with` block as one sentence, and raise it again.
 
-    As with `coterie.cli.main`, files are readable only by the user of the process.
+    Flower then prints a traceback. As in `coterie.cli.main`, the files that the process creates are
+    readable only by the user of the process.
     """
     os.umask(0o077)
     try:

@@ -63,7 +63,8 @@ def audit(
 ) -> None:
     """Show what a client sends and receives in a round, and what never leaves the client.
 
-    The output lists the fields that the method declares, with their sizes in bytes. The sizes are
+    The first table lists the fields that the method declares for messages; messages contain no
+    other fields. Further tables list the contents of messages, with sizes in bytes. The sizes are
     measured on the messages of one short round. If the run file gives no path for a client, as in
     a deployment, a text of the built-in demo takes the place of the client's text.
 

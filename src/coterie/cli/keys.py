@@ -93,8 +93,9 @@ def add(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
 def renew(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None:
     """Write a new key file for a client, and reject the client's old key at once.
 
-    The new key is valid for two years. A running client continues when the new key file replaces
-    the old one.
+    The new key is valid for two years. Replace the old key file on the client's machine with the
+    new one. A running client then continues, unless the server has rejected its old key for more
+    than five minutes; in that case, the client has stopped.
 
     For example:
 

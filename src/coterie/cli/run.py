@@ -230,7 +230,10 @@ def progress() -> "list[Callback]":
 
 
 def _show(finished: "Run", arguments: str | None) -> None:
-    """Print a run's table of scores, a comparison with `local`, and commands to try next.
+    """Print a run's scores, a comparison with the method `local`, and commands to try next.
+
+    With the method `local`, each client trains alone. The comparison is printed only if `local` is
+    one of the run's baselines.
 
     Args:
         finished: The run.

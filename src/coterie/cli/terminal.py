@@ -36,8 +36,8 @@ def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[floa
         first: The description of the first task.
 
     Yields:
-        Two functions. The first starts the next task; its argument is the task's description. The
-        second moves the bar; its arguments are the completed amount and the total amount.
+        A pair of functions (start, move). `start(description)` starts the next task.
+        `move(completed, total)` moves the bar to the share `completed / total` of the task.
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

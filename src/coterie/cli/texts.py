@@ -48,8 +48,8 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
 def _json_keys(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert the fields of a dataclass to a mapping for the JSON file.
 
-    In the JSON file, the place of a duplicate's original text is called `found`. The field
-    `original` is therefore renamed.
+    The names of the fields become the keys of the mapping. One name is changed: `original`, which
+    says where a duplicate's original text is, becomes `found`.
     """
     return {"found" if name == "original" else name: value for name, value in fields}
 
@@ -107,7 +107,9 @@ def _special(quality: Quality) -> Table:
 def _left_out(quality: Quality) -> None:
     """Print the data fields that the run does not use, and the kinds of files that it skips.
 
-    Each line ends with the owners of the records or files, such as clients.
+    Each line ends with the owners of the records or files, and with a count for each owner. An
+    owner is the part of the run that names the path: a client, the server, the public text, or the
+    section `divide`.
     """
     for field, counts in sorted(quality.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")

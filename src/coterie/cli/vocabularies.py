@@ -26,9 +26,11 @@ def compare_vocabularies(
     Args:
         tokenizer_a: The first tokenizer, given as a file, a folder, or the name of a base.
         tokenizer_b: The second tokenizer.
-        most: The number of worst matches to list.
+        most: The maximum number of tokens to list for each direction (A to B, and B to A). The list
+            begins with the token that differs most from its nearest token in the other vocabulary.
         json: The file to write the results to, if any.
-        cache: Whether to read maps from the cache, and to write new maps to the cache.
+        cache: Whether to load the map of each direction, which contains the nearest tokens, from
+            the cache if it is there, and to save it there otherwise.
     """
     a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
     terminal.say(
@@ -124,7 +126,9 @@ def _short(token: str) -> str:
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
     """Return a table of special tokens, with a row per role (such as `bos`).
 
-    A row contains the token's id in each vocabulary, and the id to which each map sends the token.
+    A row contains the ids of the role's token in A and in B. For each map, the row also contains
+    the id of the role's token in the map's source vocabulary, and the id of the token in the other
+    vocabulary to which the map sends this token.
 
     Args:
         a: The first vocabulary.

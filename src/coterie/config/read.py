@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def bind(file: RunFile) -> "RunConfig":
-    """Bind the method of a run file to the method's class with `resolve`.
+    """Call `resolve`, which binds a run file's method and transforms to their classes.
 
     Calling this function imports torch.
     """

@@ -35,9 +35,10 @@ HIDDEN_KEYS = ("clients", "divide", "data_root", "baselines", "bases", "server",
 
 
 class RunConfig(Sections[Method]):
-    """The contents of a run file, in which the method is an object of its class.
+    """The contents of a run file, with an instance of the method's class as the method.
 
-    The functions `parse` and `resolve` create a `RunConfig`.
+    In a `RunFile`, the method is only a name with settings. The functions `parse` and `resolve`
+    create a `RunConfig`.
     """
 
     @field_serializer("method")
@@ -51,7 +52,7 @@ class RunConfig(Sections[Method]):
 
     @property
     def root(self) -> Path:
-        """The folder to which the relative paths in the run file refer."""
+        """The folder that the relative paths in the run file start from."""
         return Path(self.data_root)
 
     @property
@@ -83,7 +84,10 @@ class RunConfig(Sections[Method]):
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Convert the number of an exchange of the run to an exchange of the method and a phase.
+        """Return the method's exchange and the phase to which an exchange of the run belongs.
+
+        The run counts each phase of an exchange of the method as an exchange of its own; see
+        `phases`.
 
         Args:
             exchange: The number of the exchange of the run; the first is 0.
@@ -107,7 +111,11 @@ class RunConfig(Sections[Method]):
 
     @property
     def budgets(self) -> list[Budget]:
-        """The privacy budgets that the run spends for each client, one for each noise mechanism."""
+        """A list with one privacy budget for each noise mechanism of the run.
+
+        The noise mechanisms are the method's own, if it has one, and those of the transforms. The
+        run spends all of these budgets on every client.
+        """
         exchanges = self.method.exchanges(self.rounds)
         budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
@@ -153,10 +161,11 @@ class RunConfig(Sections[Method]):
         nor transforms.
 
         Args:
-            method: A method with its settings, or a method's name. The name of the run's own method
-                leaves the settings unchanged. The name of another method copies sections of
-                settings (`mlp`, `attention`, ...) from the run's own method to the other method.
-                Only sections in which the run's own method differs from its defaults are copied.
+            method: A method with its settings, or a method's name. If it is the name of the run's
+                own method, the settings remain unchanged. If it is the name of another method,
+                sections of settings (`mlp`, `attention`, ...) are copied from the run's own method
+                to the other method. Only sections that both methods have, and in which the run's
+                own method differs from its defaults, are copied.
 
         Returns:
             The copy.
@@ -278,8 +287,9 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
 
     Args:
         values: The data of a run file. The values of `method`, of `evaluation.metric` and of the
-            items of `aggregation.transforms` may also be objects. The class of a method or a
-            transform need not be registered. This function registers the class of a metric.
+            items of `aggregation.transforms` may also be objects. The class of such a method or
+            transform need not be registered. The class of such a metric is registered by this
+            function if necessary, because scores and tables look up metrics by name.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.

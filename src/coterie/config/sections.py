@@ -114,7 +114,11 @@ def _absolute(folder: str) -> str:
 
 
 class Sections(BaseModel, Generic[M]):
-    """The keys of a run file. The type variable M is the type of the key `method`."""
+    """The sections and all other top-level keys of a run file.
+
+    The type variable M is the type of the value of the key `method`: `MethodSpec` in a `RunFile`,
+    and `Method` in a `RunConfig`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -169,9 +173,10 @@ class Sections(BaseModel, Generic[M]):
     @model_validator(mode="before")
     @classmethod
     def _inline_templates(cls, values: Any) -> Any:
-        """Replace the path of each file with a prompt or chat template by the file's content.
+        """Replace the path of any template file by the content of the file.
 
-        Clients of a deployment need the content, because they do not have the file.
+        A run file can name a file for the prompt template, and another for the chat template.
+        Clients of a deployment need the contents, because they do not have the files.
         """
         if not isinstance(values, Mapping) or not isinstance(values.get("data"), Mapping):
             return values

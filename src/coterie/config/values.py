@@ -33,7 +33,15 @@ def read_values(path: Path | None, settings: Sequence[str] = ()) -> dict[str, An
 
 
 def place_data(values: dict[str, Any], path: Path) -> None:
-    """Make `data_root` relative to the folder of a run file instead of the working directory."""
+    """Prefix a relative `data_root` with the folder of the run file.
+
+    Without the prefix, `data_root` would be resolved against the working directory.
+
+    Args:
+        values: The plain data of the run file, which are changed in place. If `data_root` is
+            absent, it is set to the folder of the run file. An absolute path is not changed.
+        path: The run file.
+    """
     if isinstance(root := values.get("data_root") or "", str):  # else validation rejects it
         values["data_root"] = str(path.parent / expanded(root))
 

@@ -114,11 +114,11 @@ class ChatTemplate:
 
     @property
     def around(self) -> tuple[str, str]:
-        """The texts directly before and directly after the last answer.
+        """The space directly before an answer, and the text that ends the last answer.
 
-        The first text is a space if the template writes a space before an answer, and "" otherwise.
-        The second text is the marker after the last answer or, if the template writes no marker
-        there, the end-of-text token.
+        The first text is "" if the template writes no space before an answer. The second text is
+        the marker that the template writes after the last answer or, if there is no such marker,
+        the end-of-text token.
         """
         return self.lead, self.last_end or str(self.tokenizer.eos_token)
 
@@ -148,7 +148,8 @@ class ChatTemplate:
 
         Args:
             turns: The conversation up to the user's last turn.
-            thinking: Whether the prompt ends before the thinking, so that the model can think.
+            thinking: Whether the model may think before it answers. If true, the prompt ends where
+                the thinking would begin. Otherwise, it ends where the answer would begin.
 
         Returns:
             The parts of the prompt, and the placeholder as the last part. The placeholder is

@@ -26,13 +26,14 @@ DeepSeek's tokenizer does not declare all of its control tokens as special token
 
 
 def own_texts(item: Any) -> tuple[str, ...]:
-    """Return the texts that the data itself contains, without the words that a template adds.
+    """Return the texts of a document or sample, without the words that a template adds.
 
     Args:
-        item: A document (str), or an item with the property `content`.
+        item: A document (str), or a sample with the property `content`.
 
     Returns:
-        A tuple that contains only the document if `item` is a document, or else `item.content`.
+        A tuple. If `item` is a document, the document is its only element. Otherwise, the tuple is
+        `item.content`.
     """
     return (item,) if isinstance(item, str) else item.content
 

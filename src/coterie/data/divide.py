@@ -62,11 +62,11 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
 
     With `by: label` or `by: mixture`, there is one client per label, named after the label. With
     `by: even` or `by: dirichlet`, the clients are named client-1, client-2, and so on. With
-    `by: mixtures`, the run file sets each client's name and label shares, as fractions of the
-    characters of plain text or of the number of samples. No record is used twice, except that all
-    clients of an even division have the same validation and test splits. In any other division, the
-    data set's own validation and test splits (if any) are divided label by label, in proportion to
-    the clients' training records, or equally with `held_out: uniform`.
+    `by: mixtures`, the run file sets each client's name and label shares. A share is a fraction of
+    the client's characters in plain text, and of its samples otherwise. No record is used twice,
+    except that all clients of an even division have the same validation and test splits. In other
+    divisions, the data set's own validation and test splits (if any) are divided label by label, in
+    proportion to the clients' training records, or equally with `held_out: uniform`.
 
     Args:
         spec: The run file's section `divide:`.
@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take a public set from the pools. It has the label shares of all clients' texts together."""
+    """Take from the pools a public set with the label shares of all clients' texts combined."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -226,9 +226,9 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
 
 
 def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
-    """Return the clients' names.
+    """Return the clients' names: from the run file, numbered (client-1), or derived from labels.
 
-    The names are set in the run file, numbered, or derived from labels. The label A/B gives a-b.
+    For example, the client of the label A/B has the name a-b.
     """
     if spec.mixtures is not None:
         return sorted(spec.mixtures)
@@ -331,9 +331,9 @@ def _by_dirichlet(
 def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
     """Divide the records so that each client's text is mostly of one label.
 
-    A fraction `own_share` of a client's records has the client's label. The client's other records
-    are spread evenly over the other labels. All clients together use the same number of records of
-    every label, so each client has about as many records as the rarest label.
+    There is one client per label. A fraction `own_share` of a client's records has this label. The
+    other labels have equal shares of the remaining records. If the rarest label has n records, each
+    client receives about n records, and all clients together use about n records of each label.
     """
     if len(pools) == 1:
         raise CoterieError("divide: a mixture needs at least two labels, but there is only one.")
@@ -367,9 +367,9 @@ Mixtures = Sequence[Mapping[str, float]]
 
 
 def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """Return the largest size of a client's text for which no label runs out of records.
+    """Return the largest size that all clients' texts can have before a label runs out of records.
 
-    The size of a text is the sum of its records' `lengths`, in characters or in samples.
+    All texts have this size, the sum of the `lengths` of their records. A sample has the length 1.
     """
     sizes: list[float] = []
     for label, pool in pools.items():

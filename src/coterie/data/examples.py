@@ -98,12 +98,12 @@ class Examples:
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """The samples as text. Every sample has a right answer."""
+        """All samples as text, because each sample has a right answer."""
         return self.items
 
     @property
     def beginnings(self) -> "Examples":
-        """All samples, because the model reads each sample as a separate text."""
+        """All samples, because the model reads each sample on its own, without preceding text."""
         return self
 
     @property
