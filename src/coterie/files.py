@@ -70,10 +70,11 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
 
 def check_nesting(text: str | bytes) -> None:
-    """Raise ValueError if JSON is so deeply nested that functions cannot recurse over its values.
+    """Raise ValueError if JSON is nested more than MOST_NESTED levels deep.
 
-    The limit is MOST_NESTED levels. Python's own limit is not used, because it depends on the
-    version of Python and on the calls that are in progress.
+    Up to this depth, recursive functions can process the parsed value. Python's own limit on
+    recursion is not used, because it depends on the version of Python and on the calls that are in
+    progress.
     """
     data = text.encode(errors="replace") if isinstance(text, str) else text
     if data.count(b"[") + data.count(b"{") <= MOST_NESTED:
@@ -88,7 +89,11 @@ def check_nesting(text: str | bytes) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError inside the `with` block, as on a full disk, to an `Unwritable` error."""
+    """Raise `Unwritable` if the `with` block raises OSError, for example because the disk is full.
+
+    Args:
+        path: The file or folder that is written, which the error message names.
+    """
     try:
         yield
     except OSError as error:
@@ -167,7 +172,10 @@ class LogFile(RotatingFileHandler):
         return append_to(Path(self.baseFilename))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a failed write, as on a full disk; the terminal still shows the log record."""
+        """Ignore a write to the log file that fails, for example because the disk is full.
+
+        The terminal still shows the log record.
+        """
 
 
 def open_lock(path: Path) -> IO[str]:

@@ -170,8 +170,8 @@ class Uploads:
         An upload that proves to be invalid is excluded, and `self.refused` then has the reason.
 
         Returns:
-            The aggregate. In a phase that a transform added to the run, the aggregate is empty,
-            because the transform collects the uploads.
+            The aggregate. If the current phase was added by a transform, the aggregate is empty,
+            because the transform itself collects the uploads of this phase.
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:

@@ -14,10 +14,11 @@ computed.
 
 
 class Accuracy(Metric):
-    """The share of samples whose right answer is likelier per token than all wrong choices.
+    """The share of samples whose right answer has a lower loss per token than all wrong choices.
 
-    The score of a sample is 1 if the right answer is the likeliest choice, and 0 otherwise. If the
-    right answer is one of k choices that are tied as the likeliest, the score is 1/k, which is the
+    The loss per token is the mean loss over the tokens of a choice. The score of a sample is 1 if
+    the right answer has the lowest loss per token of all choices, and 0 otherwise. If the right
+    answer is one of k choices that are tied for the lowest loss, the score is 1/k, which is the
     expected score of a random tie-break. Choices are tied if float32 rounding can explain the
     difference between their losses per token; see `EQUAL`. If no choice has a finite loss, the
     score is 0.

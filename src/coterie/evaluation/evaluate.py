@@ -77,7 +77,7 @@ class Score:
         return self.nats / math.log(2) / self.bytes
 
     def as_dict(self) -> dict[str, float]:
-        """Return the entries that reports and result.json contain for this score."""
+        """Return the entries of this score, as they appear in a report and in result.json."""
         return {
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
@@ -103,14 +103,22 @@ class ModelScorer:
     base: Base
     model: PreTrainedModel
     window: int
-    """The maximum number of tokens that are predicted in a window or a sample."""
+    """The maximum length of a sample, or of a window of a stream of text, in predicted tokens."""
     batch: int
     """The number of windows, samples or pairs per forward pass."""
     generate: int | None = None
     """The maximum number of tokens of a generated answer, or None to generate no answers."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the total loss of each row's answers in nats, a float64 tensor shaped (rows,)."""
+        """Return the total loss of each sample's answers in nats, as a float64 tensor.
+
+        Args:
+            rows: The samples, which are prompts with answers, or conversations.
+            batch: The number of samples per forward pass, used instead of the attribute `batch`.
+
+        Returns:
+            A tensor shaped (samples,).
+        """
         return answer_losses(self.base, self.model, rows, batch)
 
     @torch.no_grad()
@@ -140,8 +148,9 @@ def evaluate(
     Args:
         base: The base of the model.
         model: The model, which is the base with an adapter, or the base alone.
-        tokens: The split, usually validation or test.
-        window: The maximum number of tokens that are predicted in a window or a sample.
+        tokens: The tokenised split to score, usually the validation split or the test split.
+        window: The maximum length of a sample, or of a window of a stream of text. The length is
+            the number of predicted tokens.
         batch: The number of windows, samples or pairs per forward pass.
         generate: The maximum number of tokens of a generated answer, or None to generate no
             answers.
@@ -160,10 +169,10 @@ def evaluate(
 
 
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:
-    """Return, for each metric, the score of every item.
+    """Return the scores of all items for each built-in metric and, if given, the metric `extra`.
 
     Perplexity is left out, because every `Score` computes it. A metric is also left out if
-    `measured` does not contain its input, or if the metric scores none of the items.
+    `measured` does not contain the metric's input, or if no item has a score.
     """
     names: list[str] = [*METRICS.builtin, *([] if extra in (None, *METRICS.builtin) else [extra])]
     # Every `Score` computes perplexity itself.
@@ -174,7 +183,11 @@ def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float |
 
 @torch.no_grad()
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
-    """Return a model's mean loss over the terms of a batch, for example in nats per token.
+    """Return a model's mean loss on a batch.
+
+    If the batch consists of items with several answers, such as preference pairs, the loss is a
+    preference loss, such as the DPO loss, and the mean is over the items. Otherwise, the loss is
+    the cross-entropy, and the mean is over the tokens that count for the loss.
 
     Args:
         base: The base of the model.

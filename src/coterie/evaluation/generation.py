@@ -37,8 +37,7 @@ class Sampling:
     def options(self, ends: Sequence[int]) -> dict[str, Any]:
         """Return keyword arguments for `generate`.
 
-        Options of `generate` that are not returned keep the values of the model's generation
-        config.
+        For any other option, `generate` uses the value in the model's generation config.
 
         Args:
             ends: The token ids that end an answer.

@@ -224,7 +224,7 @@ def metric_of(scores: Iterable[Mapping[str, float]], asked: str | None = None) -
     Returns:
         The metric `asked`, if all scores contain this metric. Otherwise, the first metric of
         `HEADLINES` that all scores contain, or perplexity if there is no such metric. If `scores`
-        is empty, the metric `asked`, or perplexity if `asked` is None.
+        is empty, the result is the metric `asked`, or perplexity if `asked` is None.
     """
     all_scores = list(scores)
     if not all_scores:

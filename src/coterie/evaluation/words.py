@@ -23,15 +23,18 @@ _VARIATION = regex.compile(r"\p{Variation_Selector}")
 class UnicodeTokenizer(Tokenizer):
     """A tokenizer for `rouge_score` that splits a text in any script into words.
 
-    A word is a run of letters and digits. In ASCII text, the default tokenizer of `rouge_score`
-    therefore finds the same words if it does not stem. Every emoji is a word, and so is every
-    character of a script that is written without spaces between words, such as Chinese, Japanese
-    or Thai. If a text contains no words, for example because it consists of punctuation, every
+    A word is a run of letters and digits. Every emoji is a word, and so is every character of a
+    script that is written without spaces between words, such as Chinese, Japanese or Thai. The
+    words of an ASCII text are the same as those of `rouge_score`'s default tokenizer without
+    stemming. If a text contains no words, for example because it consists of punctuation, every
     character is treated as a word. An answer that equals the right answer therefore never scores 0.
     """
 
     def tokenize(self, text: str) -> list[str]:
-        """Return the words of a text in order, with case, widths and ligatures folded."""
+        """Return the words of a text in order and in lower case.
+
+        Full-width characters and ligatures are replaced with plain characters.
+        """
         # Symbols keep their form: NFKC would turn the ™ of Coke™ into letters (the word coketm).
         text = _NO_SYMBOLS.sub(lambda run: normalize("NFKC", run[0]), _VARIATION.sub("", text))
         text = normalize("NFC", text.casefold())

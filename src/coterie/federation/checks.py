@@ -16,8 +16,9 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
     """Check that a run's method and transforms work with the run's clients and their bases.
 
     Args:
-        config: The run.
-        clients: The names of the clients; in a pooled run, the name of the only client.
+        config: The run's configuration.
+        clients: The names of the clients. A pooled run has only one client, which trains on the
+            data of all clients together.
         public: Whether the run has public data.
 
     Raises:

@@ -65,8 +65,8 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            A mapping with the digest of the data (`data`) and, for each split, the counts of tokens
-            and other units. If known, the number of records per class label is added (`labels`).
+            A mapping with the digest of the data (`data`), and with the number of tokens and the
+            `Split.counts` of each split. If known, the records per label are counted (`labels`).
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -243,11 +243,11 @@ def _tokenizers(
 
 
 def _public_items(config: RunConfig, set_aside: Texts[Any] | None) -> list[Any] | None:
-    """Return the documents or samples of the public text, or None if the run has none.
+    """Return the documents or samples of the public text, or None if the run has no public text.
 
     Args:
         config: The run.
-        set_aside: The records set aside by `divide` for the public text; None if there are none.
+        set_aside: The public text set aside by the run file's `divide`, or None if there is none.
     """
     if set_aside is not None:
         return set_aside.train

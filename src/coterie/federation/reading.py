@@ -44,7 +44,8 @@ class Reading:
     ) -> Quality:
         """Measure the quality of the texts.
 
-        The measurements include duplicates, special tokens and omitted records.
+        Very short texts, duplicates and special tokens are counted, and so are the records, fields
+        and files that the run does not read.
 
         Args:
             config: The run.

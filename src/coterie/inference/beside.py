@@ -14,8 +14,10 @@ SAME = ("seed", "base", "bases", "data_root", "data", "clients", "divide")
 def find_beside(folder: RunFolder, method: str) -> RunFolder:
     """Find a run of another method that has the same base, data and seed as a given run.
 
-    The search covers the given run's baselines, the run for which the given run is a baseline, and
-    the other runs in the given run's parent folder, such as the runs of a comparison.
+    The search covers the given run's baselines, which are the runs in its subfolder `baselines`. If
+    the given run is itself a baseline, the search also covers the run that contains it. Finally,
+    the search covers all other runs in the given run's parent folder, such as the runs of a
+    comparison.
 
     Args:
         folder: The given run.
@@ -55,10 +57,10 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
 
 
 def _neighbours(path: Path) -> Iterator[RunFolder]:
-    """Yield the runs related to a given run.
+    """Yield the runs that `find_beside` searches, except the given run itself.
 
-    The related runs are the given run's baselines, the run for which the given run is a baseline,
-    and the other runs in the given run's parent folder.
+    Args:
+        path: The folder of the given run.
     """
     parent = path.resolve().parent
     for folder in (*sorted(path.glob("baselines/*")), parent.parent, *sorted(parent.glob("*"))):

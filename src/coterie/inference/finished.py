@@ -55,9 +55,8 @@ def load(
 
     Returns:
         A PEFT model if the adapter is a soft prompt, and a transformers model otherwise. Models of
-        both classes have the method `generate`. The layers of a transformers model contain the
-        adapter, unless it is merged. If they contain an adapter, `save_pretrained` raises
-        CoterieError.
+        both classes have the method `generate`. In a transformers model, an adapter that is not
+        merged is part of the layers, and the method `save_pretrained` then raises CoterieError.
 
     Raises:
         CoterieError: The folder contains no run, or the run has no such client. The error is also

@@ -59,8 +59,8 @@ class Best:
         """Return a sort key; the better of two models has the smaller key.
 
         Returns:
-            A pair of the negated accuracy and the loss, which breaks ties. If the accuracy is None,
-            the first item is 0.
+            The negated accuracy, or 0 if the accuracy is None; and the loss, which decides between
+            models of equal accuracy.
         """
         return -(self.accuracy or 0.0), self.loss
 
@@ -166,8 +166,8 @@ def stops(config: RunConfig, best: Best | None, rounds: int) -> bool:
     """Return whether a client stops training.
 
     A client stops if its model has not improved in the last `evaluation.patience` rounds. If models
-    are scored after a download, the last complete round is ignored: its model is not scored until
-    the next download arrives.
+    are scored after a download, the last complete round is not counted, because the model that
+    results from this round is scored only after the next download.
 
     Args:
         config: The run's configuration.

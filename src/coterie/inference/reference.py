@@ -80,13 +80,17 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
 
 
 def reference_digest(config: RunConfig) -> str | None:
-    """Compute a hash of the run in `training.dpo.reference`, to detect later changes of this run.
+    """Hash the earlier run whose models are the reference models of DPO.
+
+    The hash shows whether this earlier run has changed since training began.
 
     Args:
-        config: The configuration of the run that is trained with this reference.
+        config: The configuration of the run to train. Its key `training.dpo.reference` names the
+            folder of the earlier run.
 
     Returns:
-        The hash; None if the reference is the untrained base, or if the run does not use DPO.
+        The hash; None if the reference model is the untrained base, or if the configuration has no
+        section `training.dpo`.
 
     Raises:
         CoterieError: `training.dpo.reference` is not the folder of a run with a finished round.
@@ -125,11 +129,12 @@ def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
 def reference_of(
     logprobs: Tensor, lengths: Tensor, precision: Precision, dpo: DPOSpec
 ) -> Reference:
-    """Create the reference of the DPO loss for n preference pairs.
+    """Create the `Reference` that the DPO loss uses for n preference pairs.
 
-    The reference contains a bound on the rounding errors of the pairs' reward margins. The bound
-    assumes that the rounding errors of an answer's tokens are independent. The sum of these errors
-    then grows with the square root of the number of tokens.
+    A `Reference` contains the reference model's log-likelihoods of the answers, the settings of the
+    loss, and a bound on the rounding errors of the pairs' reward margins. The bound assumes that
+    the rounding errors of an answer's tokens are independent. The sum of these errors then grows
+    with the square root of the number of tokens.
 
     Args:
         logprobs: A tensor of shape (n, 2) with the log-likelihoods, in nats, of the chosen and the

@@ -24,8 +24,9 @@ class Speaker:
 
     Args:
         base: The model's base, with its tokenizer.
-        model: Function that attaches the adapter to the base, and returns the model. Several models
-            can share one base.
+        model: Function without arguments that attaches the adapter to the base and returns the
+            resulting model. The function is called for every answer, because another speaker that
+            shares the base may have attached its own adapter in the meantime.
         template: The chat template that renders the conversation.
         sampling: Settings with which answers are generated.
         system: The system prompt, if any.
@@ -60,8 +61,9 @@ class Speaker:
     def answer(self, question: str, show: Callable[[str], None]) -> str:
         """Generate the answer to a question, and add the question and answer to the history.
 
-        If an exception such as KeyboardInterrupt interrupts the generation, the partial answer is
-        added. Nothing is added if the answer has no text apart from thinking.
+        If an exception such as KeyboardInterrupt interrupts the generation, the question and the
+        partial answer are added. Neither is added if the answer is empty, or contains nothing but
+        thinking (the model's reasoning between `<think>` and `</think>`).
 
         Args:
             question: The user's turn.

@@ -31,7 +31,7 @@ Every operation has a fixed cost per piece, so some padding is cheaper than one 
 
 
 class Batch(NamedTuple):
-    """Samples for a loss. The model reads tokens 0 .. time-1 and predicts tokens 1 .. time."""
+    """Samples of time + 1 tokens; the model reads the first `time` and predicts the last `time`."""
 
     ids: Tensor
     """The token ids, shaped (batch, time + 1), int64."""
@@ -58,10 +58,10 @@ class Batch(NamedTuple):
 
         Each piece is truncated to the length of its longest sample. The split minimises
         `t + cost * p`, where t is the number of tokens, including padding tokens, and p is the
-        number of pieces. A batch in which `counted` or `real` is None is one piece.
+        number of pieces. If `counted` or `real` is None, the batch is not split.
 
         Args:
-            cost: The cost of a piece, in tokens.
+            cost: The fixed cost of computing one piece, expressed as a number of tokens.
 
         Yields:
             For each piece, the row numbers of its samples in this batch, and the piece itself.
@@ -90,14 +90,14 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy, and None because this loss has no further measurements.
+        """Return the mean cross-entropy in nats per token, a scalar with a gradient; and None.
 
-        The mean is a scalar with a gradient, in nats per token.
+        Batches for other losses return metrics, such as the rewards of DPO, instead of None.
         """
         return language_model_loss(model, *self), None
 
     def mean_loss(self, model: PreTrainedModel, device: torch.device, at_once: int) -> float:
-        """Compute, without a gradient, the mean cross-entropy in nats of the tokens in the loss.
+        """Compute the mean cross-entropy of the tokens that count for the loss, in nats per token.
 
         Args:
             model: The model.
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
     @property
     def read(self) -> "Batch":
-        """The samples whose tokens the model learns to predict; for a `Batch`, all samples."""
+        """This batch, because the model learns to predict the tokens of all its samples."""
         return self
 
 
@@ -165,8 +165,8 @@ def soft_target_loss(
         model: The model.
         batch: Samples with n tokens that count towards the loss.
         targets: The k target tokens for each of the n tokens, shaped (n, k), int64.
-        probs: The probability of each target, shaped (n, k), float32, where each row sums to 1. A
-            scalar is the probability of every target.
+        probs: The probability of each target, shaped (n, k), float32, where each row sums to 1. If
+            `probs` is a scalar, every target has this probability.
         temperature: The divisor of the model's logits.
         weights: Factors shaped (n,), applied to the losses before the mean; None applies none.
 
@@ -240,7 +240,7 @@ def _soft_target_losses(
 
 @torch.no_grad()
 def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
-    """Compute the logits for the tokens that count, without a gradient, a few tokens at a time.
+    """Compute the logits for the tokens that count for the loss, in pieces, without a gradient.
 
     Args:
         model: The model.
@@ -321,7 +321,7 @@ def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Compute the hidden states from which the output head predicts the tokens that count.
+    """Compute the hidden states from which the head predicts the tokens that count for the loss.
 
     Args:
         model: The model.
@@ -340,7 +340,7 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Run a forward pass, and return (tokens, vocabulary) logits for the tokens that count.
+    """Return the logits for the tokens that count for the loss, shaped (tokens, vocabulary).
 
     If the model puts a soft prompt before the tokens, logits at the prompt's positions are omitted.
     """
@@ -360,7 +360,7 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
         batch: The samples.
 
     Returns:
-        Values shaped (tokens, dim) for the tokens that count, in the order of the batch.
+        Values shaped (tokens, dim) for the tokens that count for the loss, in the batch's order.
     """
     numbers = torch.arange(batch.ids[:, 1:].numel(), device=batch.ids.device)
     numbers = numbers.view_as(batch.ids[:, 1:])

@@ -83,11 +83,12 @@ class _Header(BaseModel):
 class Order(_Header):
     """The header of an envelope with a server's order to a client.
 
-    The order is to join the run, take part in a round, finish the run, or abandon the run.
+    The kind of the order is `join` (join the run), `step` (take part in a round), `finish` (receive
+    the result of the finished run) or `end` (abandon the run, because it failed). The envelope's
+    body is a download if the kind is `step` or `finish`, and empty if it is `join` or `end`.
 
-    The envelope's body is a download if the kind of the order is `step` or `finish`, and empty
-    otherwise. Unknown fields, which a server with another protocol version may add, are ignored, so
-    that the client can report the difference in versions.
+    Unknown fields, which a server with another protocol version may add, are ignored, so that the
+    client can report the difference in versions.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -125,9 +126,10 @@ class Entry(BaseModel):
 
     @property
     def is_from_client(self) -> bool:
-        """Whether clients are permitted to report this metric.
+        """Whether the entry is a metric that a client may report about itself.
 
-        The metrics in `SERVER_METRICS` are reserved for the server.
+        Such an entry names a client, and its metric is not in `SERVER_METRICS`, because these
+        metrics are reserved for the server.
         """
         return self.client is not None and not self.name.startswith(SERVER_METRICS)
 

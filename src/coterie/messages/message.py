@@ -69,8 +69,8 @@ class State:
         """Yield this state and all nested states, each with its path.
 
         Args:
-            *path: The path of this state. For a nested state, the name of the nested state is
-                appended.
+            *path: The path of this state; empty by default. The path of a nested state is this path
+                followed by the names that lead from this state to the nested state.
         """
         yield path, self
         for name, part in self.parts.items():
@@ -112,7 +112,7 @@ class State:
 
         Raises:
             MessageError: The bytes are not a state.
-            FormatError: The state was written by a version with another format.
+            FormatError: The state was written by a version of Coterie that uses another format.
         """
         groups, header = _unpack(data, "A state", "Use the version that wrote it.")
         values: dict[str, Json] = header["values"]
@@ -184,9 +184,13 @@ def _assembled(
 class Message:
     """A message between a client and the server: a hello, a download or an upload.
 
+    A client sends a hello when it joins the run. In one exchange, a client receives a download and
+    then sends an upload. In most methods, a round consists of one exchange.
+
     Args:
-        round: Number of exchanges completed before this message. In most methods, a round is one
-            exchange.
+        round: The number of the exchange to which the method's download or upload belongs, counted
+            from 0. In the download after the last exchange, it is the total number of exchanges. In
+            a hello, it is 0.
         groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
             tensors to tensors.
         values: A mapping from names to JSON values.
@@ -207,7 +211,7 @@ class Message:
         return self.groups.get(group, {})
 
     def from_peer(self, name: str) -> "Message":
-        """Return the upload of another client from a download that forwards uploads.
+        """Return another client's upload, which this download forwards.
 
         Args:
             name: The other client's name, a key of `peers`.
@@ -264,7 +268,7 @@ class Message:
 
         Raises:
             MessageError: The bytes are not a message, or exceed a size limit.
-            FormatError: The sender's version of Coterie has another format.
+            FormatError: The sender's version of Coterie uses another message format.
         """
         if len(data) > LARGEST_MESSAGE:
             raise MessageError(
@@ -309,7 +313,7 @@ def _unpack(
 
     Raises:
         MessageError: The bytes are not a message or a state.
-        FormatError: The bytes were written by a version of Coterie with another format.
+        FormatError: The bytes were written by a version of Coterie that uses another format.
     """
     try:
         tensors = safetensors.torch.load(data)  # also checks the layout of the header

@@ -137,7 +137,7 @@ class Schema:
 
         Raises:
             MessageError: The bytes are not a message, or the message fails `check`.
-            FormatError: The sender's version of Coterie has another format.
+            FormatError: The sender's version of Coterie uses another message format.
         """
         message = Message.decode(data)
         self.check(way, message)

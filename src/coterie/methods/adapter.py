@@ -130,25 +130,25 @@ class AdapterMethod(Method):
         return Adapter(base, self.layout(client), seed, client, self.shared)
 
     def representatives(self, clients: tuple[ClientId, ...]) -> list[ClientId]:
-        """Return one client for each distinct layout of an adapter: its tensors and their shapes.
+        """Return one of the run's clients for each distinct layout of the clients' adapters.
 
-        Args:
-            clients: The names of the run's clients.
+        Adapters with equal layouts (see `Layout`) have tensors with the same names and shapes.
 
         Returns:
-            The names of the chosen clients, in descending order of LoRA rank.
+            The names of the chosen clients, in descending order of the experts' LoRA rank.
         """
         layouts = {self.layout(client): client for client in clients}
         return [layouts[layout] for layout in sorted(layouts, key=lambda layout: -layout.rank)]
 
     def levels(self, client: "AdapterClient") -> list[Level]:
-        """Return the levels of a client's training, each with its own parameters and optimiser.
+        """Return the levels of a client's training.
 
         Args:
             client: The client-side object, whose adapter has already been created.
 
         Returns:
-            The levels. By default, one level, which trains all parameters on the training text.
+            The levels, which are sets of parameters with separate optimisers and learning rates. By
+            default, there is one level, which trains all parameters on the training text.
         """
         rate = learning_rate(client.context.training, client.context.rounds)
         return [Level("joint", trained, "train", rate, penalty=self.penalty(client))]

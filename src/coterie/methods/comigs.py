@@ -77,9 +77,10 @@ JOINT, PHASED = Router(), PhasedRouter()
 
 
 def _preset(mlp: Mlp, router: Router, summary: str) -> dict[str, Any]:
-    """Return the class variables and default settings of a preset.
+    """Return the class variables and default settings of a preset, a named variant of `Mixture`.
 
-    If all experts are specialists, the preset shares nothing and has empty `shared_roles`.
+    If all experts are specialists, the clients share no parameters, so `shared_roles` is empty.
+    Otherwise, the preset has the setting `exact`, which selects exact averages of LoRA products.
     """
     sharing = {"shared_roles": ()} if isinstance(mlp, Specialists) else {"exact": SETTING}
     return {"summary": summary, "mlp": mlp, "router": router, **sharing}

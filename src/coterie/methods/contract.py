@@ -156,7 +156,10 @@ class Method(BaseModel):
 
     @property
     def mixes_bases(self) -> bool:
-        """Whether clients may have different bases; by default, only if clients upload nothing."""
+        """Whether clients may have different bases.
+
+        By default, this is True if clients upload nothing, and False otherwise.
+        """
         return not self.schema().up
 
     @property
@@ -187,7 +190,8 @@ class Method(BaseModel):
             context: The run's base, clients and settings.
 
         Returns:
-            The object that runs on the server. By default, an object that shares nothing.
+            The object that runs on the server. By default, the object sends only empty downloads
+            and ignores uploads.
         """
         return ServerSide()
 
@@ -206,7 +210,9 @@ class Method(BaseModel):
         return rounds
 
     def counts(self, message: Message) -> dict[str, int]:
-        """Count the items in a message, so that a report can state the message's size per item.
+        """Count the items in a message, such as public samples.
+
+        A report divides the message's size by each count, to state the average size per item.
 
         Args:
             message: An upload or a download.

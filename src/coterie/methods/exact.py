@@ -37,7 +37,8 @@ def with_residuals(averaged: Schema) -> Schema:
     """Extend a method's schema with the fields that exact averaging of LoRA pairs needs.
 
     Args:
-        averaged: The schema of the method, in which uploaded LoRA pairs are averaged.
+        averaged: The method's schema without these fields. The only field of an upload contains
+            LoRA pairs, and has the reduction `mean`.
 
     Returns:
         A schema in which downloads also contain residuals (see `Residuals`). The server receives
@@ -58,9 +59,9 @@ def residual_shapes(
     Args:
         parameters: A mapping from names to the parameters of the client's adapter.
         shared: A mapping from the names of the shared tensors to their shapes.
-        residual: The low-rank factors of the residuals. A factor has the name of the shared A or B
-            to which it belongs, and the same shape except for its rank. The two factors of a
-            residual must have the same rank, which may be any number.
+        residual: The low-rank factors of the residuals. A factor has the name of the shared tensor
+            A or B to which it belongs. It also has the shape of this tensor, except that its LoRA
+            rank may be any number. The two factors of a residual must have equal ranks.
 
     Returns:
         A mapping from the name of each factor to the factor's shape.
