@@ -95,13 +95,15 @@ class Residuals:
         self.sums: dict[str, LowRankSum] = {}
 
     def groups(self, names: Iterable[str]) -> Groups:
-        """Return the group of residuals for a message or a state.
+        """Return the group `residual` of a message or a state, which contains low-rank factors.
 
         Args:
-            names: The names of the tensors whose residuals are needed.
+            names: The names of tensors. For every A and B among these tensors, the group contains
+                the factor of the residual that is stored under the tensor's name.
 
         Returns:
-            A mapping with the group `residual`, or an empty mapping if the method has no pairs.
+            A mapping from `residual` to the group. If no LoRA pairs are averaged exactly, the
+            mapping is empty.
         """
         residuals = {name: self.tensors[name] for name in names if name in self.tensors}
         return {"residual": residuals} if self.pairs else {}

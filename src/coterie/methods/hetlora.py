@@ -68,8 +68,8 @@ class HetLora(RankMethod):
             A: The client's A, shaped (r, in).
 
         Returns:
-            The weight of B and the weight of A, both positive. All clients have equal weights if
-            the updates of all clients are zero.
+            The weight of B and the weight of A. Both are positive, even if B or A is zero, so that
+            the weights of all clients never sum to 0.
         """
         if self.form == "released":
             norms = torch.linalg.norm(B).item(), torch.linalg.norm(A).item()

@@ -2,13 +2,11 @@
 
 Personalised collaborative fine-tuning (arXiv 2404.09753). Clients train alone for `warmup` rounds.
 Then, at intervals of `every` rounds, clients exchange adapters through the server, which only
-forwards the adapters. Each client i scores all clients' models locally, converts the scores to
-trust weights w_ij (row i of the trust matrix), and mixes: theta_i <- theta_i + sum_j w_ij Delta_j
+forwards them. Each client i scores all clients' models locally, converts the scores to trust
+weights w_ij (row i of the trust matrix), and mixes: theta_i <- theta_i + sum_j w_ij Delta_j
 (algorithm 1). Here theta_i is the adapter of client i after the previous exchange, and Delta_j is
-the change of client j's adapter since then. The strategies differ only in the score.
-
-The released code differs from the paper. With `form: released`, clients average adapters instead of
-updates, every client draws its own initial A, and scores are computed as each strategy describes.
+the change of client j's adapter since then. In the authors' code (`form: released`), clients
+average adapters instead of updates and draw their own initial A, and strategies use other scores.
 """
 
 import math
@@ -52,7 +50,10 @@ Mixtures = dict[ClientId, dict[str, float]]
 
 
 class PCL(AdapterMethod):
-    """The base class of PCL's trust strategies. The defaults are the CoMiGS paper's settings."""
+    """The base class of PCL's strategies, which differ in how clients compute trust weights.
+
+    The default LoRA pairs and intervals are those of the PCL baseline in the CoMiGS paper.
+    """
 
     paper: ClassVar[str] = "arXiv 2404.09753"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
@@ -121,7 +122,10 @@ class PCL(AdapterMethod):
         raise NotImplementedError
 
     def evidence(self, context: ClientContext, rounds: int) -> Groups:
-        """Compute uploads, such as predictions, for trust scores. The adapter must be attached."""
+        """Compute tensors, such as predictions, that a client uploads for computing trust scores.
+
+        The client's adapter must be attached to the base.
+        """
         return {}
 
     def evidence_shapes(self, training: TrainingSpec) -> Mapping[str, Shapes]:
@@ -241,11 +245,7 @@ class PCLUniform(PCL):
 
 
 class PCLTheoretical(PCL):
-    """Trust that is computed from the known mixture of topics of each client.
-
-    The weight w_ij is the dot product of the topic shares of clients i and j, divided by a number
-    that makes client i's weights sum to 1 over the clients that take part.
-    """
+    """Trust weights w_ij proportional to the dot product of the topic shares of clients i and j."""
 
     name: ClassVar[str] = "pcl-theoretical"
     scores_weights: ClassVar[bool] = False

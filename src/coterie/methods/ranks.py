@@ -38,8 +38,9 @@ Pairs = dict[str, str]
 class RankClient(AdapterClient[R], Generic[R]):
     """A client whose messages have a separate group for the LoRA pairs of experts.
 
-    The group is separate because clients have different ranks, so the server receives each client's
-    pairs instead of their mean.
+    Clients have different ranks, so the shapes of their experts' pairs differ and a mean is not
+    defined. The server therefore receives this group, `experts`, from every client individually.
+    The group `adapter`, which contains all other shared tensors, is averaged over clients.
     """
 
     def __init__(self, method: R, context: ClientContext) -> None:
@@ -116,8 +117,8 @@ class RankServer(AdapterServer[R], Generic[R]):
             experts: The uploaded A and B of all pairs, as a mapping from names to tensors.
 
         Returns:
-            A mapping from the name of each tensor to the tensor's shape. By default, the shapes are
-            those declared in the client's hello.
+            A mapping from the name of each tensor to the tensor's shape. By default, these are the
+            shapes that the client declared in its `hello` message when it joined the run.
         """
         held = self.held[client]
         return {name: held[name] for a in self.ranks[client] for name in (a, self.pairs[a])}
@@ -271,8 +272,9 @@ def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
     """Compute `||B_tail||_F ||A_tail||_F`, the size of a LoRA pair's tail.
 
     The tail consists of the rows of A and the columns of B with an index of at least
-    `pruned_rank(rank, gamma)`. Here `rank` is the pair's current rank, which is lower than r if the
-    pair has already been pruned.
+    `pruned_rank(rank, gamma)`. Here `rank` is the pair's current rank. If the pair has already been
+    pruned, its current rank is lower than the number r of A's rows, because pruned rows remain in A
+    as zeros.
 
     Args:
         A: The pair's A, shaped (r, in).

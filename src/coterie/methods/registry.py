@@ -177,9 +177,10 @@ def carried(method: "Method", kind: "type[Method]") -> dict[str, Any]:
     A comparison copies these settings, so that the compared methods have, for example, the same
     LoRA rank.
 
-    A part that differs from its default is copied as a whole. If the two methods have different
-    settings classes for the part, only the fields of the nearest common base class of these
-    settings classes are copied. A part that is null is copied only if the other method allows null.
+    A part is a section of settings, such as `lora`. A part that equals its default is not copied.
+    Any other part is copied with all its fields if both methods use the same settings class for the
+    part. If the settings classes differ, only the fields of their nearest common base class are
+    copied. A part that is null is copied only if the other method allows null.
 
     Args:
         method: The method with the settings.

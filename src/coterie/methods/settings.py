@@ -46,8 +46,8 @@ class Mlp(Settings):
             client: The client's name.
 
         Returns:
-            The number of averaged sets and the number of private sets. A number is 0 if the part
-            has no setting for that number.
+            The number of averaged sets and the number of private sets. If the part has no setting
+            for averaged sets or no setting for private sets, the client has 0 sets of this kind.
 
         Raises:
             CoterieError: A setting with one number per client has no number for this client.
@@ -100,7 +100,10 @@ class Experts(Mlp):
 
 
 class Attention(Settings):
-    """One LoRA pair on each targeted linear layer."""
+    """One LoRA pair on each linear layer that the setting `targets` selects.
+
+    By default, these are all linear layers of attention.
+    """
 
     rank: int = Field(default=8, ge=1)
     """LoRA rank (r)"""

@@ -19,7 +19,7 @@ The outer keys are the names of groups, and the inner keys are the names of tens
 
 
 class ClientSide:
-    """The client-side object of a method, one per client. This base class shares nothing.
+    """The client-side object of a method, one per client. By default, it uploads no parameters.
 
     An engine calls `hello` once. In every exchange, it then calls `receive`, `train` and `upload`,
     in this order. After the last exchange, it calls `receive` once more. The engine does not tell
@@ -49,8 +49,9 @@ class ClientSide:
     def train(self, exchange: int) -> None:
         """Train locally, starting from the last download.
 
-        If a class does not override `train`, nothing is trained, so the engine does not compare the
-        client's models of different rounds to find the best model.
+        If a class does not override `train`, no client trains locally. The engine then ignores the
+        setting `evaluation.keep: best`, which otherwise keeps each client's best model of all
+        rounds.
 
         Args:
             exchange: The number of the exchange; the first is 0.
@@ -105,7 +106,7 @@ class ClientSide:
 
 
 class ServerSide:
-    """The server-side object of a method. This base class shares nothing."""
+    """The server-side object of a method. By default, it sends no parameters to clients."""
 
     exchange: int = 0
     """The number of the exchange in progress or, between exchanges, of the next exchange."""
@@ -140,8 +141,9 @@ class ServerSide:
         """Delete a client's data when the client leaves the run, between two rounds.
 
         Aggregates of past rounds do not change, even if the client contributed to them. By default,
-        the client is removed from the state that `state` returns. A class that stores clients' data
-        outside this state must override `leave`.
+        `leave` calls `state`, deletes the client's entries from the returned state, and passes this
+        state to `restore`. A class that stores clients' data outside this state must override
+        `leave`.
 
         Args:
             client: The client's name.
@@ -197,15 +199,15 @@ class ServerSide:
         return self.download(client).groups
 
     def replaces(self) -> Groups:
-        """Return the server's parameters that the aggregate of an exchange will replace.
+        """Return the server's parameters that `end_round` will replace by their aggregates.
 
         If the run has a server optimiser, the optimiser takes a step from these parameters towards
-        the aggregate. Groups that are missing from the result, such as statistics, bypass the
-        optimiser, so their aggregates are used unchanged.
+        the aggregates, and `end_round` receives the result of the step instead of the aggregates.
 
         Returns:
             A nested mapping of parameters. The outer keys are groups, and the inner keys are the
-            names of parameters.
+            names of parameters. If a group of the aggregate, such as statistics, is missing from
+            this mapping, the server optimiser does not change the group's aggregates.
         """
         return {}
 
@@ -216,9 +218,9 @@ class ServerSide:
 
         Args:
             client: The client's name.
-            upload: The client's upload. The attribute `values` is complete. The attribute `groups`
-                contains only the groups whose reduction in the schema is `each`, because the engine
-                aggregates all other groups.
+            upload: The client's upload. The attribute `values` contains all values that the client
+                uploaded. The attribute `groups` contains only the groups whose reduction in the
+                schema is `each`, because the engine aggregates all other groups.
 
         Raises:
             MessageError: The upload is refused.

@@ -152,7 +152,11 @@ def _key_usage(authority: bool) -> x509.KeyUsage:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """Convert a DNS name or an IP address; raise CoterieError if the host is neither."""
+    """Convert a DNS name or an IP address to the type that a certificate's extension needs.
+
+    Raises:
+        CoterieError: The host is neither a DNS name nor an IP address.
+    """
     try:
         return x509.IPAddress(ip_address(host))
     except ValueError:
@@ -167,8 +171,8 @@ def private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
     """Parse a private key.
 
     Raises:
-        ValueError: The key is not on an elliptic curve. Bytes that are not a private key raise
-            further exceptions of `cryptography`.
+        ValueError: The key is not on an elliptic curve. If the bytes are not a private key, any of
+            the exceptions in `coterie.network.keys.UNREADABLE` may be raised.
     """
     key = serialization.load_pem_private_key(pem, password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -180,8 +184,8 @@ def client_from_pem(pem: bytes) -> x509.Certificate:
     """Parse a client's certificate.
 
     Raises:
-        ValueError: The certificate's key is not on NIST P-384. Bytes that are not a certificate
-            raise further exceptions of `cryptography`.
+        ValueError: The certificate's key is not on NIST P-384. If the bytes are not a certificate,
+            any of the exceptions in `coterie.network.keys.UNREADABLE` may be raised.
     """
     certificate = x509.load_pem_x509_certificate(pem)
     key = certificate.public_key()

@@ -149,7 +149,7 @@ class Connection:
         self._send_reply()
 
     def next_order(self) -> bytes | None:
-        """Wait for an order and return it; return None if there is none yet."""
+        """Wait a limited time for an order. Return the order, or None if no order has arrived."""
         if self.offer is None:
             with self._stream("GET", "/order") as response:
                 if response.status_code == 204:
@@ -250,7 +250,7 @@ class Connection:
 
 
 def end_empty(response: httpx.Response) -> None:
-    """Read the end of a response without a body, so that the connection can be reused."""
+    """Read a response to its end if it has no body, so that the connection can be reused."""
     if response.status_code == 204:
         response.read()
 
@@ -274,7 +274,7 @@ def _parsed(response: httpx.Response, kind: type[Model]) -> Model:
 
 
 def first_order(server: str, credentials: Credentials, seconds: float) -> Order:
-    """Return the order with which a server asks a client to join a run, without replying to it.
+    """Wait for a server's order to join a run. Return the order; send no reply to the server.
 
     Args:
         server: The server's address, HOST:PORT.
@@ -360,8 +360,8 @@ def reason_of(server: str, error: Exception, was_connected: bool = False) -> str
         server: The server's address, HOST:PORT.
         error: The error of a request.
         was_connected: Whether the server responded to the previous request. If it did, a closed
-            connection is reported as interrupted, not as refused: a client that is refused fails
-            again when it reconnects.
+            connection is reported as interrupted, not as refused. If the server does refuse the
+            client, the next attempt to connect also fails, and is then reported as refused.
     """
     if isinstance(error, CoterieError):  # an error of the key file
         return str(error).rstrip(".")

@@ -122,7 +122,7 @@ class Credentials:
         return credentials
 
     def context(self) -> ssl.SSLContext:
-        """Return TLS 1.3 settings for connections to servers of this deployment only."""
+        """Return the client's TLS 1.3 settings, which accept only servers of this deployment."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(cadata=self.ca.decode())
@@ -157,7 +157,7 @@ class Keys:
 
     @classmethod
     def create(cls, folder: Path, hosts: Sequence[str] = ()) -> "Keys":
-        """Create a key folder. If an error occurs, no folder remains.
+        """Create a key folder. If an error occurs, the incomplete folder is deleted.
 
         Args:
             folder: The folder, which must not exist.
@@ -246,14 +246,18 @@ class Keys:
         ]
 
     def add(self, name: str, out: Path) -> Path:
-        """Generate a client's key, write the key file, and register the client. Return the file.
+        """Generate a client's key, write the key file, and register the client.
 
-        If the process is killed between the last two steps, a key file remains that the server
-        rejects. The opposite order could leave a registered client without a key file.
+        If the process is killed after the key file was written and before the client is registered,
+        a key file remains that the server rejects. If the client were registered first, a
+        registered client without a key file could remain.
 
         Args:
             name: The client's name, which must not be registered.
-            out: The key file to write, which must not exist.
+            out: The path of the key file to write, which must not exist.
+
+        Returns:
+            The path of the key file.
 
         Raises:
             CoterieError: The name is invalid or registered, or the file exists or cannot be
@@ -267,11 +271,14 @@ class Keys:
         return self._issue(name, out)
 
     def renew(self, name: str, out: Path) -> Path:
-        """Replace a client's key, which becomes invalid. Write a new key file, and return it.
+        """Replace a client's key by a new key. The old key becomes invalid.
 
         Args:
             name: The name of a registered client.
-            out: The key file to write, which must not exist.
+            out: The path of the new key file to write, which must not exist.
+
+        Returns:
+            The path of the new key file.
 
         Raises:
             CoterieError: The client is not registered, or the file exists or cannot be written.
@@ -372,7 +379,7 @@ class Keys:
 
 
 def _validated(name: str) -> str:
-    """Return a client's name; raise CoterieError if a run file does not permit it."""
+    """Return the name unchanged; raise CoterieError if it is not a valid name of a client."""
     try:
         return TypeAdapter(ClientName).validate_python(name)
     except ValidationError as error:
@@ -381,7 +388,7 @@ def _validated(name: str) -> str:
 
 
 def clock_text() -> str:
-    """Return words for the current time, for a message about a certificate that is not valid."""
+    """Return a phrase with the current time, for messages about certificates' validity periods."""
     return f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 

@@ -106,7 +106,8 @@ class Listener:
         """Read the keys if they have changed, and close connections whose certificate was removed.
 
         Raises:
-            CoterieError: The server's certificate cannot be used. The clients have been updated.
+            CoterieError: The server's certificate cannot be used. Removed clients are disconnected
+                even in this case.
         """
         if (state := self.keys.state()) == self.keys_state:
             return
@@ -230,9 +231,10 @@ class Listener:
 
 
 def source_of(address: str) -> str:
-    """Return the key under which limits count the connections from an address.
+    """Return the source under which a connection from an address is counted for the limits.
 
-    The key of an IPv4 address is the address, and the key of an IPv6 address is its /64 network.
+    The source of an IPv4 address is the address itself. The source of an IPv6 address is its /64
+    network, because one machine can use all addresses of such a network.
     """
     parsed = ip_address(address.partition("%")[0])
     if isinstance(parsed, IPv6Address):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Inbox:
-    """The order of one client, and the session in which the client is connected."""
+    """A client's session, and the order to which the client has not replied yet, if any."""
 
     client: str
     session: str = ""

@@ -88,7 +88,9 @@ INBOX = web.RequestKey("inbox", Inbox)
 
 
 class MailboxServer:
-    """The HTTPS server of a mailbox, a context manager that runs the server in a thread.
+    """The HTTPS server of a mailbox.
+
+    The object is a context manager. Inside the `with` block, the server runs in a separate thread.
 
     Args:
         mailbox: The orders and replies.
@@ -181,7 +183,12 @@ class MailboxServer:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check a request's client, version and session, and call its handler within the limits."""
+        """Check a request's client, protocol version and session, and call the request's handler.
+
+        Before the call, the request waits until the client's rate limit and the limit on concurrent
+        requests permit it. If a check fails, the handler is not called, and an error response is
+        returned.
+        """
         transport, session = request.transport, request.headers.get(SESSION, "")
         if transport is None or (connection := self.listener.connection(transport)) is None:
             return empty_response(403)
@@ -250,8 +257,9 @@ class MailboxServer:
     def _report_unreadable(self, inbox: Inbox, order: Order, error: OSError) -> web.Response:
         """Return the response about an order whose file cannot be opened.
 
-        If the file is missing, the order was withdrawn meanwhile, or another process has deleted
-        the file. The order is then withdrawn, so that the deployment sends a new one.
+        A file is missing for one of two reasons: the order has been withdrawn in the meantime, or
+        another process has deleted the file. In the second case, this method withdraws the order,
+        so that the deployment sends a new order.
         """
         if isinstance(error, FileNotFoundError):
             self.mailbox.decline(inbox, order)

@@ -97,11 +97,16 @@ class FedAMoLEClient(ClientSide):
         return self.settings.router.load_balance_weight * self.adapter.load_balance()
 
     def _means(self, round: int) -> dict[str, dict[str, Tensor]]:
-        """Compute the mean embeddings of the samples in the embedding set.
+        """Compute mean embeddings over the tokens of the samples in the embedding set.
+
+        On each layer, expert j embeds the input x of a token as A_j x, where A_j is the matrix A of
+        the expert's LoRA pair. The router embeds the input x as W_t x, where W_t is the router's
+        projection. With the setting `embeddings.privacy`, the means contain noise.
 
         Returns:
-            The group `experts`, with one mean for each layer and expert, and the group `tokens`,
-            with one mean for each layer. A mean has the shape (r,), where r is the LoRA rank.
+            Two groups of means, each shaped (r,), where r is the LoRA rank. The group `experts`
+            contains the mean of A_j x for each layer and each domain expert j of this client. The
+            group `tokens` contains the mean of W_t x for each layer.
         """
         context, privacy = self.context, self.settings.embeddings.privacy
         private = None

@@ -145,7 +145,7 @@ class FedAMoLEServer(ServerSide):
             path: The path of the layer.
 
         Returns:
-            The LoRA rank r if the setting `router.score_scale` is rank. Otherwise, the layer's
+            The LoRA rank r if the setting `router.score_scale` is "rank". Otherwise, the layer's
             input width d.
         """
         rank, width = self.values[f"projection/{path}"].shape

@@ -113,7 +113,7 @@ class FedAMoLESettings(Settings):
     def chooses(self) -> bool:
         """Whether experts choose clients by mean embeddings.
 
-        False if the setting `assignment` is random or random-once.
+        False if the setting `assignment` is "random" or "random-once".
         """
         return self.assignment in ("rsea", "homogeneous")
 
@@ -142,9 +142,10 @@ class FedAMoLESettings(Settings):
 
         Args:
             experts: The number of domain experts per layer (E).
-            clients: The number of clients (C).
-            relaxed: Whether to return the nearest bounds that can be met, for rounds in which some
-                of the run's clients do not take part.
+            clients: The number of clients to which experts are assigned (C).
+            relaxed: Whether to change the settings' bounds, as `Bounds.relaxed` does, if no
+                assignment to `clients` clients meets them. This is needed in rounds in which only
+                some of the run's clients take part.
 
         Returns:
             The bounds on the number of clients per expert and on the number of experts per client.

@@ -162,11 +162,18 @@ class Distiller:
     def _targets_from(
         self, knowledge: Knowledge, positions: Tensor, ids: Tensor | None = None
     ) -> SoftTargets:
-        """Return the targets that a teacher's predictions give at the selected token positions.
+        """Return the targets at the selected token positions, computed from predictions.
 
-        The target at a position is the label, which is the answer's own token, in two cases: no
-        token position of the teacher is aligned with this position, or no token of the teacher has
-        a translation with a probability above 0.
+        The target at a position consists of the tokens that are predicted at the aligned position,
+        translated into the student's vocabulary. The target is the label, which is the answer's own
+        token, if no position of `knowledge` is aligned with the position, or if no token that is
+        predicted at the aligned position has a translation.
+
+        Args:
+            knowledge: The predictions of a teacher or of the student.
+            positions: The numbers of the selected token positions.
+            ids: The map from the vocabulary of `knowledge` to the student's vocabulary. None if the
+                tokens in `knowledge` are already from the student's vocabulary.
         """
         offsets = self.settings.align == "offsets"
         align = self.positions.by_offsets if offsets else self.positions.by_warping
@@ -228,9 +235,12 @@ class Distiller:
 
         A sample has a teacher if a teacher's loss on the sample is lower than the student's. If the
         setting `own` is "none", samples without a teacher have the weight 0, and all samples with a
-        teacher have equal weights. These weights make the distillation loss of the update a mean
-        over the token positions of the samples in `batch` that have a teacher. For any other value
-        of `own`, all weights are 1.
+        teacher have one common weight. With this weight, the update's distillation loss is a mean
+        that counts only the token positions of samples with a teacher. For any other value of
+        `own`, all weights are 1.
+
+        Args:
+            batch: The numbers of the samples in the update.
         """
         if self.settings.own != "none":
             return torch.ones(len(self.samples))
@@ -247,7 +257,7 @@ class Distiller:
         weights: Tensor,
         purpose: Purpose,
     ) -> Tensor:
-        """Compute the loss of the chosen samples. `weights` is returned by `_sample_weights`."""
+        """Compute the loss of the chosen samples, given the weights from `_sample_weights`."""
         settings, device = self.settings, self.context.base.device
         positions = self.positions.of_samples(chosen)
         batch, targets = self.samples.batch(chosen).to(device), targets[positions]
@@ -272,9 +282,10 @@ class Distiller:
         """Return the targets from which the student learns.
 
         If the setting `own` is "mean", the result is the weighted mean of the student's own
-        predictions and the attribute `targets`. The weights are proportional to exp(-loss). The
-        loss of `targets` is the lowest loss of the student and the teachers on the sample. For any
-        other value of `own`, the result is the attribute `targets`.
+        predictions and the attribute `targets`. Each sample has its own two weights, proportional
+        to exp(-loss). For the student's own predictions, `loss` is the student's loss on the
+        sample. For `targets`, `loss` is the lowest loss on the sample among the student and the
+        teachers. For any other value of `own`, the result is the attribute `targets`.
         """
         if self.settings.own != "mean":
             return self.targets
@@ -289,8 +300,8 @@ class Distiller:
             A mapping with three keys. `samples` is the number of samples whose targets come from a
             teacher. `positions` is the fraction of these samples' token positions whose target
             comes from the teacher and not from the label. `mass` is the teacher's probability mass
-            that remained after the translation into the student's vocabulary, averaged over these
-            token positions.
+            that remained after the translation into the student's vocabulary, averaged over the
+            token positions whose target comes from the teacher.
         """
         positions = self.positions.of_samples(self.teachers >= 0)
         mass = self.targets.mass[positions]
