@@ -42,7 +42,10 @@ class Registry(Generic[T]):
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def names(self) -> list[str]:
-        """Return all names, in the order in which tables list them."""
+        """Return all names: built-in, then from installed packages, then registered at run time.
+
+        Tables in reports and in the documentation list the names in this order.
+        """
         return list(dict.fromkeys([*self.builtin, *self.entries, *self.registered]))
 
     def is_installed(self, value: Any) -> bool:

@@ -10,7 +10,9 @@ import torch
 
 
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
-    """Create the CPU generator for one purpose of a run; equal arguments give equal draws.
+    """Create the CPU random number generator for the random draw that `purpose` identifies.
+
+    Two generators that are created with equal arguments give equal draws.
 
     Callers draw on the CPU and move the result to the device, because the generators of other
     devices produce other numbers.

@@ -353,6 +353,10 @@ def json_response(model: BaseModel) -> web.Response:
 
 
 async def with_timeout(operation: Awaitable[T]) -> T:
-    """Wait for a read or a write of a transfer; raise TimeoutError after `STALL_SECONDS`."""
+    """Wait for `operation`, which reads or writes some bytes of an order or a reply.
+
+    Raises:
+        TimeoutError: The operation takes longer than `STALL_SECONDS`.
+    """
     async with asyncio.timeout(STALL_SECONDS):
         return await operation

@@ -21,10 +21,12 @@ from coterie.privacy.mechanisms import epsilon, noise_for
 
 
 class Budget(NamedTuple):
-    """A privacy budget of one run, or of all runs of a client.
+    """The privacy loss (epsilon and delta) that a run causes, or that a client permits.
 
-    The budget of a run is the amount that the run spends. The budget of a client is the limit for
-    all of the client's runs together.
+    A run has a budget for each of its noise mechanisms: the privacy loss that all of the
+    mechanism's releases together cause for one client. The function `together` combines these
+    budgets. The budget of a client is the limit on the privacy loss of all of the client's runs
+    together.
     """
 
     epsilon: float
@@ -63,17 +65,21 @@ class Ledger:
     def spend(self, release: str, noise: float, releases: int) -> bool:
         """Record a release if it is permitted, and return whether it is permitted.
 
-        Call this method before the release is sent. A release is permitted if the total cost of all
-        releases stays within the limit, and if the current part of the run costs at most as much as
-        `releases` releases with this noise. A release that is already recorded is permitted again
-        at no cost.
+        Call this method before the release is sent. The source of a release is the method or the
+        aggregation transform that adds the noise. A new release is permitted if, with this release
+        included, both of these conditions hold:
+
+        - The releases of all runs cost at most as much as the client's budget permits.
+        - The current run's releases from the same source cost at most as much as `releases`
+          releases with this noise.
+
+        A release that is already recorded is permitted again at no cost.
 
         Args:
-            release: Name of the release, such as a digest. If several parts of a run make releases,
-                the name begins with the name of the part and a colon.
+            release: Name of the release, such as a digest. If the source is a transform, the name
+                begins with the transform's name and a colon.
             noise: Standard deviation of the noise, divided by the sensitivity.
-            releases: Number of releases that the current part of the run makes in all rounds. A
-                run without parts counts as one part.
+            releases: Number of releases that the source makes in all rounds of the run.
 
         Raises:
             CoterieError: The file cannot be read or written.
@@ -114,7 +120,10 @@ class Ledger:
 
 
 def together(budgets: Sequence[Budget]) -> Budget | None:
-    """Combine the budgets of a run into one budget, or return None if there is no budget."""
+    """Combine the budgets of a run's noise mechanisms into one budget for the whole run.
+
+    The result is None if `budgets` is empty.
+    """
     if len(budgets) < 2:
         return budgets[0] if budgets else None
     delta = min(budget.delta for budget in budgets)

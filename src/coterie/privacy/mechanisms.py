@@ -44,9 +44,9 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
 
 
 def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
-    """Return the result of `private_mean` for zero vectors.
+    """Return the result of `private_mean` for vectors whose values are all 0.
 
-    The result reveals nothing about the samples.
+    The result therefore consists of noise only, and reveals nothing about the samples.
 
     Args:
         samples: A tensor of shape (n, dim). Only its shape is used.

@@ -156,12 +156,14 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
 
 
 def _steps(run: ReportedRun, level: str) -> Column:
-    """Return the training loss of each update, averaged over clients.
+    """Return the training loss of each update of one level, averaged over clients.
+
+    A level is a group of parameters that are trained together on a schedule.
 
     Args:
         run: the run.
-        level: the name of the metric, which is LOSS followed by the name of a level. A level is a
-            group of parameters that are trained together on a schedule.
+        level: the name of the metric that contains the level's loss. This name is LOSS, followed by
+            the name of the level.
 
     Returns:
         A series, indexed by the number of the update (counted from 1).

@@ -88,8 +88,8 @@ def over_rounds(
 
     Args:
         canvas: the canvas to draw on.
-        figures: scores, with a row per label and round. Each panel has two columns: the `mean` and
-            the `std` over seeds.
+        figures: a frame of scores with a row per label and round. For each panel, the frame has two
+            columns: the `mean` and the `std` over seeds.
         labels: the labels (methods and settings) to draw.
         panels: the names of the panels to draw.
         look: the look of each label.

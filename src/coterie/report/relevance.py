@@ -22,7 +22,9 @@ TITLE = "Samples and experts"
 def relevance(
     results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
 ) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of samples' relevance to experts for each method (label) in `results`.
+    """Yield, for each label in `results`, a figure of how relevant samples are to experts.
+
+    A label is a method with its settings.
 
     Args:
         results: the return value of `sample_relevance`.

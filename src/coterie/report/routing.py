@@ -17,7 +17,10 @@ from coterie.report.style import Canvas, LeftOut, Picture
 
 
 def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of routing weights for each method (label) whose runs have routers."""
+    """Yield a figure of routing weights for each label whose runs have routers.
+
+    A label is a method with its settings.
+    """
     routed = [label for label, run in experiment.first if run.has_routers]
     if not routed:
         yield LeftOut(

@@ -81,9 +81,9 @@ SMALLEST_SEED = "From the run with the smallest seed."
 
 @dataclass(frozen=True)
 class Look:
-    """The colour, marker and dash pattern with which all figures draw a method (label) or client.
+    """The colour, marker and dash pattern with which all figures draw a label or a client.
 
-    The colour is an index in `Theme.colours`.
+    A label is a method with its settings. The colour is an index in `Theme.colours`.
     """
 
     colour: int
@@ -92,9 +92,10 @@ class Look:
 
 
 def looks(labels: Sequence[str]) -> dict[str, Look]:
-    """Assign a look to every label, which names a method with its settings or a client.
+    """Assign a look to every label.
 
-    Looks can repeat only if there are more labels than markers.
+    A label names either a client, or a method with its settings. Looks can repeat only if there are
+    more labels than markers.
     """
     used = {FIXED[label] for label in labels if label in FIXED}
     free = [n for n in range(2, len(LIGHT.colours)) if n not in used]
@@ -263,7 +264,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The title of a figure that cannot be drawn from the runs, and the reason."""
+    """A figure that cannot be drawn from the runs: its title, and why it cannot be drawn."""
 
     title: str
     why: str

@@ -60,9 +60,10 @@ class Lessons:
 def lessons(run: ReportedRun) -> Lessons:
     """Read the lessons of a run from the run's metrics.
 
-    A lesson's `after` is the number of rounds that were complete when the learner (a client or the
-    server) learnt. A client may learn twice after the same round: once before it is scored, and
-    once more before it trains in the next round. Only the second of these lessons is returned.
+    A recorded lesson's entry `after` is the number of rounds that were complete when the learner (a
+    client or the server) learnt. A client may have two lessons with the same `after`: the first
+    before the client is scored at the end of a round, and the second before the client trains in
+    the next round. Only the second lesson is returned.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {
@@ -170,7 +171,8 @@ def _quality(lesson: Lesson) -> list[str]:
 
     Returns:
         The number of samples, the share of aligned token positions, and the share of the teacher's
-        probability mass that could be translated. The shares are empty if there are no samples.
+        probability mass that could be mapped to tokens of the learner's vocabulary. The shares are
+        empty if there are no samples.
     """
     if not lesson["samples"]:
         return ["0", "", ""]

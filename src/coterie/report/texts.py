@@ -49,7 +49,9 @@ class TextPicture(Picture):
 def texts(
     results: Mapping[str, Sequence[Coloured] | CoterieError],
 ) -> Iterator[TextPicture | LeftOut]:
-    """Yield a figure of routed texts for each method (label) and layer in `results`.
+    """Yield a figure of routed texts for each label and layer in `results`.
+
+    A label is a method with its settings.
 
     Args:
         results: the return value of `coloured_texts`.

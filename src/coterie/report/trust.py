@@ -23,7 +23,10 @@ the weights that all clients give to one client's update.
 
 
 def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield heat maps and line plots for each method (label) whose runs recorded trust weights."""
+    """Yield heat maps and line plots for each label whose runs recorded trust weights.
+
+    A label is a method with its settings.
+    """
     labels = [label for label, run in experiment.first if run.names(TRUST)]
     if not labels:
         yield LeftOut("Trust weights", "no run recorded trust weights")

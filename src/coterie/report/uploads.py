@@ -19,11 +19,12 @@ TITLE = "Size of clients' changes"
 
 
 def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of the norms of clients' changes over rounds, relative to the median.
+    """Yield a figure of the norm of each client's change in each round.
 
-    A change is the difference between an upload and the preceding download. The figure has a panel
-    per label (method and settings) and a line per client. Crosses mark uploads that were excluded
-    from a round.
+    A change is the difference between an upload and the preceding download. Each norm is divided by
+    the median norm of all clients' changes in the same round. The figure has a panel per label
+    (method and settings) and a line per client. Crosses mark uploads that were excluded from a
+    round.
     """
     runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
     if runs:

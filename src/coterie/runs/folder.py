@@ -95,7 +95,7 @@ class RunFolder:
     def create(
         cls, path: Path, description: Mapping[str, Json], force: bool = False
     ) -> "RunFolder":
-        """Create the folder of a new run; raise CoterieError if the path is not free."""
+        """Create the folder of a new run, unless `refuse` raises CoterieError for this folder."""
         folder = cls(path)
         folder.refuse(force)
         with writing(path):
@@ -108,7 +108,7 @@ class RunFolder:
         return folder
 
     def refuse(self, force: bool) -> None:
-        """Raise CoterieError if the folder has files but no run, or a run and `force` is false."""
+        """Raise CoterieError if the folder has files, unless it is a run's and `force` is true."""
         if self.is_run:
             if not force:
                 raise CoterieError(
@@ -136,7 +136,7 @@ class RunFolder:
             return self.path.is_dir() and all(left)
 
     def _clear(self) -> None:
-        """Delete the files of an earlier run, except for run.json, which is then overwritten."""
+        """Delete an earlier run's files, except for run.json, which `create` overwrites later."""
         for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT):
             (self.path / name).unlink(missing_ok=True)
         for name in ("checkpoints", "baselines", "scores"):
@@ -299,13 +299,13 @@ class RunFolder:
         return int(checkpoints[-1].name) if checkpoints else 0
 
     def load(self, name: str) -> State:
-        """Return a state from the newest checkpoint; raise CoterieError if it is missing."""
+        """Return a state of the newest checkpoint; raise CoterieError if no state has this name."""
         if (state := self.find(name)) is None:
             raise CoterieError(f"{self.path} has no state for {name!r}.")
         return state
 
     def find(self, name: str) -> State | None:
-        """Return a state from the newest checkpoint, or None if it is missing."""
+        """Return a state of the newest checkpoint, or None if no state has this name."""
         return State.decode(self.read(f"{name}.safetensors")) if self.has(name) else None
 
     def read(self, file: str) -> bytes:
@@ -349,7 +349,7 @@ class RunFolder:
         return read.read_lines(self.path, "metrics.jsonl")
 
     def forget_from(self, round: int) -> None:
-        """Delete the metrics recorded in `round` and in later rounds, which will be repeated."""
+        """Delete metrics recorded in `round` or later, because these rounds will be repeated."""
         self.rewrite(m for m in self.metrics() if m.get("during", m["round"]) < round)
 
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
@@ -387,9 +387,9 @@ class Recorder:
         """Delete metrics of the round in progress, which are indexed from 0 as they are recorded.
 
         Args:
-            start: The index of the first metric to delete (`count` before it was recorded).
+            start: The index of the first metric to delete: `count` before this metric was recorded.
             end: The index after the last metric to delete; None: delete all later metrics.
-            keep: A prefix; metrics whose names begin with it are not deleted. None: delete all.
+            keep: Metrics whose names begin with this prefix are not deleted; None: no exceptions.
         """
         span, prefixes = self._lines[start:end], () if keep is None else (keep,)
         self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]

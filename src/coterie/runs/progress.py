@@ -58,9 +58,10 @@ class RunStart:
 class Callback:
     """An object that follows runs in progress; subclasses override the hooks that they need.
 
-    Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. An
-    object follows all runs that the function executes, one after another: the baselines, then the
-    run's own method. For each event, the objects' hooks are called in the order of the list, in the
+    Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. If
+    the function executes several runs one after another, an object follows each of them. For
+    example, `coterie.run` first executes a run for each baseline, and then the run with the method
+    of the run file. For each event, the objects' hooks are called in the order of the list, in the
     process and thread of the caller.
 
     A hook must not change its arguments. An exception in a hook stops the run and is passed on to
@@ -91,8 +92,9 @@ class Callback:
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
         """Handle a metric, as soon as the metric is recorded.
 
-        If the server later excludes the client's upload from the round, the client's metrics are
-        left out of metrics.jsonl, but this hook is not called again.
+        The hook may receive metrics that are later left out of metrics.jsonl, without a further
+        call. This happens if the client's training diverges, or if the server excludes the client's
+        upload from the round.
 
         Args:
             round: the round that the metric belongs to.

@@ -96,7 +96,10 @@ class Result(_Part):
 
 
 class Outcome(Result):
-    """The content of result.json with the additional keys that reports and tables need."""
+    """The content of result.json, as reports and tables need it.
+
+    The file must contain the keys `method` and `reports`, which `Result` does not require.
+    """
 
     method: str
     reports: Literal["trained", "aggregated"]
@@ -109,7 +112,12 @@ class Without(_Part):
 
 
 class Trained(_Part):
-    """The content of trained.json of a deployed client: how many times each round was trained."""
+    """The content of a deployed client's trained.json.
+
+    The keys are rounds, counted from 0. A value is the number of times that the client trained in
+    the round. A client trains more than once if, for example, the server sends another download for
+    the same round.
+    """
 
     __pydantic_extra__: dict[str, Rounds]  # pyright: ignore
 
@@ -117,8 +125,9 @@ class Trained(_Part):
 class About(_Part):
     """The content of about.json in a deployed client's checkpoint.
 
-    The checkpoint contains the state after a step. The file identifies the order for this step, and
-    has the metrics of the step.
+    The checkpoint contains the client's state after the client executed an order of the server. The
+    file about.json identifies this order by its round and the digest of its download, and contains
+    the metrics that were recorded during its execution.
     """
 
     round: int

@@ -165,9 +165,10 @@ class MethodContract:
         assert leaver.encode() not in local.server.state().encode()
 
     def test_poisoned_uploads_are_refused(self, run: RunConfig) -> None:
-        """Check that uploads with non-finite values, wrong shapes or missing groups are refused.
+        """Check that invalid uploads are refused.
 
-        Also check that the round continues with the other uploads.
+        An upload is invalid if a tensor has non-finite values or the wrong shape, or if a group of
+        tensors is missing. Also check that the round continues with the other uploads.
         """
         local = joined(run)
         if not local.schema.up:

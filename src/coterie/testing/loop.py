@@ -235,7 +235,8 @@ def assert_same_tensors(actual: State, expected: State, side: str) -> None:
 def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
     """Return a mapping from pairs (group, name) to the tensors of a state or message.
 
-    The tensors of nested states and peers are left out.
+    The tensors of a state's nested states are left out. The tensors that a message contains from
+    other clients, in its attribute `peers`, are also left out.
     """
     return {(g, name): t for g, tensors in state.groups.items() for name, t in tensors.items()}
 

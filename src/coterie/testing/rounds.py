@@ -89,7 +89,10 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
 
 
 def take(local: LocalRun) -> None:
-    """Let every client receive the download that follows the last exchange.
+    """Let every client receive the server's current download.
+
+    After the last exchange of a run, this download contains the result of that exchange. Without
+    this call, no client would receive the result, because no further exchange begins.
 
     Args:
         local: The run.

@@ -153,9 +153,9 @@ def teaching_values(
 
     Args:
         base: The folder of the base that the client `diarist` uses. With the method
-            `fedmkt-fedavg`, the client `poet` uses this base too.
-        other: The base of the server's own model. Unless the method is `fedmkt-fedavg`, the client
-            `poet` uses this base too.
+            `fedmkt-fedavg`, the client `poet` also uses this base.
+        other: The base of the server's own model. With any method except `fedmkt-fedavg`, the
+            client `poet` also uses this base.
         questions: The folder that `write_questions` has filled.
         **changes: Keys and values that are added to the run file, or that replace existing values.
             A value for the key `method` must be a mapping. Settings of the method that are not in

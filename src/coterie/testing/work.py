@@ -40,8 +40,8 @@ class Work:
         Args:
             owner: The class, object or module that has the function.
             name: The function's name.
-            label: Function that returns the client's name, or an empty string if a call concerns no
-                client. The argument of this function is the first argument of the call.
+            label: Function that receives the first argument of the counted call. It returns the
+                client's name, or an empty string if the call concerns no client.
         """
         function = getattr(owner, name)
 

@@ -28,8 +28,9 @@ def set_apart(
 
     Returns:
         A pair of a context and the drawn samples. The context's training data exclude the drawn
-        samples. Every round draws the same samples. No samples are drawn if the client has no text,
-        for example when a trained model is loaded.
+        samples. Calls with equal arguments draw equal samples, so the samples stay the same in all
+        rounds. If the client has no text, no samples are drawn. This is the case, for example, if
+        the client's trained model was loaded without the training data.
 
     Raises:
         CoterieError: No sample would be left to train on.

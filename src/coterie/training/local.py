@@ -87,7 +87,8 @@ class LocalTraining:
         Args:
             level: The level.
             step: The step, counted from 0 at the start of the run.
-            turn: The number of the update within the level's turn in this step, counted from 0.
+            turn: The index of the update among the `level.steps` updates that the level makes in
+                this step, counted from 0.
         """
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
@@ -103,9 +104,10 @@ class LocalTraining:
     def _loss(
         self, model: PreTrainedModel, batch: AnyBatch, purpose: Purpose, measured: list[Measures]
     ) -> Tensor:
-        """Return the loss of a piece of a batch, and append the piece's measures to `measured`.
+        """Return the loss of a piece of a batch.
 
-        Preference pairs, for example, have rewards as measures.
+        If other values than the loss are measured on the piece, they are appended to `measured`.
+        For preference pairs, for example, these values are the rewards.
         """
         with training_pass(self.context, *purpose):
             loss, measures = batch.to(self.context.base.device).loss(model)
@@ -146,8 +148,9 @@ class LocalTraining:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _leftover_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters whose gradients a level accumulates for another level.
+        """Return a mapping from names to the parameters that one level leaves to another level.
 
-        The result is a mapping from names to parameters.
+        The first level only accumulates the gradients of these parameters. The other level updates
+        the parameters, and uses the accumulated gradients in its next update.
         """
         return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

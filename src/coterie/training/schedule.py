@@ -24,7 +24,7 @@ Penalty = Callable[[], Tensor]
 class Level:
     """Parameters that are updated together, with their own optimiser.
 
-    The level has a turn in every `every`-th step of the run. A turn consists of `steps` updates.
+    The level has one turn per `every` steps of the run. A turn consists of `steps` updates.
     """
 
     name: str
@@ -66,15 +66,19 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
     """Return the learning rate schedule of a run, as a function of the step.
 
     Steps are counted from 0. The schedule spans all steps of the run. With the setting `restart`,
-    the schedule spans the steps of one round, and starts again in every round. After the warm-up,
-    the learning rate is
+    the schedule spans the steps of one round, and starts again in every round. During the warm-up,
+    the learning rate rises to its peak. The setting `schedule` determines how the learning rate
+    changes during and after the warm-up:
 
-    - cosine: half a cosine from the peak to the final learning rate;
-    - one-cycle: as in torch's `OneCycleLR`, where both the warm-up and the decay are half a cosine;
-    - constant: the peak, multiplied by `learning_rate_decay` after every round.
+    - cosine: a linear warm-up, then half a cosine from the peak to the final learning rate;
+    - one-cycle: half a cosine for the warm-up, and half a cosine from the peak to the final
+      learning rate, as in torch's `OneCycleLR`;
+    - constant: a linear warm-up, then the peak, which is multiplied by `learning_rate_decay` after
+      every round.
 
-    With cosine and one-cycle, the last step has the final learning rate, even if the warm-up fills
-    the schedule. A schedule of one step has the peak learning rate.
+    With cosine and one-cycle, the last step has the final learning rate, even if the warm-up is as
+    long as the schedule. The only exception is a schedule that consists of a single step: this step
+    has the peak learning rate.
     """
     course, steps, first = training.course, training.steps, training.learning_rate
     cycle = course == "one-cycle"
@@ -107,12 +111,12 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
 def learning_rate_beside(
     training: TrainingSpec, rounds: int, round: int, updates: int
 ) -> Callable[[int], float]:
-    """Return the learning rate schedule of a round's updates other than local training steps.
+    """Return the learning rate schedule for updates that a round has beside local training steps.
 
-    For example, distillation makes updates that are not local training steps. With the setting
-    `restart`, these updates have a separate schedule, which spans the updates of the round.
-    Otherwise, all of these updates have the learning rate that the round's first local training
-    step would have in a schedule without a warm-up.
+    Distillation, for example, makes such updates. With the setting `restart`, these updates have a
+    separate schedule, which spans the updates of the round. Without `restart`, all of these updates
+    have the same learning rate. It is the learning rate of the round's first local training step,
+    computed as if the run's schedule had no warm-up.
 
     Args:
         training: The settings of the run.

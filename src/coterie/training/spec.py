@@ -158,9 +158,9 @@ class TrainingSpec(Section):
     def of(self, name: str) -> "TrainingSpec":
         """Return the settings of one client, or of the server.
 
-        If `learning_rates` contains a learning rate for this participant, the result has this rate,
-        and its initial and final learning rates are scaled by the same factor. In the result,
-        `learning_rates` is empty.
+        If `learning_rates` contains a learning rate for this participant, the result has this rate.
+        The initial and final learning rates are then multiplied by the ratio of this rate to the
+        run's `learning_rate`. In the result, `learning_rates` is empty.
 
         Args:
             name: The client's name, or `server`.

@@ -33,9 +33,9 @@ class Updater:
         context: The client's context.
         adapter: The adapter whose parameters are updated.
         selects: Function that returns whether a parameter is updated.
-        leaves: Function that returns whether this object only accumulates the gradient of a given
-            parameter. Another `Updater` updates this parameter, and uses the accumulated gradient
-            in its next update.
+        leaves: Function that returns whether this `Updater` leaves a given parameter to another
+            `Updater`. This `Updater` then only accumulates the parameter's gradient. The other
+            `Updater` uses the accumulated gradient in its next update.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Updater:
         return loss.item() * share
 
     def _memory_settings(self) -> list[str]:
-        """Return changes of settings that reduce a step's use of memory, for an error message."""
+        """Return settings with which a training step needs less memory, for an error message."""
         samples, config = self.context.training.at_once, self.context.base.model.config
         window = f"data.window to less than {self.context.window}"
         recompute = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
