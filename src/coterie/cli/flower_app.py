@@ -141,7 +141,7 @@ class GridLink(Link):
 
         wanted = [id for id in ids if id not in self.lost]
         for reply in self.grid.pull_messages(wanted) if wanted else ():
-            record = reply.content.get(key) if reply.has_content() else None
+            record: Any = reply.content.get(key) if reply.has_content() else None
             value = record.get(key) if isinstance(record, ConfigRecord) else None
             yield reply.metadata.reply_to_message_id, value
 
