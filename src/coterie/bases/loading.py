@@ -33,6 +33,7 @@ from coterie.bases.checks import (
     check_weights,
 )
 from coterie.bases.devices import Device, devices_of, placement
+from coterie.bases.gguf import SMOLLM2, converted, find_gguf, packaged_smollm2
 from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec
 from coterie.bases.weights import format_of, settle
@@ -219,17 +220,28 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     return tokenizer
 
 
-def is_folder(name: str) -> bool:
-    """Return whether a base's name is a local folder and not the name of a built-in base."""
-    return name not in _shipped() and os.path.isdir(place(name, Path()))
+def is_local(name: str) -> bool:
+    """Return whether a base's name is a local folder or GGUF file, and not a built-in base."""
+    return name not in _shipped() and (os.path.isdir(name) or find_gguf(Path(name)) is not None)
 
 
 def _shipped() -> list[str]:
-    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+    """Return the names of the built-in bases, including the one that a package contains."""
+    return sorted([*(path.parent.name for path in EMBEDDED.glob("*/config.json")), SMOLLM2])
 
 
 def place(name: str, root: Path) -> str:
-    """Return the folder of a built-in or local base, or the unchanged name of any other base."""
+    """Return the folder of a built-in or local base, or the unchanged name of any other base.
+
+    A base in GGUF is converted when its folder is first requested.
+
+    Raises:
+        CoterieError: A base in GGUF cannot be converted.
+    """
+    if name == SMOLLM2:
+        return str(converted(packaged_smollm2()))
+    if file := find_gguf(root / name):
+        return str(converted(file))
     folders = (EMBEDDED / name, root / name)
     # Unlike Path.is_dir, os.path.isdir accepts names that are invalid as paths.
     return next((str(folder) for folder in folders if os.path.isdir(folder)), name)
@@ -294,8 +306,8 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
         raise CoterieError(
             f"The base {name!r}{at} could not be loaded: it is not a built-in base ({shipped}), "
             f"there is no folder {root / name}, and it could not be downloaded from the Hugging "
-            f"Face hub{offline}. Without internet access, set `base` to a folder with config.json, "
-            "model.safetensors and tokenizer.json."
+            f"Face hub{offline}. Without internet access, set `base` to a GGUF file or to a folder "
+            "with config.json, model.safetensors and tokenizer.json."
         ) from error
     finally:
         transformers_logging.set_verbosity(before)

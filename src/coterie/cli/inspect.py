@@ -199,20 +199,32 @@ def base(
         str,
         typer.Argument(
             metavar="BASE|RUN.yaml",
-            help="Base (built-in, a folder, or a name on the Hugging Face hub) or run file.",
+            help="Base (built-in, a folder, a GGUF file, or a name on the Hugging Face hub) or run "
+            "file.",
         ),
     ],
     settings: Settings = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Convert a base in GGUF to safetensors in this folder, and exit."
+        ),
+    ] = None,
 ) -> None:
     """Show a base, the layers that adapters cover, and the memory that a run file's clients need.
 
     No weights are downloaded or loaded: the command reads only the base's configuration, its
-    tokenizer and, if the base is a folder, the headers of its weight files.
+    tokenizer and, if the base is a folder, the headers of its weight files. A GGUF file is
+    converted when it is first used; --to saves the converted base in a folder of your choice.
 
     For example:
 
         coterie base us.yaml --set base.weights=nf4
+
+        coterie base llama.Q4_K_M.gguf --to llama
     """
+    if to is not None:
+        return _convert(base_or_run, to)
     from coterie.config.deployed import load_with_any_text
     from coterie.config.values import located, read_values
 
@@ -229,6 +241,19 @@ def base(
         terminal.console.print(base_table(spec, config), coverage)
     if is_run:
         terminal.console.print(*need_tables(config))
+
+
+def _convert(base: str, folder: Path) -> None:
+    """Convert a base in GGUF to a new folder."""
+    from coterie.bases.gguf import SMOLLM2, convert, find_gguf, packaged_smollm2
+
+    file = packaged_smollm2() if base == SMOLLM2 else find_gguf(Path(base))
+    if file is None:
+        raise CoterieError(f"--to converts a GGUF file, and {base} is none.")
+    if folder.exists():
+        raise CoterieError(f"{folder} already exists; choose another folder with --to.")
+    convert(file, folder)
+    terminal.say(f"The base is in {folder}. To use it, set base: {folder}")
 
 
 def data(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.bases import is_folder
+from coterie.bases import is_local
 from coterie.bases.devices import Device
 from coterie.config.run import HIDDEN_KEYS, RunConfig, parse
 from coterie.data.templates import SHIPPED, is_text
@@ -82,10 +82,10 @@ class Site:
                     "The server's run names a run folder on this machine as its reference, which "
                     "is not allowed."
                 )
-        if self.base is None and is_folder(name):
+        if self.base is None and is_local(name):
             raise CoterieError(
-                f"The run's base is called {name!r}, and so is a folder on this machine; if this "
-                "folder contains the base, give the folder with --base."
+                f"The run's base is called {name!r}, and so is a folder or file on this machine; if "
+                "this contains the base, give it with --base."
             )
         return parse(
             {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coterie.bases import is_folder, load_skeleton
+from coterie.bases import is_local, load_skeleton
 from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerRun
@@ -109,7 +109,7 @@ def site(run: RunConfig, name: str, out: Path) -> Site:
     texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
     public = None if run.data.public is None else str(root / run.data.public)
     base = run.base_of(name).name
-    return Site(name, texts, out, base=base if is_folder(base) else None, public=public)
+    return Site(name, texts, out, base=base if is_local(base) else None, public=public)
 
 
 def workers(run: RunConfig, out: Path) -> dict[str, Worker]:

