@@ -147,9 +147,8 @@ def _load(file: Path) -> tuple[Any, Any]:
         raise CoterieError(f"The GGUF file {file} could not be read: {reason}") from error
     finally:
         transformers_logging.set_verbosity(before)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    config: Any = loaded.config
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):  # transformers does not save a model that was loaded from GGUF
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict(), assign=True)
