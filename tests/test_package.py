@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "engines/ray.py": {"ray"},
     "report/": {"report"},
     "methods/fdlora.py": {"fdlora"},
+    "bases/gguf.py": {"gguf"},
     "bases/weights.py": {"quantised"},
     "cli/flower_app.py": {"flower"},
     "cli/keys.py": {"deployment"},

@@ -15,8 +15,8 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     """A base in a run file: a name, or a mapping with the keys `name`, `weights` and `revision`."""
 
     name: str
-    """base model: a built-in base, a local folder, or a name on the Hugging Face hub; `base: NAME`
-    is short for this key alone"""
+    """base model: a built-in base, a local folder, a GGUF file, or a name on the Hugging Face hub;
+    `base: NAME` is short for this key alone"""
     weights: Weights | None = None
     """format of the base's weights in memory (int8 and nf4 are quantised); default: the
     checkpoint's format"""
