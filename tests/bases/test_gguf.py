@@ -35,7 +35,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     """A random Llama."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+    }
     heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=1024, max_position_embeddings=128, **sizes, **heads)
@@ -194,7 +198,9 @@ def unknown_quantisation(file: Path) -> None:
 def test_a_damaged_file_is_one_sentence_and_leaves_nothing(damage, model, cache, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
     damage(file)
-    with pytest.raises(CoterieError, match=r"The GGUF file .*small\.gguf could not be read: ."):
+    with pytest.raises(
+        CoterieError, match=r"The GGUF file .*small\.gguf could not be read: [^/]+$"
+    ):
         load_base(str(file), None, 64)
     assert not list(cache.iterdir())
 

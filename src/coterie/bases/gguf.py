@@ -5,6 +5,7 @@ safetensors. The result is kept in a cache, from which it is loaded as any other
 """
 
 import os
+import re
 import shutil
 import sys
 from contextlib import nullcontext, redirect_stderr, suppress
@@ -143,7 +144,8 @@ def _load(file: Path) -> tuple[Any, Any]:
     except Exception as error:  # loaders raise many exception classes for damaged files
         if ran_out_of_memory(error):
             raise
-        reason = shorten(str(error), 300) or type(error).__name__
+        reason = re.sub(r"\S*/(?=\S+\.gguf\b)", "", shorten(str(error), 300))
+        reason = reason or type(error).__name__
         raise CoterieError(f"The GGUF file {file} could not be read: {reason}") from error
     finally:
         transformers_logging.set_verbosity(before)

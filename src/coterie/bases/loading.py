@@ -305,9 +305,9 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
         offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE") == "1" else ""
         raise CoterieError(
             f"The base {name!r}{at} could not be loaded: it is not a built-in base ({shipped}), "
-            f"there is no folder {root / name}, and it could not be downloaded from the Hugging "
-            f"Face hub{offline}. Without internet access, set `base` to a GGUF file or to a folder "
-            "with config.json, model.safetensors and tokenizer.json."
+            f"there is no folder or GGUF file {root / name}, and it could not be downloaded from "
+            f"the Hugging Face hub{offline}. Without internet access, set `base` to a GGUF file or "
+            "to a folder with config.json, model.safetensors and tokenizer.json."
         ) from error
     finally:
         transformers_logging.set_verbosity(before)
