@@ -84,8 +84,8 @@ class Site:
                 )
         if self.base is None and is_local(name):
             raise CoterieError(
-                f"The run's base is called {name!r}, and so is a folder or file on this machine; if "
-                "this contains the base, give it with --base."
+                f"The run's base is called {name!r}, and so is a folder or file on this machine; "
+                "if this contains the base, give it with --base."
             )
         return parse(
             {
