@@ -11,9 +11,10 @@ from coterie.bases.sites import Linear, children_of, decoder_walk, layers, walk
 
 @dataclass(frozen=True)
 class Coverage:
-    """The modules of a base that have low-rank pairs, and the decoder layers without these pairs.
+    """The modules of a base that have low-rank pairs, and the decoder layers without such modules.
 
-    There are two kinds of low-rank pairs, experts and LoRA, which are listed separately.
+    There are two kinds of low-rank pairs, experts and LoRA. For each kind, the modules and the
+    layers are listed separately.
     """
 
     covered: dict[tuple[str, str], set[int]]

@@ -31,8 +31,8 @@ def drawing_masks(chance: torch.Generator) -> Iterator[None]:
 def repeating_masks() -> AbstractContextManager[None]:
     """Return a context in which to repeat a forward pass with the same dropout masks.
 
-    Call this function directly before the first pass, but enter the returned context only for the
-    second pass. The call copies the random generator that `drawing_masks` set. By drawing masks
+    Call this function immediately before the first pass, but enter the returned context only for
+    the second pass. The call copies the random generator that `drawing_masks` set. By drawing masks
     from the copy, the second pass repeats the masks of the first pass and does not advance the
     original generator.
     """

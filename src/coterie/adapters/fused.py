@@ -16,15 +16,15 @@ from coterie.adapters.activations import Activation
 
 
 class WideExperts(torch.autograd.Function):
-    """The weighted sum of k slots' activations, and each slot's activations times the slot's A.
+    """The activations of an MLP's experts: their weighted sum, and their products with factors A.
 
-    A token has one slot for each expert that processes the token. The MLP's up-projections map the
-    MLP's input to `wide` activations, and the down-projection maps the activations to the MLP's
-    output. A gated MLP has two up-projections, and any other MLP has one. For slot s, the output of
-    up-projection i is `p_is = u_i + g h_is B_is^T`. In this formula, u_i is the output of the
-    frozen up-projection i. The slot's expert has a low-rank pair (A, B) for each projection. For
-    up-projection i, B_is is the pair's B, and h_is is the product of the MLP's input and the pair's
-    A. For the down-projection, A_s is the pair's A. This class computes:
+    Each token is processed by k experts and has one slot for each of these experts. The MLP's
+    up-projections map the MLP's input to activations of width `wide`, and the down-projection maps
+    the activations to the MLP's output. A gated MLP has two up-projections, and any other MLP has
+    one. For slot s, the output of up-projection i is `p_is = u_i + g h_is B_is^T`. In this formula,
+    u_i is the output of the frozen up-projection i. The slot's expert has a low-rank pair (A, B)
+    for each projection. For up-projection i, B_is is the pair's B, and h_is is the product of the
+    MLP's input and the pair's A. For the down-projection, A_s is the pair's A. This class computes:
 
         z_s   = act(p_0s)                 (tokens, wide); if gated, act(p_0s) * p_1s
         total = sum_s w_s z_s             (tokens, wide)

@@ -36,8 +36,8 @@ class Router(StandIn):
     Args:
         base: The module of the base that the stand-in replaces.
         experts: Number n of experts.
-        loaded: Number of experts per token when loads are computed. Each token counts towards the
-            loads of this number of experts: the experts with the highest scores for the token.
+        loaded: Number of experts to whose loads each token contributes. These are the experts with
+            the highest scores for the token.
     """
 
     def __init__(self, base: nn.Module, experts: int, loaded: int) -> None:
@@ -109,8 +109,8 @@ class Routed(Router):
         base: The block.
         path: Path of the block in the base. The path is part of the router's name.
         layout: The layout, which sets the numbers of experts, the ranks and the routing.
-        places: Descriptions of the modules for which each expert has a low-rank pair. Each key is
-            the name of the module's pairs. The name is the same for all experts.
+        places: Descriptions of the modules for which each expert has a low-rank pair. The key of a
+            description is the name of the module's pair in every expert.
     """
 
     def __init__(

@@ -46,9 +46,10 @@ SAMPLED = 64
 
 @dataclass(frozen=True)
 class Measure:
-    """The sizes of one upload, and the direction in which the upload changes the parameters.
+    """The quantities of one upload that are bounded, and the direction of the parameters' change.
 
-    An upload has several sizes: one norm for each group of tensors, and the client's weight.
+    The bounded quantities are the norm of each group of tensors, and the client's weight in the
+    mean. All of them are called sizes.
     """
 
     sizes: Mapping[tuple[Kind, str], Size]
@@ -119,12 +120,13 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
 
 
 def measured(upload: Message, reference: Groups, weight: float) -> Measure:
-    """Measure the sizes of an upload.
+    """Measure the norms of an upload's groups, and the direction of the upload's change.
 
     Args:
         upload: The decoded upload.
         reference: The client's parameters at the start of the round, keyed by group and name.
-        weight: The client's weight in the mean. The weight is also returned as a size.
+        weight: The client's weight in the mean. The result also contains the weight, because the
+            weight is bounded like the norms.
     """
     sizes: dict[tuple[Kind, str], Size] = {("weight", ""): (weight, 1)}
     direction: dict[str, Tensor] = {}
@@ -208,7 +210,7 @@ def scaled(upload: Message, reference: Groups, scales: Mapping[str, float]) -> G
 
 
 def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | None]]:
-    """Compute figures, that is, metrics, which help to detect hostile clients.
+    """Compute metrics that help to detect hostile clients.
 
     Returns:
         A nested mapping, whose outer keys are clients and whose inner keys are names of metrics.

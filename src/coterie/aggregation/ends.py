@@ -311,7 +311,7 @@ class ServerTransforms:
         return weight
 
     def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
-        """Yield the uploads' figures, that is, metrics, as tuples (client, metric name, value)."""
+        """Yield the metrics of the uploads as tuples (client, metric name, value)."""
         for stage in self.pipeline.stages_with("figures"):
             figures = stage.call_for(Mapping, "figures", _measures_of(stage.key, measures))
             for client, metrics in figures.items():
@@ -392,7 +392,7 @@ def _divided(
 
 
 def _measures_of(stage: str, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of one transform's `measure`, keyed by client."""
+    """Return the results of `measure` of the transform with the key `stage`, keyed by client."""
     return {client: measures[client][stage] for client in sorted(measures)}
 
 

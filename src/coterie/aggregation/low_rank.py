@@ -1,4 +1,4 @@
-"""Sums of low-rank updates, and their best approximation of a given rank."""
+"""Sums of low-rank updates, and the best low-rank approximations of these sums."""
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class LowRankSum:
         return Q_B @ U, S, Vt @ Q_A.t()
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Compute the factors of the best approximation of a given rank.
+        """Compute factors of a given rank whose product B A best approximates the sum.
 
         If the rank exceeds the number of singular values, the factors are padded with zeros.
 

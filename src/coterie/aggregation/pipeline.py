@@ -169,8 +169,9 @@ class Pipeline:
     def _relative(stages: Iterable[Stage]) -> frozenset[str]:
         """Return the names of the groups that are encoded as differences from a reference.
 
-        The reference consists of the tensors that the client last received. Groups that only sealed
-        transforms encode are left out, because sealed transforms encode the tensors themselves.
+        The reference consists of the tensors that the client last received. A group is left out if
+        all transforms that encode it are sealed, because sealed transforms encode tensors rather
+        than differences.
         """
         plain = (stage.plain for stage in stages if not stage.transform.sealed)
         return frozenset[str]().union(*plain)
@@ -237,7 +238,7 @@ def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int
 
     Args:
         groups: The tensors, keyed by group and name.
-        names: The groups to change.
+        names: The names of the groups to change.
         reference: The tensors to add, keyed by group and name.
         sign: 1 to add the reference, -1 to subtract it.
     """

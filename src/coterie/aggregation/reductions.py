@@ -77,7 +77,7 @@ def reduced(
             (clients, ...), and returns the reduced tensor (...).
 
     Returns:
-        The reductions, float32, keyed by group and name.
+        The reduced float32 tensors, keyed by group and name.
     """
     held: dict[str, dict[str, list[Tensor]]] = {}
     for contribution in contributions:

@@ -167,10 +167,10 @@ class Transform(BaseModel):
         """Encode an update before it is sent.
 
         Args:
-            update: Float32 tensors keyed by group and name. For each tensor that the client has
-                received before, the transform gets the difference from the last received tensor of
-                the same name. If the attribute `sealed` is true, the transform always gets the
-                tensors themselves.
+            update: Float32 tensors keyed by group and name. From each tensor, the tensor of the
+                same group, name and shape that the client last received has been subtracted.
+                Nothing is subtracted if there is no such received tensor, or if the attribute
+                `sealed` is true.
             context: The circumstances of the call.
 
         Returns:
@@ -323,7 +323,7 @@ class Transform(BaseModel):
         return 1.0
 
     def figures(self, measures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
-        """Return the figures, that is, the metrics, of an exchange's uploads. Runs on the server.
+        """Return metrics of an exchange's uploads. Runs on the server.
 
         Args:
             measures: A mapping from each client to the value that `measure` returned for the

@@ -75,10 +75,11 @@ def sparse_distance(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> float
     Logits that are missing from a sparse vector are taken as 0.
 
     Args:
-        a: The logits of k vocabulary entries at each position, (tokens, k), and the token ids of
-            these entries in ascending order, (tokens, k).
-        b: The logits and token ids to compare with. The number of entries per position may differ
-            from k.
+        a: A pair of tensors of shape (tokens, k): the logits of k vocabulary entries at each
+            position, and the token ids of these entries. The entries of a position are sorted by
+            token id.
+        b: The pair of tensors to compare with. It may have another number k of entries per
+            position.
     """
     (x, x_ids), (y, y_ids) = ((values.float(), ids.long()) for values, ids in (a, b))
     matches = torch.searchsorted(y_ids, x_ids).clamp(max=y_ids.shape[-1] - 1)

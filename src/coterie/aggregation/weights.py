@@ -13,7 +13,7 @@ TOKENS = Field(
 
 
 class TokenWeights(Transform):
-    """A transform that weights each client in the mean with the client's number of training tokens.
+    """A transform that weights clients in the mean by their numbers of training tokens.
 
     A client declares a number of tokens when the client joins, and again with each upload. The
     number in an upload must not be larger than the number declared when the client joined.

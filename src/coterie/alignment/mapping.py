@@ -129,16 +129,16 @@ def _update_keys(
 ) -> None:
     """Compare selected queries with selected words, and update the queries' keys in place.
 
-    A query's key is an integer that combines the distance between the query and the nearest word
-    found so far with the index of this word. The key is replaced by the integer for a selected word
-    if this word is nearer, or equally near and has a lower index.
+    A query's key is an integer computed from two numbers: the distance from the query to the
+    nearest word found so far, and the index of this word. If a selected word is nearer, or equally
+    near with a lower index, the key is recomputed for the selected word.
 
     Args:
         queries: All queries.
         query_indices: The indices of the selected queries, which must have equal lengths.
         words: All words.
         word_indices: The indices of the selected words, which must have equal lengths.
-        keys: The key of every query: distance * len(words) + index.
+        keys: The key of every query, which is distance * len(words) + index.
     """
     choices = [words[index] for index in word_indices]
     size = max(1, BLOCK // len(choices))

@@ -64,10 +64,11 @@ def matched(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def keyed(ends: Tensor, starts: Tensor, keys: Tensor) -> Tensor:
-    """Compute an integer that identifies each position among the positions of several texts.
+    """Compute an integer for each position of several texts, to match positions across models.
 
     The integer combines the key of the position's text with the number of characters before the
-    position. Positions that cannot be matched have the integer -1.
+    position. Equal positions in equal texts therefore have equal integers, whichever tokenizer
+    produced the positions. Positions that cannot be matched have the integer -1.
 
     Args:
         ends: (p,), the number of characters before each position, text by text. See the function

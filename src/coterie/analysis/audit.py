@@ -213,9 +213,10 @@ def _kind_of_parameter(parameter: Parameter) -> str:
 def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Row]:
     """Yield a row of the audit's table for each kind of tensor that stays on a client.
 
-    A tensor in the state's group `adapter` has no row if the upload contains a tensor of the same
-    name in any group. Tensors in other groups of the state and in nested states always have a row,
-    because a tensor in the upload is unrelated to them even if it has the same name.
+    A tensor in the state's group `adapter` does not stay on the client if the upload contains a
+    tensor of the same name in any group. Tensors in other groups of the state and in nested states
+    always stay, because an uploaded tensor of the same name is unrelated to them. The JSON values
+    of all states also have rows.
     """
     sent = {name for _, _, name, _ in upload.tensors()}
     for path, inner in state.walk():
@@ -233,5 +234,9 @@ def _stays(state: State, upload: Message, parameters: Parameters) -> Iterator[Ro
 
 
 def size(value: Tensor | Json) -> int:
-    """Return the size in bytes of a tensor, or of another value encoded as JSON."""
+    """Return the size of a value in bytes.
+
+    For a tensor, this is the size of the data. For any other value, it is the size of the JSON
+    encoding.
+    """
     return value.nbytes if isinstance(value, Tensor) else len(json.dumps(value).encode())

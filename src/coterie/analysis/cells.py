@@ -132,15 +132,16 @@ class Tuner:
 
         Args:
             cells: the executor of the trials.
-            trials: the trials of the row, returned by `trials`.
+            trials: the trials of the row, as returned by the method `Tuner.trials`.
             path: the folder that contains the run folders.
             point: the point of a round at which models are scored, "trained" or "aggregated". None
                 selects the point at which the method reports scores.
 
         Returns:
-            The chosen run, and a mapping that describes the choice. The mapping contains the chosen
-            `settings`, the `seed`, and all `trials` with their settings and scores. A trial that
-            diverged has the entry `diverged` instead of a score.
+            The chosen run, and a mapping that describes the choice. The entry `settings` contains
+            the chosen settings, `seed` is the seed of all trials, and `trials` lists the settings
+            and the score of every trial. A trial that diverged has the entry `diverged` instead of
+            a score.
 
         Raises:
             CoterieError: if all trials diverged.

@@ -295,7 +295,7 @@ def _comparison_notes(rows: Mapping[str, Summary]) -> Iterator[str]:
 
 
 def _tuned_columns(rows: Sequence[Summary]) -> list[tuple[str, list[str]]]:
-    """Return the key of each tuned setting, paired with a list of the values chosen in all rows."""
+    """Return a pair for each tuned setting: the key, and a list of chosen values, one per row."""
     chosen = [row.get("tuned", {}).get("settings", {}) for row in rows]
     keys = dict.fromkeys(key for settings in chosen for key in settings)
     return [(key, [str(settings.get(key, "")) for settings in chosen]) for key in keys]
@@ -341,7 +341,7 @@ def _rounds(row: Summary) -> str:
 def with_spread(row: Mapping[str, Any], metric: Metric) -> str:
     """Format a row's mean. If the row has several seeds, append the standard deviation over seeds.
 
-    This deviation is the row's entry `std`. The entry `spread`, over clients, is not used.
+    This deviation is the row's entry `std`. The entry `spread` is the deviation over clients.
     """
     spread = f" ({metric.cell(row['std'])})" if row["seeds"] > 1 else ""
     return metric.cell(row[metric.name]) + spread
@@ -390,10 +390,10 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
 
 
 def _change(value: float, baseline: float, metric: Metric) -> str:
-    """Format `value`, which is the difference between a score and the score `baseline`.
+    """Format the change `value` from the score `baseline` to another score.
 
-    If the metric is a fraction, such as accuracy, the difference is formatted in percentage points.
-    Otherwise, it is formatted in per cent of `baseline`.
+    If the metric is a fraction, such as accuracy, the change is formatted in percentage points.
+    Otherwise, the change is formatted in per cent of `baseline`.
     """
     if metric.share:
         return f"{metric.shown(value):+.1f} points"

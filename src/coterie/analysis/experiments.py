@@ -298,8 +298,9 @@ def _find(path: Path) -> Iterator[tuple[str, RunFolder]]:
 
     If the path is itself a run folder, there is a pair for this folder, and a pair for the folder
     of each of the run's baselines. All of these pairs contain the name of the run at the path.
-    Otherwise, there are pairs for each run folder below the path and for its baselines. These pairs
-    contain the name of the run folder's parent folder instead of the name of the run.
+    Otherwise, there is a pair for each run folder below the path, and a pair for the folder of each
+    of this run's baselines. The name in all of these pairs is the name of the folder that contains
+    the run folder.
     """
     if RunFolder(path).is_run:
         name = RunFolder(path).description["config"]["name"]  # checks the folder's format first
@@ -374,7 +375,9 @@ def chosen_layers(layer: str | None, count: int) -> list[int]:
     Args:
         layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
             first, the middle and the last layer.
-        count: the number of layers with a router; 0 if the client has one expert and no router.
+        count: the number of layers to choose from, which are the layers that have a router. If the
+            number is 0, no layer is shown. This is the case for a client that has a single expert,
+            because a single expert needs no router.
 
     Returns:
         Indices, counted from 0.
