@@ -172,10 +172,10 @@ def resume(
             result does not depend on the engine.
         address: The Ray cluster, as in `run`; it is not recorded in the run folder.
         gpus: The number of GPUs of each process, as in `run`; it is not recorded either.
-        from_round: A number of complete rounds. The run continues from the checkpoint that was
-            written after this number of rounds. This checkpoint must be older than the newest
-            checkpoint; an older checkpoint helps if the newest checkpoint is damaged. The
-            checkpoints of later rounds are deleted. By default, the newest checkpoint is used.
+        from_round: The number of complete rounds in the checkpoint from which the run continues.
+            Use this argument if the newest checkpoint is damaged. The newest checkpoint itself
+            cannot be selected in this way. The checkpoints of later rounds are deleted. By default,
+            the newest checkpoint is used.
 
     Returns:
         The finished run and its baselines.
@@ -183,8 +183,8 @@ def resume(
     Raises:
         CoterieError: The folder contains no run, or contains a deployed run (of `coterie server` or
             `coterie client`). The error is also raised if a client's text or a plugin has changed
-            since the run began, or if no checkpoint older than the newest one was written after
-            exactly `from_round` complete rounds.
+            since the run began, or if `from_round` refers to the newest checkpoint or to a
+            checkpoint that does not exist.
     """
     folder = RunFolder(Path(path))
     config, description = recorded(folder, method), folder.description

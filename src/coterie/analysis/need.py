@@ -166,7 +166,12 @@ def side_without_texts(
 
 
 def kept_dtype(skeleton: nn.Module) -> torch.dtype:
-    """Return the dtype of a base's checkpoint, as stated in the base's configuration."""
+    """Return the dtype of a base's checkpoint.
+
+    Args:
+        skeleton: the base without loaded weights. Its configuration states the checkpoint's dtype.
+            If the configuration states no dtype, the result is float32.
+    """
     config: Any = skeleton.config
     return config.get_text_config().dtype or config.dtype or torch.float32
 
@@ -301,13 +306,13 @@ def base_table(spec: BaseSpec, config: RunConfig) -> Table:
 
 
 def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -> Table:
-    """Return a table of the base's layers covered by adapters.
+    """Return a table that shows which layers of a base have adapters.
 
     Args:
         spec: the base.
         config: the run.
-        client: the client whose adapter is shown. If no client is given, or if the method trains
-            no adapters, the adapters of two common methods are shown.
+        client: the client for whose adapter the layers are shown. If `client` is None, or if the
+            method trains no adapters, the layers are shown for the adapters of two common methods.
     """
     skeleton: Any = load_skeleton(spec, config.root)
     method = config.method

@@ -55,9 +55,9 @@ def sample_relevance(
 ) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
     """Compute the relevance of clients' samples to the experts, for each method of an experiment.
 
-    If the runs of a method differ in settings, each combination of settings is treated as a method
-    of its own. The method with its settings is called a label. The result contains only the labels
-    of methods in which experts choose clients by relevance.
+    If the runs of a method differ in settings, each combination of settings is treated as a
+    separate method. Each method has a label, which consists of the method's name and the settings
+    that differ. The result contains only methods in which experts choose clients by relevance.
 
     Args:
         experiment: the runs. For each label, only the run with the smallest seed is read.
@@ -119,7 +119,7 @@ def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
 def spaced_samples(train: Split, window: int) -> AnyBatch:
     """Return at most SAMPLES samples of a training split, at evenly spaced positions.
 
-    If the split is plain text, each sample is a window of window + 1 tokens.
+    If the split is plain text, each sample consists of `window` + 1 consecutive tokens.
     """
     samples = train.samples(window, window + 1)
     count = len(samples)

@@ -98,13 +98,18 @@ def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model whose keys a table shows below the key of a field.
+    """Return the pydantic model of a field, if tables list the model's keys below the field's key.
 
-    This model is the type of the field's value or, if the value is a list, of the list's entries.
+    The model of a field is the type of the field's value or, if the value is a list, the type of
+    the list's entries.
+
+    Args:
+        annotation: the field's type annotation.
 
     Returns:
-        The model. The result is None if the type is not a pydantic model, or if tables show the
-        model as one key, such as a model in NAMED.
+        The model. The result is None if the type is not a pydantic model. The result is also None
+        if tables show the field as a single key, without the model's keys. Examples are fields
+        whose models are in NAMED.
     """
     # The keys of a base are listed once, for the run's own `base`.
     for kind in (annotation, *get_args(annotation)):

@@ -233,9 +233,10 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
     """Yield the unexpected tensors which prove that config.json does not match the checkpoint.
 
     There are two kinds of proof. The first kind is an unexpected tensor, such as a bias, that
-    belongs to a module of the model. The second kind is an unexpected tensor whose name differs
-    only in numbers from the name of a tensor of the model, such as a tensor of an additional layer.
-    All other unexpected tensors are ignored. The buffers of old checkpoints are always ignored.
+    belongs to a module of the model. The second kind is an unexpected tensor whose name would match
+    the name of one of the model's tensors if the numbers in both names were ignored. An example is
+    a tensor of an additional layer. All other unexpected tensors are ignored. The buffers of old
+    checkpoints are always ignored.
     """
     modules = {path for path, _ in model.named_modules() if path}
     patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}

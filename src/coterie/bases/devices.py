@@ -57,10 +57,11 @@ def _device(name: str) -> torch.device:
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:
-    """Assign a base's modules to devices, in order.
+    """Assign a base's modules to devices.
 
-    Each device gets roughly the same number of bytes. An output head that is tied to the embedding
-    is placed on the embedding's device.
+    The first modules of the base are assigned to the first device, the next modules to the second
+    device, and so on. Each device gets roughly the same number of bytes. An output head that is
+    tied to the embedding is placed on the embedding's device.
 
     Args:
         skeleton: The base; its tensors may be on the meta device.

@@ -109,8 +109,8 @@ def load_base(
 
     Args:
         base: A built-in base, a folder, or a name on the Hugging Face hub.
-        precision: Precision of training. If None, the base is used in the stored format, without
-            autocast.
+        precision: Precision of training. If None, the base is used in the format in which it was
+            loaded, without autocast.
         window: Maximum length of samples in tokens.
         root: Folder to which relative paths refer.
         device: Device or devices of the base.

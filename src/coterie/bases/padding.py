@@ -46,8 +46,8 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
     Args:
         mask: (batch, time) bool, False for padding. None if there is no padding.
         goes_on: Whether the forward passes process further samples of the previous pass's batch.
-            If true, modules that store values for each token of a batch append them to the values
-            from the batch's previous passes; see `collected`.
+            If true, a module that stores one row of values for each token of a batch appends its
+            new rows to the rows from the batch's previous passes; see `collected`.
     """
     return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
 

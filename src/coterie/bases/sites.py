@@ -131,9 +131,9 @@ def expert_sites(base: nn.Module) -> dict[str, tuple[nn.Module, MlpShape | None]
         A mapping from the path of each module to a pair of the module and its `MlpShape`. Usually,
         the module is the decoder layer's MLP. If the linear layers of the MLP belong directly to
         the decoder layer (as in OPT), the module is the decoder layer itself. The shape is None if
-        the module is not an MLP of a known shape, but, for example, a mixture of experts, or the
-        state-space block of a decoder layer without an MLP. Experts can be attached beside such a
-        module, but not inside it.
+        the module is not an MLP of a known shape. Examples of such modules are a mixture of
+        experts, and the state-space block of a decoder layer that has no MLP. Experts can be
+        attached beside such a module, but not inside it.
     """
     sites: dict[str, tuple[nn.Module, MlpShape | None]] = {}
     for path, layer in layers(base).items():
@@ -233,8 +233,8 @@ state-space blocks and linear attention."""
 def place_of(path: str) -> str:
     """Return the place of the module at a path.
 
-    A place is a name of a linear layer or block that is the same in all architectures, such as
-    `mlp.up`. If `PLACES` has no entry for a path, the path's last component is the place.
+    A place is an architecture-independent name of a linear layer or block, such as `mlp.up`. If
+    `PLACES` has no entry for a path, the path's last component is the place.
     """
     names = path.split(".")
     if names[-1].startswith("in_proj"):

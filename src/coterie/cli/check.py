@@ -142,8 +142,8 @@ def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]
             continues. If the text is empty, a CoterieError counts as a failure.
 
     Yields:
-        A function that the body can call when the check has passed. The function prints a line
-        with its argument, a text about the result.
+        A function that the body can call when the check has passed. The function takes a text about
+        the check's result, and prints a line with this text.
     """
     try:
         yield lambda text: _line(subject, "ok", text)

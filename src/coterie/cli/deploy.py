@@ -257,7 +257,7 @@ def terms_of(
 
     Returns:
         A pair of the terms and the budget. The terms are None if `run` is None. The budget is None
-        if `epsilon` is None and there is no run file, or its run has no finite budget.
+        if `epsilon` is None and no run file with a finite privacy budget is given.
     """
     if epsilon is not None and math.isnan(epsilon):
         raise CoterieError("--epsilon takes a number, not nan.")

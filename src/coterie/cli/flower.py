@@ -20,10 +20,10 @@ app = typer.Typer(
 
 @app.callback()
 def flower() -> None:
-    """Make `init` a subcommand.
+    """Serve as the app's callback, so that Typer treats `init` as a subcommand.
 
-    This function does nothing. Without a callback, a Typer app that has only one command, and is
-    not part of another app, executes the command without the command's name.
+    The callback has nothing to do, but it must exist. Without a callback, a Typer app that has only
+    one command, and is not part of another app, executes the command without the command's name.
     """
 
 

@@ -273,11 +273,12 @@ def client_app() -> "ClientApp":
 
 
 def answer(site: Site, data: bytes) -> bytes:
-    """Return the reply to an order. The process need not have answered any earlier order.
+    """Execute an order, and return the reply.
 
-    The client's folder stores the most recent order of the kind `join`, which asks the client to
-    join a run. Before an order of any other kind, the stored order is executed again, so that the
-    client continues the run that it has joined.
+    Flower executes each order in a new process. Therefore, the client's folder stores the most
+    recent order of the kind `join`, which asks the client to join a run. Before an order of any
+    other kind, the stored order is executed again, so that the client continues the run that it has
+    joined.
 
     Args:
         site: The client's texts and settings.
@@ -315,8 +316,9 @@ def _flower() -> Iterator[None]:
 def _errors() -> Iterator[None]:
     """Print a CoterieError from the `with` block as one sentence, and raise it again.
 
-    Flower then prints a traceback. As in `coterie.cli.main`, the files that the process creates are
-    readable only by the user of the process.
+    Flower then prints a traceback. In addition, this context manager sets the umask: only the user
+    who runs the process can read the files that the process creates. `coterie.cli.main` sets the
+    same umask.
     """
     os.umask(0o077)
     try:

@@ -94,8 +94,8 @@ def renew(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None
     """Write a new key file for a client, and reject the client's old key at once.
 
     The new key is valid for two years. Replace the old key file on the client's machine with the
-    new one. A running client then continues, unless the server has rejected its old key for more
-    than five minutes; in that case, the client has stopped.
+    new one. A running client continues if you replace the file within five minutes. After five
+    minutes with the old key, the client stops, and must be started again.
 
     For example:
 
@@ -106,7 +106,10 @@ def renew(name: Name, keys: FolderOption = DEFAULT, out: KeyFile = None) -> None
 
 @app.command("list")
 def show(folder: Folder = DEFAULT) -> None:
-    """List the accepted clients and the hosts of the server's certificate, with expiry dates."""
+    """List the accepted clients with their keys' expiry dates, and the server's certificate.
+
+    For the certificate, the hosts and the expiry date are shown.
+    """
     server = _keys()(folder)
     from coterie.analysis.tables import Table
 

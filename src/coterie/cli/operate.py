@@ -47,9 +47,10 @@ def status(
 def expel(run: ServersRun, client: ClientName) -> None:
     """Expel a client from a deployed run, even while the server is running.
 
-    The round in progress is repeated without the client, and the run continues. If a round needs
-    all clients, it now needs all remaining clients. The server discards the method's state for
-    this client; `coterie forget` deletes the client's other data.
+    The round in progress is repeated without the client, and the run continues. In a run whose
+    rounds need all clients, the repeated round and all later rounds need all clients except the
+    expelled clients. The server discards the method's state for this client; `coterie forget`
+    deletes the client's other data.
 
     For example:
 

@@ -108,8 +108,8 @@ def _left_out(quality: Quality) -> None:
     """Print the data fields that the run does not use, and the kinds of files that it skips.
 
     Each line ends with the owners of the records or files, and with a count for each owner. An
-    owner is the part of the run that names the path: a client, the server, the public text, or the
-    section `divide`.
+    owner is the part of the run file that specifies the path of the files: a client, the server,
+    the public text, or the section `divide`.
     """
     for field, counts in sorted(quality.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")

@@ -29,8 +29,9 @@ def compare_vocabularies(
         most: The maximum number of tokens to list for each direction (A to B, and B to A). The list
             begins with the token that differs most from its nearest token in the other vocabulary.
         json: The file to write the results to, if any.
-        cache: Whether to load the map of each direction, which contains the nearest tokens, from
-            the cache if it is there, and to save it there otherwise.
+        cache: Whether to use the cache of maps. There is a map for each direction, which assigns to
+            each token the nearest token in the other vocabulary. If `cache` is true, maps that the
+            cache contains are loaded, and maps that it lacks are computed and then saved there.
     """
     a, b = read_vocabulary(tokenizer_a), read_vocabulary(tokenizer_b)
     terminal.say(
@@ -126,9 +127,9 @@ def _short(token: str) -> str:
 def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> Table:
     """Return a table of special tokens, with a row per role (such as `bos`).
 
-    A row contains the ids of the role's token in A and in B. For each map, the row also contains
-    the id of the role's token in the map's source vocabulary, and the id of the token in the other
-    vocabulary to which the map sends this token.
+    A row contains the ids of the role's token in A and in B. For each map, the row also contains a
+    pair of ids. The first is the id of the role's token in the map's source vocabulary. The second
+    is the id of the token that the map assigns to this token in the other vocabulary.
 
     Args:
         a: The first vocabulary.

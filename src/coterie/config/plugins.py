@@ -188,7 +188,7 @@ def plugin_for(key: str) -> Plugin | None:
 
 
 def check_plugins(where: str, recorded: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise CoterieError if a plugin with which a run began is not loaded, or has changed.
+    """Raise CoterieError if a plugin of a run is not loaded, or has changed since the run began.
 
     Args:
         where: The beginning of the error message, such as "The run in FOLDER".

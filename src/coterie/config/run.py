@@ -84,17 +84,18 @@ class RunConfig(Sections[Method]):
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
     def turn(self, exchange: int) -> tuple[int, str]:
-        """Return the method's exchange and the phase to which an exchange of the run belongs.
+        """Find the method's exchange, and the phase within it, for an exchange of the run.
 
-        The run counts each phase of an exchange of the method as an exchange of its own; see
+        The method and the run count exchanges differently. An exchange of the method consists of
+        one or more phases. The run counts each of these phases as a separate exchange; see
         `phases`.
 
         Args:
-            exchange: The number of the exchange of the run; the first is 0.
+            exchange: The number of the run's exchange, counted from 0.
 
         Returns:
             A pair. The first item is the number of the method's exchange, counted from 0. The
-            second item is the phase of the method's exchange.
+            second item is the name of the phase.
         """
         number, phase = divmod(exchange, len(self.phases))
         return number, self.phases[phase]
@@ -113,8 +114,8 @@ class RunConfig(Sections[Method]):
     def budgets(self) -> list[Budget]:
         """A list with one privacy budget for each noise mechanism of the run.
 
-        The noise mechanisms are the method's own, if it has one, and those of the transforms. The
-        run spends all of these budgets on every client.
+        The noise mechanisms are those of the transforms and, if the method itself adds noise, the
+        method's noise mechanism. The run spends all of these budgets on every client.
         """
         exchanges = self.method.exchanges(self.rounds)
         budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
@@ -287,9 +288,10 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
 
     Args:
         values: The data of a run file. The values of `method`, of `evaluation.metric` and of the
-            items of `aggregation.transforms` may also be objects. The class of such a method or
-            transform need not be registered. The class of such a metric is registered by this
-            function if necessary, because scores and tables look up metrics by name.
+            items of `aggregation.transforms` may also be objects. The class of a method or
+            transform that is given as an object need not be registered. If a metric is given as an
+            object, this function registers the metric's class if necessary, because scores and
+            tables look up metrics by name.
 
     Raises:
         CoterieError: The data are invalid; the message names the first mistake.

@@ -65,8 +65,9 @@ def refuse_control(items: Iterable[Any], tokens: re.Pattern[str], owner: str) ->
     Args:
         items: Documents or samples.
         tokens: A pattern of all control tokens.
-        owner: The words with which an error about a document begins, such as "Client anna: its
-            train text".
+        owner: The beginning of the error message if the item is a document, such as "Client anna:
+            its train text". If the item is a sample, the message begins with the sample's `where`,
+            the location from which the sample was read.
 
     Raises:
         CoterieError: A text contains a control token.

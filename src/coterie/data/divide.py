@@ -62,11 +62,11 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
 
     With `by: label` or `by: mixture`, there is one client per label, named after the label. With
     `by: even` or `by: dirichlet`, the clients are named client-1, client-2, and so on. With
-    `by: mixtures`, the run file sets each client's name and label shares. A share is a fraction of
-    the client's characters in plain text, and of its samples otherwise. No record is used twice,
-    except that all clients of an even division have the same validation and test splits. In other
-    divisions, the data set's own validation and test splits (if any) are divided label by label, in
-    proportion to the clients' training records, or equally with `held_out: uniform`.
+    `by: mixtures`, the run file sets each client's name and label shares. In plain text, shares are
+    fractions of the client's characters; in other data, they are fractions of the client's samples.
+    No record is used twice, except that all clients of an even division have the same validation
+    and test splits. In other divisions, the data set's own validation and test splits are divided
+    label by label, in proportion to clients' training records, or equally (`held_out: uniform`).
 
     Args:
         spec: The run file's section `divide:`.
@@ -133,7 +133,7 @@ def _pools(records: Records) -> Pools:
 
 
 def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int]:
-    """Take from the pools a public set with the label shares of all clients' texts combined."""
+    """Take a public set from the pools; its label shares equal those of all clients together."""
     if not spec.public:
         return []
     mixtures: list[Mapping[str, float]]
@@ -166,7 +166,7 @@ def _divide_split(
         records: The labelled training records, to which the indices in `train` refer.
 
     Returns:
-        The texts or items of each client.
+        For each client, the documents or samples of the split that the client receives.
     """
     counts = [Counter(records[number][0] for number in part) for part in train]
     parts: list[list[int]] = [[] for _ in train]
@@ -185,12 +185,12 @@ def _divide_evenly(
     fractions: Mapping[str, float],
     predefined: Mapping[str, Records],
 ) -> Division:
-    """Divide shuffled items into equal parts for the clients and the public set.
+    """Divide the shuffled records into equal parts for the clients and the public set.
 
     Each client receives one part, and so does the public set if there is one. Further parts (see
-    `divide.parts`) and leftover items are unused. As in FedMKT, all clients have the same
+    `divide.parts`) and leftover records are unused. As in FedMKT, all clients have the same
     validation split and the same test split. These are the splits in `predefined`. For a split that
-    is missing there, a fraction of all items is set aside before the division.
+    is missing there, a fraction of all records is set aside before the division.
     """
     items = [item for _, item in records]
     held = {split: [item for _, item in given] for split, given in predefined.items()}
@@ -367,9 +367,9 @@ Mixtures = Sequence[Mapping[str, float]]
 
 
 def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """Return the largest size that all clients' texts can have before a label runs out of records.
+    """Return the largest common size of clients' texts for which each label has enough records.
 
-    All texts have this size, the sum of the `lengths` of their records. A sample has the length 1.
+    The size of a text is the sum of its records' `lengths`, in which a sample counts as 1.
     """
     sizes: list[float] = []
     for label, pool in pools.items():

@@ -98,12 +98,12 @@ class Examples:
 
     @property
     def questions(self) -> tuple[Instruction | Conversation, ...]:
-        """All samples as text, because each sample has a right answer."""
+        """The samples that have a right answer, as text: in this split, all samples."""
         return self.items
 
     @property
     def beginnings(self) -> "Examples":
-        """All samples, because the model reads each sample on its own, without preceding text."""
+        """The samples that the model reads without preceding text: in this split, all samples."""
         return self
 
     @property
