@@ -116,7 +116,7 @@ class Examples:
         return self
 
     def samples(self, window: int, step: int) -> "Examples":
-        """Return the split itself. Batches consist of whole samples, regardless of the window."""
+        """Return the split itself, because batches consist of whole samples, not of windows."""
         return self
 
     def without(self, taken: Tensor, window: int) -> "Examples":
@@ -140,7 +140,7 @@ class Examples:
         return {"samples": len(self), "too_long": self.too_long, **cut}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the samples as text, for the search for duplicates."""
+        """Return the split's samples as text for the search for duplicates; ignore `items`."""
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
@@ -167,7 +167,7 @@ class Examples:
         return prompts
 
     def measured(self, scorer: "Scorer") -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses and generated answers, and the number of samples."""
+        """Return losses and generated answers of the scorer's model, and the number of samples."""
         rows, other_owners = with_choices(scorer.base, self, scorer.window)
         nats, count = scorer.losses(rows, scorer.batch), len(self)
         has_choices = [bool(item.choices) for item in self.items]

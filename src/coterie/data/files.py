@@ -105,7 +105,12 @@ class Record:
 
 
 def resolve(root: Path, source: str) -> Path:
-    """Return the absolute path of a source. A relative path in a run file is relative to `root`."""
+    """Return the absolute path of a file or folder that a run file names.
+
+    Args:
+        root: The folder to which relative paths refer.
+        source: The path in the run file. A leading `~` stands for the user's home folder.
+    """
     return root / expanded(source)
 
 
@@ -141,7 +146,7 @@ def find_files(path: Path, owner: str) -> list[Path]:
 
 
 def skipped_files(path: Path, owner: str) -> Counter[str]:
-    """Count the files of a folder that `find_files` skips.
+    """Count the files that `find_files` skips in a folder.
 
     Returns:
         A counter with the number of skipped files for each suffix. It also contains the numbers of

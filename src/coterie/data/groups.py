@@ -44,8 +44,8 @@ class GroupBatch:
     def read(self) -> Batch:
         """The samples with the best answers, one per item.
 
-        The model reads only these samples if something other than the batch's loss is computed,
-        such as logits.
+        Computations of anything other than the batch's loss, such as logits, pass only these
+        samples to the model.
         """
         return self.rows.only(firsts(self.sizes))
 
@@ -135,7 +135,10 @@ class Groups:
 
     @property
     def beginnings(self) -> Examples:
-        """The samples with the best answers, one per item. Each sample is a separate text."""
+        """The samples with the best answers, one per item.
+
+        The model reads each of these samples as a separate text, from its beginning.
+        """
         return self.best
 
     @property
@@ -155,7 +158,7 @@ class Groups:
         return self
 
     def samples(self, window: int, step: int) -> Self:
-        """Return the split itself. Batches consist of whole items, regardless of the window."""
+        """Return the split itself, because batches consist of whole items, not of windows."""
         return self
 
     def without(self, taken: Tensor, window: int) -> Self:
@@ -175,7 +178,7 @@ class Groups:
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the items as text, for the search for duplicates."""
+        """Return the split's items as text for the search for duplicates; ignore `items`."""
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
@@ -206,7 +209,11 @@ class Groups:
         return self.rows.batch(rows_of(self.sizes, chosen)), self.sizes[chosen]
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses on the items, and further values; see `Split.measured`."""
+        """Evaluate the scorer's model on the items.
+
+        Returns:
+            The losses on the items; and a mapping of names to further values for reports.
+        """
         raise NotImplementedError
 
 

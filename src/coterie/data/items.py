@@ -159,8 +159,8 @@ class Ranking:
     def content(self) -> tuple[str, ...]:
         """The texts that the record contains, without the words that a template adds.
 
-        The first texts are the content of the prompt with the best answer. Each of the other
-        answers follows as one more text.
+        The tuple begins with the texts in `answers[0].content`, which come from the prompt and the
+        best answer. Every other answer follows as one more text.
         """
         return (*self.answers[0].content, *(item.answer for item in self.answers[1:]))
 

@@ -76,7 +76,8 @@ def _samples(
 
     The pieces of all sources must be converted to items in one call, because an item's choices
     (possible answers) are by default the distinct answers of all pieces in the call. If the answer
-    is the label, the pieces of a single source contain only one answer.
+    is the label, all pieces of one source have the same answer. A separate call for each source
+    would therefore find only one possible answer.
     """
     samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}
@@ -95,11 +96,11 @@ def _samples(
 
 
 def _sources(spec: DivideSpec) -> dict[str | None, SourceSpec]:
-    """Return the source of each label, sorted by label.
+    """Return a mapping from each label to the source of its records, in the order of the labels.
 
-    If the run file gives a single source for all labels, the result contains only this source. Its
-    key is "" in an even division, which does not need labels. In any other division, its key is
-    None, because each record contains its own label.
+    If the run file gives a single source for all labels, the mapping contains only this source. The
+    key of this source is "" in an even division, which does not need labels. In any other division,
+    the key is None, because each record contains its own label.
     """
     if isinstance(spec.source, str):
         label = "" if spec.by == "even" else None

@@ -102,9 +102,10 @@ def _is_near(a: Hashes, b: Hashes, held: Callable[[Hashes], NDArray[numpy.int64]
     Boilerplate is text that many unrelated records share, such as a header. Two parts whose shared
     text is boilerplate are not near duplicates. To recognise boilerplate, the function considers
     all other records that contain the shared text. For each shingle that only one of the two parts
-    contains, it estimates the share of these records that contain the shingle. If the mean share is
-    below `AGREEING`, the records are unrelated, and the shared text is boilerplate. Otherwise, the
-    records are edited copies of one text. Text in at most `FEW` records is never boilerplate.
+    contains, it estimates which fraction of these other records contain the shingle. If the mean
+    fraction is below `AGREEING`, all records with the shared text are taken to be unrelated, and
+    the shared text is boilerplate. Otherwise, these records are taken to be edited copies of one
+    text. Text in at most `FEW` records is never boilerplate.
 
     Args:
         a: The shingles of a part.

@@ -298,7 +298,15 @@ def find_copies(
 def _near(
     items: Mapping[str, Item], progress: Progress = lambda done, of: None
 ) -> defaultdict[str, list[str]]:
-    """Return the near duplicates of each text. The argument `items` maps texts to items."""
+    """Return a mapping from each text to the other texts that are near duplicates of it.
+
+    A text without near duplicates is mapped to an empty list.
+
+    Args:
+        items: A mapping from each text to an item with this text. The near duplicates are searched
+            for among these texts.
+        progress: A callback that receives the number of compared texts and the total number.
+    """
     texts = list(items)
     near: defaultdict[str, list[str]] = defaultdict(list)
     for a, b in near_pairs(list(map(own_texts, items.values())), progress):

@@ -55,7 +55,11 @@ class Limits(ClientLimits):
 
 
 class Fractions(Spec):
-    """The fractions of the characters, or of the samples, set aside for validation and test."""
+    """The fractions of the data that are set aside for validation and for test.
+
+    They are fractions of the number of characters for plain text, and of the number of samples for
+    other kinds of data.
+    """
 
     validation: float = Field(default=0.1, gt=0, lt=1)
     """fraction set aside for validation"""
@@ -238,9 +242,10 @@ class DataSpec(Spec):
         """The class that declares the properties of the selected kind of data as class variables.
 
         An example of a class variable is `compares`, which tells whether the loss compares answers.
-        For a built-in kind, this is the class of the kind's settings, such as `PreferenceSpec`,
-        which can be imported without torch. Its subclass in `data/kinds/` reads and encodes the
-        records. For any other kind, this class itself reads and encodes the records.
+        For a built-in kind, the declaring class is the class of the kind's settings, such as
+        `PreferenceSpec`. The settings' class can be imported without torch, and a subclass of it in
+        `data/kinds/` reads and encodes the records. For any other kind, the declaring class itself
+        reads and encodes the records.
         """
         if isinstance(self.kind, KindSpec):
             return DATA_KINDS.get(self.kind.name)

@@ -47,10 +47,11 @@ class AnyBatch(Protocol):
 
     @property
     def read(self) -> Batch:
-        """The samples that the model reads if something other than the batch's loss is computed.
+        """The samples to pass to the model for computations other than the batch's loss.
 
-        An example is the computation of logits. For pairs of answers, these are only the samples
-        with the chosen answers. For all other built-in kinds of data, these are all samples.
+        An example is the computation of logits. For pairs of answers, the value contains only the
+        samples with the chosen answers. For all other built-in kinds of data, it contains all
+        samples.
         """
         ...
 
@@ -149,8 +150,8 @@ class Split(Scored, Protocol):
     def beginnings(self) -> Examples | None:
         """The samples, each of which is a separate text that the model reads from its beginning.
 
-        For pairs of answers, these are the samples with the chosen answers. None for a stream,
-        which the model reads as one text.
+        For pairs of answers, the value contains only the samples with the chosen answers. For a
+        stream, the value is None, because the model reads a stream as one text.
         """
         ...
 
@@ -219,13 +220,14 @@ class Split(Scored, Protocol):
         ...
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the texts or items that are searched for duplicates.
+        """Return the content of the split as text, for the search for duplicates.
 
         Args:
-            items: The documents or items from which the split was encoded.
+            items: All items from which the split was encoded. Items of plain text are documents.
 
         Returns:
-            The part of `items` that the split contains.
+            The items that the split contains. Long items are cut into smaller items: documents into
+            pieces, and conversations that exceed the window into samples.
         """
         ...
 

@@ -57,7 +57,17 @@ def epoch_batch(
 def _in_epochs(
     count: int, batch: int, number: int, chance: Callable[[int], torch.Generator]
 ) -> Tensor:
-    """Return the indices of the samples in batch `number` of the concatenated epochs."""
+    """Return the indices of the samples in the batch with a given number.
+
+    The sample orders of all epochs are joined into one sequence, which is cut into batches.
+
+    Args:
+        count: The number of samples per epoch.
+        batch: The number of samples per batch.
+        number: The number of the batch, counted from 0 at the start of the first epoch.
+        chance: A function that maps the number of an epoch to the generator of the epoch's random
+            order.
+    """
     first = number * batch
     epochs = range(first // count, (first + batch - 1) // count + 1)
     order = torch.cat([torch.randperm(count, generator=chance(epoch)) for epoch in epochs])

@@ -163,7 +163,7 @@ class Worker:
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
         """Return a reply that refuses to join a run.
 
-        If `LEAVES` contains the fault, the client leaves the run. Otherwise, it awaits more orders.
+        If `LEAVES` contains the fault, the client then stops. Otherwise, it waits for more orders.
 
         Args:
             order: The server's order to join the run.
@@ -331,7 +331,7 @@ class SiteRun:
         Args:
             round: The round of the server's order.
             digest: The digest of the download; empty for the download after the last round.
-            began: The time at which this part began, in seconds of the monotonic clock.
+            began: The time at which the client began its part, in seconds of the monotonic clock.
             files: The contents of files to save with the state.
         """
         self.part.keep_items(self.folder.keep_items)

@@ -101,8 +101,8 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
 
     The line was recorded for another client or for the whole run. Only a value that is a mapping
     with clients' names as keys can contain values about `client`. A line with test scores is
-    returned unchanged, because the keys of its value are names of metrics, which a client's name
-    could equal by chance.
+    returned unchanged. The keys of its value are names of metrics, and a client could by chance
+    have the same name as a metric.
     """
     if line["name"].startswith(TEST):
         return {**line}

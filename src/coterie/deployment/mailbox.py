@@ -26,7 +26,7 @@ MiB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MailboxServing(Serving):
-    """The keys, the addresses and the display of a server with a mailbox.
+    """The network of a server with a mailbox, and the callbacks that display the server's run.
 
     Clients connect to the server to fetch orders from the mailbox and to put replies into it.
     """

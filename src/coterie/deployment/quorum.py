@@ -58,11 +58,12 @@ class Quorum:
         return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
 
     def missing(self) -> str:
-        """Return words for the clients that the server needs before it can begin a round.
+        """Return text that tells which clients the server waits for before it can begin a round.
 
-        The words are the names of the run's remaining clients that are not ready. If clients that
-        the run file does not list may join, or if all remaining clients are ready, the words give
-        only the number of clients that are missing.
+        The text names the clients that are not ready, except clients that have stopped training
+        early or have been expelled. In two cases, the text gives only the number of clients that
+        are missing: if clients that the run file does not list may join, or if there is no client
+        to name.
         """
         ready = self.ready()
         stopped = {name for name, seat in self.seats.items() if seat.stopped}

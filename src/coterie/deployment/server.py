@@ -120,7 +120,7 @@ class ServerRun(ServerPart):
         return members
 
     def _count(self, members: list[str]) -> Message | None:
-        """Wait until enough uploads are valid. Return their mean; None if a client is expelled."""
+        """Wait for enough valid uploads and return their mean, or None if a client is expelled."""
         uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
             uploads.require(self.round, self.waiting)
@@ -152,7 +152,7 @@ class ServerRun(ServerPart):
         return not self.leaving
 
     def _settle(self, mean: Message) -> int:
-        """Pass the mean to the method to end the round; return the number of accepted uploads."""
+        """End the round with the mean of its uploads, and return the number of accepted uploads."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
             self._note(f"round {self.round + 1}: {name} was excluded")

@@ -43,7 +43,7 @@ class Site:
     """The device that the base runs on, as in a run file."""
 
     def config(self, order: Order) -> RunConfig:
-        """Return the run described by an order to join, adapted to this client.
+        """Return the run that an order to join describes, after adapting the run to this client.
 
         This client is the only client in the returned run. Every path in the returned run was set
         on this machine, not by the server.

@@ -31,10 +31,14 @@ log = logging.getLogger("coterie")
 
 @dataclass(frozen=True)
 class Serving(ABC):
-    """The network, the display, the monitoring address and the log format of a server."""
+    """The network of a server, and the callbacks that display the server's run.
+
+    The class also contains the address for monitoring and the format of the log. A subclass
+    implements `link`, which connects the server with its clients.
+    """
 
     watch: ServerWatch
-    """The display of the run."""
+    """The callbacks that display the run."""
     metrics: str | None = None
     """The address that serves /health and /metrics, HOST:PORT; None: they are not served."""
     log_format: logging.Formatter | None = None
@@ -70,7 +74,7 @@ def serve(config: RunConfig, out: Path, serving: Serving, without: Sequence[str]
     Args:
         config: The run.
         out: The run folder.
-        serving: The network and the display.
+        serving: The network of the server, and the callbacks that display the run.
         without: The names of clients that must not take part, even if they have a key.
 
     Raises:
@@ -110,13 +114,13 @@ def serve_again(
 
     Args:
         out: The run folder.
-        serving: The network and the display.
+        serving: The network of the server, and the callbacks that display the run.
         from_round: The number of complete rounds after which to resume the run. There must be a
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.
         without: The names of clients to expel.
-        update: A run whose section `deployment` and `device` replace those of the resumed run. The
-            other settings of `update` are ignored. None: no changes.
+        update: A run whose section `deployment` and key `device` replace the resumed run's section
+            and key. The other settings of `update` are ignored. None: no changes.
 
     Raises:
         CoterieError: The run cannot be resumed.

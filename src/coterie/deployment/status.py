@@ -107,7 +107,7 @@ class Monitor:
         title: A description of the run.
         rounds: Number of rounds of the run.
         folder: The run folder.
-        watch: The display.
+        watch: The callbacks that display the run.
     """
 
     def __init__(self, title: str, rounds: int, folder: RunFolder, watch: ServerWatch) -> None:

@@ -168,8 +168,9 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
 
     A conversation of more than window + 1 tokens is cut into several samples. Each sample consists
     of the system prompt, if there is one, and of consecutive exchanges. An exchange consists of
-    user turns and the assistant's answers to these turns. If an exchange does not fit into a sample
-    on its own, the exchange is left out. `Examples.too_long` is the number of exchanges left out.
+    user turns and the assistant's answers to these turns. An exchange is left out if it is too long
+    even for a sample that consists only of the system prompt and this exchange. The field
+    `Examples.too_long` is the number of exchanges that were left out.
 
     Raises:
         CoterieError: No sample is left.

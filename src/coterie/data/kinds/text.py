@@ -92,7 +92,7 @@ class Tokens:
         """Cut the documents into pieces, and return the pieces that are compared for duplicates.
 
         Blank pieces are left out. If the split has a maximum number of tokens, the stream ends
-        there. Pieces that are not completely in the stream are left out, too.
+        after this number of tokens. Pieces that are not completely in the stream are left out, too.
 
         Args:
             items: The documents from which the stream was encoded.
@@ -113,7 +113,7 @@ class Tokens:
         yield self.ids.numpy().tobytes()
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return a model's losses on the disjoint windows of the stream.
+        """Return the losses of the scorer's model on consecutive windows of the stream.
 
         The first token of the stream is predicted from the base's context token, which is the
         beginning-of-text token or, if there is none, the end-of-text token. The first token of
@@ -138,7 +138,10 @@ class FewWindows:
     """Always 0, because the UTF-8 bytes of the windows are not counted."""
 
     def measured(self, scorer: Scorer) -> tuple[Measured, dict[str, float]]:
-        """Return a model's total loss on all windows, as the loss of a single item."""
+        """Return the total loss of the scorer's model on all windows.
+
+        The result contains a single loss, as if all windows together were one item.
+        """
         losses = [scorer.token_losses(part) for part in self.batch.split(scorer.batch)]
         nats = torch.cat(losses).sum(dtype=torch.float64)
         return Measured(nats[None], torch.tensor([self.batch.terms])), {}
