@@ -55,8 +55,9 @@ def parse_json(text: str | bytes, *, missing: bool = False) -> Any:
 
     Args:
         text: A JSON document.
-        missing: Whether to return None for NaN and infinity, which are not valid JSON. By default,
-            NaN and infinity are returned as floats.
+        missing: Whether to treat every NaN or infinity in the document as a missing value, and to
+            replace it with None in the result. By default, NaN and infinity are parsed as floats,
+            although they are not valid JSON.
 
     Raises:
         ValueError: The text is not JSON, is too deeply nested, or contains an integer with too many
@@ -172,7 +173,7 @@ class LogFile(RotatingFileHandler):
         return append_to(Path(self.baseFilename))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a write to the log file that fails, for example because the disk is full.
+        """Ignore a failed write to the log file, for example when the disk is full.
 
         The terminal still shows the log record.
         """
@@ -247,9 +248,12 @@ def append_line(path: Path, line: str) -> None:
 
 
 def link(path: Path, new: Path) -> None:
-    """Create a hard link to a file that is never modified.
+    """Create a hard link to an existing file, or copy the file if hard links are not supported.
 
-    If hard links are not supported, the file is copied.
+    Args:
+        path: The existing file. It must never be modified afterwards, because the link would change
+            too.
+        new: The path of the link or copy to create.
     """
     with writing(new):
         try:

@@ -177,7 +177,8 @@ class Monitor:
         """Display all clients' status; write the status file if it is older than `SAVE_SECONDS`.
 
         Args:
-            seats: The seat of each client.
+            seats: The server's record of each client's connection, last reply and current order,
+                keyed by the client's name.
             working: The clients that have not replied to their current order.
         """
         status = self.status
@@ -209,7 +210,12 @@ class Monitor:
 
 
 def state_of(seat: Seat, is_working: bool) -> State:
-    """Return the state of a client."""
+    """Return the state of a client for the display.
+
+    Args:
+        seat: The server's record of the client's connection, last reply and current order.
+        is_working: Whether the client has not replied to its current order.
+    """
     if seat.present is None:
         return "away"
     if not seat.joined:
@@ -228,11 +234,12 @@ def named(names: Collection[str]) -> str:
 
 
 def awaited_uploads(names: Collection[str], seconds: float) -> str:
-    """Return words that state which clients' uploads are missing, and the round's deadline.
+    """Return a text that names the clients whose uploads are missing, and the round's deadline.
 
     Args:
         names: The names of the clients whose uploads are missing.
-        seconds: The time until the deadline, which may have passed.
+        seconds: The number of seconds until the round's deadline. It is zero or negative if the
+            deadline has passed.
     """
     uploads = f"the {'upload' if len(names) == 1 else 'uploads'} of {named(names)}"
     deadline = datetime.now() + timedelta(seconds=seconds)

@@ -150,7 +150,8 @@ class Clients(ABC):
         A client that diverges returns to the state that it had before the exchange.
 
         Args:
-            round: The number of the exchange; the first is 0.
+            round: The number of the exchange in the run; the first is 0. It is not the number of
+                the round if a round consists of several exchanges.
             names: The clients of the exchange.
             download: A function that returns the server's download for a client.
             lost: The clients whose last upload was not accepted.
@@ -166,7 +167,8 @@ class Clients(ABC):
         """Let every client apply the download after the last exchange.
 
         Args:
-            round: The number of the last exchange.
+            round: The number of the last exchange in the run; the first exchange is 0. It is not
+                the number of the round if a round consists of several exchanges.
             download: A function that returns the server's download for a client.
             lost: The clients whose last upload was not accepted.
         """

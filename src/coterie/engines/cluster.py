@@ -33,9 +33,9 @@ Its path must be short, because a socket's path has at most 107 bytes on Linux.
 def set_variables(address: str | None) -> None:
     """Set the environment variables that Ray reads when it is imported.
 
-    An instance of Ray that this process starts then listens only on the loopback interface, and
-    accepts only connections that present `TOKEN`. If the user has set RAY_AUTH_MODE, `TOKEN` is not
-    used, and Ray follows the user's own settings for authentication.
+    If this process starts an instance of Ray, the variables make the instance listen only on the
+    loopback interface and accept only connections that present `TOKEN`. If the user has set
+    RAY_AUTH_MODE, `TOKEN` is not used, and Ray follows the user's own settings for authentication.
 
     Args:
         address: The address of the cluster to use; None: this process starts Ray.
@@ -134,7 +134,7 @@ def places(threads: int, gpus: float) -> int:
 def share(device: Device, asked: float | None) -> tuple[float, Device]:
     """Return the number of GPUs of each worker, and the device that a worker uses.
 
-    A worker sees only its own GPUs, which are cuda:0, cuda:1 and so on there.
+    A worker sees only its own GPUs. In the worker's process, they are numbered from cuda:0.
 
     Args:
         device: The run's `device`.

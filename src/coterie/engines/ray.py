@@ -213,12 +213,12 @@ class Pool:
         self._begun = time.monotonic()
 
     def answers(self, orders: Iterable[Order]) -> Iterator[Answer]:
-        """Let workers execute orders.
+        """Let workers execute orders to clients, and yield the clients' answers.
 
         At most two orders per worker are pending, so that downloads do not fill the memory.
 
         Yields:
-            The answers, in the order of `orders`.
+            The answers, in the same sequence as their orders in `orders`.
         """
         source, answers = iter(enumerate(orders)), dict[int, Answer]()
         pending = dict(islice(source, 2 * self.size))
@@ -302,16 +302,16 @@ class Worker:
         device: Device,
         texts: "list[ray.ObjectRef[Any]]",
     ) -> None:
-        """Load plugins and the clients' data; each base is loaded when it is first needed.
+        """Load the plugins and all clients' data. Each base is loaded when it is first needed.
 
         Args:
             values: The data of the run file.
             plugins: The file and the hash of each plugin, as in `RunConfig.plugins`.
             threads: The number of threads.
             device: The device on which bases are loaded.
-            texts: A list whose only item is a reference to a mapping from clients' names to their
-                data. Inside a list, Ray does not resolve the reference, so that the plugins are
-                loaded before the data are unpickled.
+            texts: A list whose only item is a Ray reference to a mapping from each client's name
+                to the client's data, a `Participant`. Without the list, Ray would unpickle the data
+                before it calls this method, and the plugins would not be loaded yet.
         """
         for plugin in plugins.values():
             load_plugin(plugin["file"], expected=plugin["sha256"])

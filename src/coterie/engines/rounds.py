@@ -97,7 +97,8 @@ class Rounds(ServerPart, Generic[C]):
         """Execute an exchange: download, training, upload and aggregation.
 
         Args:
-            round: The number of the exchange; the first is 0.
+            round: The number of the exchange in the run; the first is 0. It is not the number of
+                the round if a round consists of several exchanges.
             names: The clients of the exchange.
 
         Raises:
@@ -133,7 +134,12 @@ class Rounds(ServerPart, Generic[C]):
         self.close(mean, self.uploads.counted)
 
     def _round(self, round: int, names: Sequence[ClientId]) -> None:
-        """Execute an exchange, score models if evaluation is due, and write a checkpoint."""
+        """Execute an exchange, score models if evaluation is due, and write a checkpoint.
+
+        Args:
+            round: The number of the exchange in the run, as in `exchange`.
+            names: The clients of the exchange.
+        """
         began = time.monotonic()
         self.recorder.round = round
         self.exchange(round, names)
@@ -163,7 +169,8 @@ class Rounds(ServerPart, Generic[C]):
         """Return the clients that have not stopped training early.
 
         Args:
-            rounds: The number of exchanges of the run that are complete.
+            rounds: The number of complete exchanges in the run. It is greater than the number of
+                complete rounds if a round consists of several exchanges.
         """
         if self.config.evaluation.patience is None:
             return self.names
@@ -222,7 +229,8 @@ def score_summary(config: RunConfig, round: int, entries: list[dict[str, Json]])
 
     Args:
         config: The run.
-        round: The number of the exchange; the first is 0.
+        round: The number of the exchange in the run; the first is 0. It is not the number of the
+            round if a round consists of several exchanges.
         entries: The metrics that were recorded in the exchange.
 
     Returns:

@@ -138,9 +138,9 @@ class ClientPart:
         return upload
 
     def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
-        """Answer the download of a phase that a transform added to the run; return the upload.
+        """Apply a download and return the client's upload, in a phase without training.
 
-        The client does not train in this phase.
+        Every phase without training was added to the run by an aggregation transform.
         """
         self.log(self.name, metric.BYTES_DOWN, len(download))
         self.transforms.receive(self.schema.receive("down", download), exchange)

@@ -106,7 +106,8 @@ class ServerPart:
         """Score the server's model after an exchange, if there is a model and evaluation is due.
 
         Args:
-            round: The number of the exchange; the first is 0.
+            round: The number of the exchange in the run; the first is 0. It is not the number of
+                the round if a round consists of several exchanges.
             last: Whether the run ends with this exchange, for example because all clients have
                 stopped early. Evaluation is then always due.
         """

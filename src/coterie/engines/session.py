@@ -89,7 +89,7 @@ class Session:
         return self._federations[key]
 
     def floor(self, config: RunConfig) -> dict[str, Any]:
-        """Return the scores of a model that always gives the commonest answer (the floor).
+        """Return the floor: the scores of a model that always gives the commonest answer.
 
         For each client of this session, the model answers every test question with the commonest
         answer in the client's training data. The scores have the format of `RunFolder.outcome`.

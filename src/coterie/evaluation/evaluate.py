@@ -110,14 +110,14 @@ class ModelScorer:
     """The maximum number of tokens of a generated answer, or None to generate no answers."""
 
     def losses(self, rows: Examples, batch: int) -> Tensor:
-        """Return the total loss of each sample's answers in nats, as a float64 tensor.
+        """Return the total loss of each row, in nats, over the tokens of the row's answers.
 
         Args:
-            rows: The samples, which are prompts with answers, or conversations.
-            batch: The number of samples per forward pass, used instead of the attribute `batch`.
+            rows: The tokenised samples. A row is a prompt with its answer, or a conversation.
+            batch: The number of rows per forward pass, used instead of the attribute `batch`.
 
         Returns:
-            A tensor shaped (samples,).
+            A float64 tensor with one loss per row, shaped (rows,).
         """
         return answer_losses(self.base, self.model, rows, batch)
 
@@ -185,14 +185,16 @@ def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float |
 def mean_loss(base: Base, model: PreTrainedModel, batch: AnyBatch, at_once: int) -> float:
     """Return a model's mean loss on a batch.
 
-    If the batch consists of items with several answers, such as preference pairs, the loss is a
-    preference loss, such as the DPO loss, and the mean is over the items. Otherwise, the loss is
-    the cross-entropy, and the mean is over the tokens that count for the loss.
+    For windows of a stream of text and for samples with one answer, the loss is the cross-entropy,
+    and the mean is over the tokens that count for the loss. For prompts with several answers, such
+    as preference pairs, the loss is a preference loss, such as the DPO loss, and the mean is over
+    the prompts.
 
     Args:
         base: The base of the model.
         model: The model.
-        batch: Samples of any kind of data.
+        batch: Windows of a stream of text, samples with one answer, or prompts with several
+            answers.
         at_once: The number of samples per forward pass.
     """
     with autocast(base.precision, base.device.type):

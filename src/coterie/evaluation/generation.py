@@ -202,7 +202,20 @@ def _decode(
     limit: int,
     markers: Sequence[str],
 ) -> list[str]:
-    """Decode one batch of prompts greedily, left-padded to the longest prompt."""
+    """Generate an answer to each prompt by greedy decoding, in one batch.
+
+    Shorter prompts are padded on the left to the length of the longest prompt.
+
+    Args:
+        base: The base of the model, which provides the tokenizer.
+        model: The model.
+        prompts: The token ids of each prompt, as a tensor shaped (time,).
+        limit: The maximum number of tokens of an answer.
+        markers: Texts that end an answer, in addition to the tokenizer's end token.
+
+    Returns:
+        The text of each answer, without the token or marker that ended it.
+    """
     if limit < 1:
         return [""] * len(prompts)
     tokenizer = base.tokenizer

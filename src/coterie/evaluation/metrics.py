@@ -76,10 +76,10 @@ class Metric:
         raise NotImplementedError
 
     def sums(self, items: Mapping[str, Sequence[float | None]]) -> Sequence[Sequence[float]]:
-        """Return the numerators and denominators of the metric's mean, for a bootstrap.
+        """Return the items' numerators and denominators, from which the metric is computed.
 
-        A bootstrap resamples the items, and divides the sum of the numerators by the sum of the
-        denominators.
+        The metric's mean is the sum of the numerators, divided by the sum of the denominators. A
+        bootstrap resamples the items and computes both sums again.
 
         Args:
             items: A mapping of names to lists with one value per item, as stored in the run folder.

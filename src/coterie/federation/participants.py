@@ -65,8 +65,8 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            A mapping with the digest of the data (`data`), and with the number of tokens and the
-            `Split.counts` of each split. If known, the records per label are counted (`labels`).
+            A mapping with the digest of the data (`data`), and each split's number of tokens and
+            `Split.counts`. If the attribute `labels` is not None, `labels` is added.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -387,7 +387,7 @@ def server_context(
 
     Args:
         config: The run.
-        base: The run's base, with or without weights. If an adapter is attached, it is detached.
+        base: The run's base, whose tensors may be on the meta device. Any adapter is detached.
         clients: The names of the clients.
         server: The server's data and base; None if the server has no model of its own.
         log: Called with each metric of the server.

@@ -31,7 +31,7 @@ Every operation has a fixed cost per piece, so some padding is cheaper than one 
 
 
 class Batch(NamedTuple):
-    """Samples of time + 1 tokens; the model reads the first `time` and predicts the last `time`."""
+    """Samples of `time` + 1 tokens each, of which the model predicts all except the first."""
 
     ids: Tensor
     """The token ids, shaped (batch, time + 1), int64."""
@@ -90,9 +90,9 @@ class Batch(NamedTuple):
             yield self.only(slice(start, start + size))
 
     def loss(self, model: PreTrainedModel) -> "tuple[Tensor, None]":
-        """Return the mean cross-entropy in nats per token, a scalar with a gradient; and None.
+        """Return a pair: the mean cross-entropy in nats per token (differentiable), and None.
 
-        Batches for other losses return metrics, such as the rewards of DPO, instead of None.
+        Batches for other losses return metrics, such as the rewards of DPO, as the second item.
         """
         return language_model_loss(model, *self), None
 
@@ -109,7 +109,7 @@ class Batch(NamedTuple):
 
     @property
     def read(self) -> "Batch":
-        """This batch, because the model learns to predict the tokens of all its samples."""
+        """The samples from which, for example, logits are computed: here, the whole batch."""
         return self
 
 
@@ -260,7 +260,7 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
 
 
 class _HeadLosses(torch.autograd.Function):
-    """The cross-entropy of tokens to soft targets, through a frozen output head.
+    """The cross-entropy between soft targets and the predictions of a frozen output head.
 
     The inputs are hidden states shaped (tokens, dim), the head's weight shaped (vocabulary, dim),
     and targets and probabilities, both shaped (tokens, k). The output is shaped (tokens,).

@@ -188,9 +188,10 @@ class Message:
     then sends an upload. In most methods, a round consists of one exchange.
 
     Args:
-        round: The number of the exchange to which the method's download or upload belongs, counted
-            from 0. In the download after the last exchange, it is the total number of exchanges. In
-            a hello, it is 0.
+        round: The number of the method's exchange to which the method's download or upload belongs;
+            the first is 0. It is the number of the round only if each round has one exchange. In
+            the download after the last exchange, it is the total number of exchanges. In a hello,
+            it is 0.
         groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
             tensors to tensors.
         values: A mapping from names to JSON values.

@@ -29,8 +29,8 @@ class Field:
             mapping from tensor names to dtypes permits only the tensors that it lists. `"json"`
             permits a value made of numbers, text, lists and mappings, instead of tensors.
         reduce: Used only for uploads. With `"mean"`, the server's method object receives the mean
-            over clients. With `"each"`, it receives every client's upload. A group that is needed
-            in both forms has two fields.
+            over clients. With `"each"`, it receives every client's upload. If the server needs a
+            group in both forms, the schema contains two fields of the same name, one for each form.
         peers: Used only for downloads. If true, the field contains groups that other clients
             uploaded, and is sent in `Message.peers`.
     """

@@ -37,8 +37,9 @@ def with_residuals(averaged: Schema) -> Schema:
     """Extend a method's schema with the fields that exact averaging of LoRA pairs needs.
 
     Args:
-        averaged: The method's schema without these fields. The only field of an upload contains
-            LoRA pairs, and has the reduction `mean`.
+        averaged: The method's schema without these fields, in which LoRA pairs are averaged. Its
+            uploads must have exactly one field, which contains the LoRA pairs and has the reduction
+            `mean`.
 
     Returns:
         A schema in which downloads also contain residuals (see `Residuals`). The server receives
