@@ -79,13 +79,14 @@ class Schema:
         """Check that a message contains only declared fields with valid content.
 
         Args:
-            way: The message's direction: `"hello"`, `"up"` or `"down"`.
+            way: The kind of message: `"hello"` (a client's message when it joins), `"up"` (an
+                upload) or `"down"` (a download).
             message: The message to be sent, or received.
 
         Raises:
-            MessageError: A tensor or value is not declared for this direction, has another dtype,
-                or is not finite. The error is also raised if a value contains integers of more than
-                64 bits or is nested too deeply.
+            MessageError: A tensor or value is not declared for this kind of message, has another
+                dtype, or is not finite. The error is also raised if a value contains integers of
+                more than 64 bits or is nested too deeply.
         """
         fields: tuple[Field, ...] = getattr(self, way)
         for peer, group, name, tensor in message.tensors():
@@ -113,14 +114,17 @@ class Schema:
                 )
 
     def send(self, way: Way, message: Message) -> bytes:
-        """Check a message and encode it.
+        """Check a message that is about to be sent, and return it encoded.
+
+        This method does not send the message; the caller sends the returned payload.
 
         Args:
-            way: The message's direction: `"hello"`, `"up"` or `"down"`.
-            message: The message to send.
+            way: The kind of message: `"hello"` (a client's message when it joins), `"up"` (an
+                upload) or `"down"` (a download).
+            message: The message to encode.
 
         Returns:
-            The payload.
+            The payload, which is the encoded message.
 
         Raises:
             MessageError: The message fails `check`.
@@ -132,7 +136,8 @@ class Schema:
         """Decode a payload and check the message.
 
         Args:
-            way: The message's direction: `"hello"`, `"up"` or `"down"`.
+            way: The kind of message: `"hello"` (a client's message when it joins), `"up"` (an
+                upload) or `"down"` (a download).
             data: The payload.
 
         Raises:

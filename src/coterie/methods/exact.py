@@ -96,15 +96,18 @@ class Residuals:
         self.sums: dict[str, LowRankSum] = {}
 
     def groups(self, names: Iterable[str]) -> Groups:
-        """Return the group `residual` of a message or a state, which contains low-rank factors.
+        """Return the group `residual`, which contains low-rank factors of the residuals.
+
+        The group is one part of a download or of the server's state.
 
         Args:
-            names: The names of tensors. For every A and B among these tensors, the group contains
-                the factor of the residual that is stored under the tensor's name.
+            names: The names of the tensors A and B whose factors the group contains. Names without
+                a residual are ignored.
 
         Returns:
-            A mapping from `residual` to the group. If no LoRA pairs are averaged exactly, the
-            mapping is empty.
+            A mapping from the key `residual` to the group. The group is a mapping from the name of
+            each A or B to the factor that is stored under this name. If no LoRA pairs are averaged
+            exactly, there is no group, and the outer mapping is empty.
         """
         residuals = {name: self.tensors[name] for name in names if name in self.tensors}
         return {"residual": residuals} if self.pairs else {}
@@ -124,7 +127,7 @@ class Residuals:
         Singular values of R that are negligible in float32 are dropped.
 
         Args:
-            means: The means over clients of all A and B, keyed by the tensors' names.
+            means: The mean of each A and each B over the clients, keyed by the tensor's name.
         """
         for a, b in self.pairs:
             if a not in self.sums:

@@ -166,7 +166,8 @@ def _shrunk(experts: Tensors, initial: Shapes, pairs: Pairs) -> Shapes:
     """Return the shapes that the tensors of pruned LoRA pairs must have in a message.
 
     Args:
-        experts: The message's tensors A and B. A pair may have any rank from 1 to its initial rank.
+        experts: The tensors of the message's group `experts`, which are the A and B of all LoRA
+            pairs. A pair may have any rank from 1 to its initial rank.
         initial: A mapping from the name of each tensor to the tensor's shape before any pruning.
         pairs: A mapping from the name of each pair's A to the name of the pair's B.
 

@@ -52,7 +52,7 @@ Mixtures = dict[ClientId, dict[str, float]]
 class PCL(AdapterMethod):
     """The base class of PCL's strategies, which differ in how clients compute trust weights.
 
-    The default LoRA pairs and intervals are those of the PCL baseline in the CoMiGS paper.
+    The defaults of `mlp`, `attention`, `warmup` and `every` follow the CoMiGS paper's PCL baseline.
     """
 
     paper: ClassVar[str] = "arXiv 2404.09753"

@@ -52,7 +52,10 @@ _CLASSES = {
 A name that differs from the class's `name` is the name of a preset in the file's table `PRESETS`.
 """
 OWN = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
-"""A mapping from each built-in method's name to the file and class, in the order of tables."""
+"""A mapping from the name of each built-in method to its file and class (`FILE:CLASS`).
+
+Tables of methods in reports and in the documentation list the methods in this order.
+"""
 
 K = TypeVar("K", bound=type)
 _presets: "dict[str, type[Method]]" = {}
@@ -145,7 +148,11 @@ kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 
 
 def available() -> "dict[str, type[Method]]":
-    """Map the name of every method to the method's class, in the order that tables use."""
+    """Return a mapping from the name of every available method to the method's class.
+
+    The order is that of the tables of methods in reports and in the documentation: first built-in
+    methods, then methods of installed packages, then methods that were registered at run time.
+    """
     return {name: kind_of(name) for name in names()}
 
 

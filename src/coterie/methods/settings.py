@@ -59,7 +59,10 @@ class Mlp(Settings):
 
 
 class SharedSets(Mlp):
-    """Sets of LoRA pairs on all linear layers of all MLPs, averaged over clients."""
+    """Sets of LoRA pairs on all linear layers of all MLPs.
+
+    The server averages the LoRA pairs over the clients.
+    """
 
     counted: ClassVar[tuple[str, str]] = ("sets", "")
 
@@ -68,7 +71,10 @@ class SharedSets(Mlp):
 
 
 class OwnSets(Mlp):
-    """Sets of LoRA pairs on all linear layers of all MLPs, private to each client."""
+    """Sets of LoRA pairs on all linear layers of all MLPs.
+
+    Each client has its own LoRA pairs, which never leave the client.
+    """
 
     counted: ClassVar[tuple[str, str]] = ("", "sets")
 
@@ -155,7 +161,11 @@ class PhasedRouter(Router):
 
 
 class Trusted(Settings):
-    """Choice of the clients that a client trusts, by their scores."""
+    """Settings that determine which clients a client trusts.
+
+    Each client computes a score for every client. It trusts clients with high scores, as specified
+    by `top` or `threshold`.
+    """
 
     top: int | None = Field(default=None, ge=1)
     """number of best-scored clients to trust; null: no limit"""

@@ -112,11 +112,11 @@ class ServerSide:
     """The number of the exchange in progress or, between exchanges, of the next exchange."""
 
     def prepare(self, client: ClientId, hello: Message) -> None:
-        """Perform the slow part of a client's join, before `join` and without the server's lock.
+        """Perform the slow part of a client's join. The engine calls `join` afterwards.
 
-        A deployment calls `prepare` in a separate thread while other methods of this object may be
-        running. Therefore, `prepare` may only store results for `join` and must not change anything
-        else.
+        A deployment calls `prepare` in a separate thread, so that the server can continue to serve
+        other clients. Other methods of this object may run at the same time. Therefore, `prepare`
+        may only store results for `join` and must not change anything else.
 
         Args:
             client: The client's name.
@@ -138,7 +138,10 @@ class ServerSide:
         """
 
     def leave(self, client: ClientId) -> None:
-        """Delete a client's data when the client leaves the run, between two rounds.
+        """Delete the data of a client that leaves the run.
+
+        The engine calls this method only before it starts or repeats an exchange, or after the last
+        exchange.
 
         Aggregates of past rounds do not change, even if the client contributed to them. By default,
         `leave` calls `state`, deletes the client's entries from the returned state, and passes this
@@ -206,8 +209,8 @@ class ServerSide:
 
         Returns:
             A nested mapping of parameters. The outer keys are groups, and the inner keys are the
-            names of parameters. If a group of the aggregate, such as statistics, is missing from
-            this mapping, the server optimiser does not change the group's aggregates.
+            names of parameters. If this mapping lacks an aggregated group (for example, a group of
+            statistics), the server optimiser does not change the aggregates of that group.
         """
         return {}
 

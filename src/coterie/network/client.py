@@ -58,7 +58,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Connection:
-    """A client's session with a server, which survives interruptions of the network.
+    """A client's session with a server. The session survives interruptions of the network.
 
     If a method raises an error during a transfer, the next call continues the transfer.
 
@@ -250,7 +250,7 @@ class Connection:
 
 
 def end_empty(response: httpx.Response) -> None:
-    """Read a response to its end if it has no body, so that the connection can be reused."""
+    """Close a response if it has no body (status 204), so that its connection can be reused."""
     if response.status_code == 204:
         response.read()
 
@@ -313,7 +313,8 @@ def keep_serving(
             after every interruption, so that a renewed file takes effect.
         worker: The worker that executes the orders.
         stop: An event; once it is set, the client disconnects before the next order.
-        seen: A function that is called with each event.
+        seen: A function that is called with "connected" and the server's address when the client
+            has connected, and with "away" and the reason when it cannot reach the server.
 
     Raises:
         CoterieError: The server has refused the client's key or version for `REFUSED_SECONDS`.

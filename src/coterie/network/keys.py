@@ -122,7 +122,7 @@ class Credentials:
         return credentials
 
     def context(self) -> ssl.SSLContext:
-        """Return the client's TLS 1.3 settings, which accept only servers of this deployment."""
+        """Return a client's TLS 1.3 context, which trusts only servers of this deployment."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_verify_locations(cadata=self.ca.decode())
@@ -343,7 +343,7 @@ class Keys:
         return versions
 
     def server_context(self, clients: Iterable[RegisteredClient]) -> ssl.SSLContext:
-        """Return the server's TLS 1.3 settings, which accept only these clients.
+        """Return the server's TLS 1.3 context, which trusts only these clients.
 
         Raises:
             CoterieError: The server's private key does not belong to its certificate.

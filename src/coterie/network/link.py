@@ -13,11 +13,11 @@ class Link(Protocol):
     """The server's end of a network, which sends orders to clients and receives their replies."""
 
     def present(self) -> Mapping[str, str]:
-        """Return the clients that are connected.
+        """Return the connected clients and the identifiers of their connections.
 
         Returns:
-            An identifier of each client's connection, by the client's name. The identifier changes
-            when the client reconnects.
+            A mapping from the name of each connected client to the identifier of the client's
+            connection. The identifier changes when the client reconnects.
         """
         ...
 
@@ -27,7 +27,9 @@ class Link(Protocol):
         Args:
             client: The client's name.
             data: The order.
-            round: The number of the exchange to which the order belongs.
+            round: The number of the exchange to which the order belongs, counted from 0 over the
+                whole run. If a method has several exchanges per round, this number differs from the
+                number of the round in the run file. Orders and logs also call it `round`.
             seconds: The time after which the order expires if it has not been delivered.
 
         Returns:

@@ -231,9 +231,10 @@ class Listener:
 
 
 def source_of(address: str) -> str:
-    """Return the source under which a connection from an address is counted for the limits.
+    """Return the source of connections from an IP address.
 
-    The source of an IPv4 address is the address itself. The source of an IPv6 address is its /64
+    The limits on handshakes (`HANDSHAKES` and `FAILURES_PER_SECOND`) apply to each source. The
+    source of an IPv4 address is the address itself. The source of an IPv6 address is its /64
     network, because one machine can use all addresses of such a network.
     """
     parsed = ip_address(address.partition("%")[0])

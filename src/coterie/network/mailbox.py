@@ -69,7 +69,7 @@ class Mailbox:
         """The exception that ended the server's thread."""
 
     def present(self) -> dict[str, str]:
-        """Return the session of each connected client, by client name."""
+        """Return a mapping from the name of each connected client to the client's session."""
         with self.lock:
             self._expire()
             return {name: inbox.session for name, inbox in self.inboxes.items() if inbox.present}
@@ -114,16 +114,17 @@ class Mailbox:
             )
 
     def enter(self, client: str, session: str, connected: Collection[str]) -> Inbox | None:
-        """Register a client's request, and return the client's inbox.
+        """Record a client's request, and return the client's inbox if the request is accepted.
 
         Args:
             client: The client's name.
-            session: The session of the request. A new session replaces the previous session if
-                the previous session is no longer connected.
+            session: The session to which the request belongs. A new session replaces the client's
+                previous session, unless the previous session is still connected.
             connected: The sessions in which the client has open connections.
 
         Returns:
-            The inbox, or None if the session has been replaced or another session is connected.
+            The inbox. The request is refused and None is returned if a newer session has replaced
+            `session`, or if another session of the client is still connected.
         """
         with self.lock:
             inbox = self.inboxes.setdefault(client, Inbox(client))

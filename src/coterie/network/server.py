@@ -259,7 +259,7 @@ class MailboxServer:
 
         A file is missing for one of two reasons: the order has been withdrawn in the meantime, or
         another process has deleted the file. In the second case, this method withdraws the order,
-        so that the deployment sends a new order.
+        so that the server's round loop sends a new order to the client.
         """
         if isinstance(error, FileNotFoundError):
             self.mailbox.decline(inbox, order)
@@ -348,7 +348,7 @@ def empty_response(code: int) -> web.Response:
 
 
 def json_response(model: BaseModel) -> web.Response:
-    """Return a response whose body is a model in JSON."""
+    """Return a response whose body is a pydantic model, serialised as JSON."""
     return web.json_response(text=model.model_dump_json())
 
 

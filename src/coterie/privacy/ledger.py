@@ -76,8 +76,9 @@ class Ledger:
         A release that is already recorded is permitted again at no cost.
 
         Args:
-            release: Name of the release, such as a digest. If the source is a transform, the name
-                begins with the transform's name and a colon.
+            release: A name that identifies the release within the run. Two releases have equal
+                names only if the second is an exact repetition of the first, which costs nothing.
+                If the source is a transform, the name begins with the transform's name and a colon.
             noise: Standard deviation of the noise, divided by the sensitivity.
             releases: Number of releases that the source makes in all rounds of the run.
 

@@ -26,8 +26,8 @@ def holdings(run: ReportedRun) -> Frame:
 
     Returns:
         A frame of booleans. There is a column for each expert, and a row for each combination of
-        round, path of a layer, and client. A round is omitted if the metrics lack the
-        assignment of experts on any layer in this round.
+        round, path of a layer, and client. A round is omitted if, for at least one layer, the run's
+        metrics do not contain the assignment of experts in this round.
     """
     by_layer = {name.removeprefix(ASSIGNMENT): run.by_round(name) for name in run.names(ASSIGNMENT)}
     rounds = sorted(set.intersection(*map(set, by_layer.values())))

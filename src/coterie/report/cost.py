@@ -22,7 +22,10 @@ MEGA, GIGA = 1e6, 1e9
 
 
 def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of the bytes sent per client and round, for each method and its settings."""
+    """Yield one figure, which compares the traffic of all labels (method and settings).
+
+    The figure shows the bytes that each client uploads and downloads per round.
+    """
     runs = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
     if runs:
         yield _traffic(experiment, runs)
@@ -31,7 +34,7 @@ def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def _bytes(run: ReportedRun, way: str) -> Column:
-    """Return the size in bytes of each client's message in each round.
+    """Return the size in bytes of each client's upload or download in each round.
 
     Args:
         run: the run.
@@ -89,9 +92,10 @@ def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture
 
 
 def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of the floating-point operations per round, for each method and its settings.
+    """Yield one figure, which compares the operations of all labels (method and settings).
 
-    If FedAvg was run, the figure also shows the operations relative to FedAvg.
+    The figure shows the floating-point operations per round. If FedAvg was run, the figure also
+    shows the operations relative to FedAvg.
     """
     title = "Floating-point operations"
     try:

@@ -156,17 +156,17 @@ def _final(experiment: Experiment, best: list[str]) -> Picture:
 
 
 def _steps(run: ReportedRun, level: str) -> Column:
-    """Return the training loss of each update of one level, averaged over clients.
+    """Return the training loss at each optimiser step of one level, averaged over clients.
 
     A level is a group of parameters that are trained together on a schedule.
 
     Args:
         run: the run.
-        level: the name of the metric that contains the level's loss. This name is LOSS, followed by
-            the name of the level.
+        level: the level, given as the name of the metric that contains its training loss. This name
+            is LOSS, followed by the name of the level.
 
     Returns:
-        A series, indexed by the number of the update (counted from 1).
+        A series, indexed by the number of the optimiser step (counted from 1).
     """
     frame = run.by_client(level).reindex(columns=[0])
     frame["update"] = frame.groupby("client").cumcount() + 1

@@ -62,7 +62,16 @@ def entry(label: str) -> str:
 
 
 def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> None:
-    """Draw a frame's column `mean` as a line over the index, with a band of ± `std`."""
+    """Draw means as a line with a band of plus or minus one standard deviation.
+
+    Args:
+        canvas: the canvas to draw on.
+        axis: the axes to draw in.
+        figures: a frame of numbers, whose index contains the x values. Its column `mean` contains
+            the y values of the line. Its column `std` contains the standard deviations.
+        look: the look of the line.
+        label: the label of the line in the legend.
+    """
     colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
     spread = figures["std"].fillna(0.0)  # NaN for a single seed
     axis.plot(x, mean, color=colour, marker=look.marker, linestyle=look.dash, label=entry(label))
@@ -70,7 +79,14 @@ def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> 
 
 
 def lines_by_client(canvas: Canvas, axis: Axes, figures: Frame) -> None:
-    """Draw a line per client over the frame's index. Each column contains one client's values."""
+    """Draw one line per client.
+
+    Args:
+        canvas: the canvas to draw on.
+        axis: the axes to draw in.
+        figures: a frame of numbers, whose index contains the x values. Each column has a client's
+            name, and contains the y values of this client's line.
+    """
     for position, client in enumerate(figures):
         axis.plot(figures[client], **canvas.series(position), markersize=3.5, label=entry(client))
 
@@ -88,8 +104,8 @@ def over_rounds(
 
     Args:
         canvas: the canvas to draw on.
-        figures: a frame of scores with a row per label and round. For each panel, the frame has two
-            columns: the `mean` and the `std` over seeds.
+        figures: a frame of numbers with a row per label and round. For each panel, the frame has
+            two columns: the `mean` and the `std` of the scores over seeds.
         labels: the labels (methods and settings) to draw.
         panels: the names of the panels to draw.
         look: the look of each label.
@@ -110,16 +126,16 @@ def over_rounds(
 def cells(
     canvas: Canvas, axis: Axes, figures: Frame, low: float, high: float, form: str = ""
 ) -> AxesImage:
-    """Draw a frame as coloured cells, labelled with the frame's rows and columns.
+    """Draw a frame of numbers as coloured cells, labelled with the frame's rows and columns.
 
     Args:
         canvas: the canvas to draw on.
         axis: the axes to draw in.
-        figures: the values.
+        figures: the frame of numbers. Each number becomes one cell.
         low: the value that has the first colour of the colour map.
         high: the value that has the last colour of the colour map.
         form: the format specification, such as ".2f", of the values that are written into the
-            cells. An empty string writes no values.
+            cells. With an empty string, no values are written.
     """
     image = axis.imshow(figures, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
     axis.set_xticks(range(len(figures.columns)), map(str, figures.columns))
@@ -138,9 +154,15 @@ def cells(
 
 
 def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: str) -> None:
-    """Draw a frame as a heat map with a colour bar.
+    """Draw a frame of numbers as a heat map with a colour bar.
 
-    The axes are labelled with the names of the frame's columns and index.
+    Args:
+        canvas: the canvas to draw on.
+        figure: the matplotlib figure that contains `axis`.
+        axis: the axes to draw in. They are labelled with the names of the frame's index and
+            columns.
+        figures: the frame of numbers. Each number becomes one cell.
+        label: the label of the colour bar.
     """
     values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))

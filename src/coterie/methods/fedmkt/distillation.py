@@ -162,12 +162,13 @@ class Distiller:
     def _targets_from(
         self, knowledge: Knowledge, positions: Tensor, ids: Tensor | None = None
     ) -> SoftTargets:
-        """Return the targets at the selected token positions, computed from predictions.
+        """Compute the targets at the selected token positions from predictions.
 
-        The target at a position consists of the tokens that are predicted at the aligned position,
-        translated into the student's vocabulary. The target is the label, which is the answer's own
-        token, if no position of `knowledge` is aligned with the position, or if no token that is
-        predicted at the aligned position has a translation.
+        The setting `align` determines which position of `knowledge`, if any, is aligned with a
+        selected position. The tokens that are predicted at the aligned position are translated into
+        the student's vocabulary, and become the target at the selected position. If there is no
+        aligned position, or if none of its predicted tokens has a translation, the target is the
+        label, which is the answer's own token.
 
         Args:
             knowledge: The predictions of a teacher or of the student.
@@ -284,8 +285,8 @@ class Distiller:
         If the setting `own` is "mean", the result is the weighted mean of the student's own
         predictions and the attribute `targets`. Each sample has its own two weights, proportional
         to exp(-loss). For the student's own predictions, `loss` is the student's loss on the
-        sample. For `targets`, `loss` is the lowest loss on the sample among the student and the
-        teachers. For any other value of `own`, the result is the attribute `targets`.
+        sample. For `targets`, `loss` is the lowest of the losses that the student and the teachers
+        have on the sample. For any other value of `own`, the result is the attribute `targets`.
         """
         if self.settings.own != "mean":
             return self.targets

@@ -41,13 +41,19 @@ class FedMKTSettings(AdapterMethod):
     before a position; warping: by the paper's dynamic programme over edit distances"""
 
     def averages(self, exchange: int) -> bool:
-        """Return whether clients upload adapters to be averaged, instead of uploading predictions.
+        """Return whether clients upload adapters, and the server averages them, in an exchange.
+
+        The next download then contains the mean of the adapters. If there are two exchanges per
+        round (`per_round`), clients upload adapters in the second exchange of every round. If there
+        is one exchange per round, clients never upload adapters.
 
         Args:
-            exchange: The number of the exchange; the first is 0. Use -1 for the initial state,
-                which the first download contains.
+            exchange: The number of the exchange, counted from 0. The number -1 stands for the time
+                before the first exchange. With -1, the result is whether the first download
+                contains an initial adapter that the clients use.
 
         Returns:
-            True if the exchange ends with the mean of the clients' adapters.
+            True if clients upload adapters. Otherwise, clients upload predictions or, if the
+            server learns nothing (`teaches` is false), an empty message.
         """
         return exchange % self.per_round == 1
