@@ -57,14 +57,13 @@ class LoraPair(nn.Module):
         return len(self.A) + (0 if self.residual_A is None else len(self.residual_A))
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return two factors whose product is B A plus the residual, padded to a given rank.
+        """Return two factors, zero-padded to a given rank, whose product is B A plus the residual.
 
         The residual is the product of `residual_B` and `residual_A`. If the pair has a residual,
-        `residual_A` is appended to A, and `residual_B` is appended to B. The results are padded
-        with zeros.
+        `residual_A` is appended to A, and `residual_B` is appended to B.
 
         Args:
-            rank: Rank of the results. It must not be less than the pair's total rank, `self.rank`.
+            rank: Rank of the factors. It must not be less than the pair's total rank, `self.rank`.
 
         Returns:
             The extended A, shaped (rank, in), and the extended B, shaped (out, rank).

@@ -138,9 +138,17 @@ def cells(
 
 
 def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: str) -> None:
-    """Draw a frame as a heat map with a colour bar.
+    """Draw the values of a frame as a heat map with a colour bar.
 
-    The axes are labelled with the names of the frame's columns and index.
+    The x axis is labelled with the name of `figures.columns`, and the y axis with the name of
+    `figures.index`.
+
+    Args:
+        canvas: the canvas to draw on.
+        figure: the matplotlib figure that contains `axis`.
+        axis: the axes to draw in.
+        figures: the values.
+        label: the label of the colour bar.
     """
     values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
