@@ -263,7 +263,7 @@ class Encoding:
 
     @property
     def larger_fraction(self) -> str:
-        """Advice for error messages on how to change `data.fractions` to enlarge this split."""
+        """The advice in error messages on how to enlarge this split with `data.fractions`."""
         return "lower data.fractions" if self.split == "train" else "raise data.fractions"
 
 

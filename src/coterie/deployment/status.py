@@ -91,7 +91,10 @@ def is_running(folder: RunFolder) -> bool:
 
 
 class ServerWatch:
-    """Callbacks that display a server's run; by default, they do nothing."""
+    """Callbacks for displaying a server's run.
+
+    The methods of this class do nothing; subclasses override them.
+    """
 
     def note(self, text: str) -> None:
         """Display a line of text about an event."""

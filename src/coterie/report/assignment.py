@@ -52,7 +52,7 @@ def shared(held: Frame) -> Frame:
     by the number of experts in at least one of the sets.
 
     Args:
-        held: the rows of one round of the frame returned by `holdings`.
+        held: the rows for a single round, taken from the frame that `holdings` returned.
 
     Returns:
         A frame with a row and a column per client. A value is NaN if neither client holds an expert

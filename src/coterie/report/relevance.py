@@ -22,7 +22,7 @@ TITLE = "Samples and experts"
 def relevance(
     results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
 ) -> Iterator[Picture | LeftOut]:
-    """Yield, for each label in `results`, a figure of how relevant samples are to experts.
+    """Yield, for each label in `results`, a figure of the relevance of training samples to experts.
 
     A label is a method with its settings.
 

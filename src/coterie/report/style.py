@@ -129,7 +129,7 @@ class Canvas:
         return 4.3 if self.narrow else 10.0
 
     def colour(self, look: Look) -> str:
-        """Return the colour that the theme assigns to a method or client."""
+        """Return the theme's colour for a look, as a hexadecimal code such as "#0072b2"."""
         return self.theme.colours[look.colour]
 
     def figure(self, height: float) -> Figure:

@@ -61,9 +61,9 @@ def lessons(run: ReportedRun) -> Lessons:
     """Read the lessons of a run from the run's metrics.
 
     A recorded lesson's entry `after` is the number of rounds that were complete when the learner (a
-    client or the server) learnt. A client may have two lessons with the same `after`: the first
-    before the client is scored at the end of a round, and the second before the client trains in
-    the next round. Only the second lesson is returned.
+    client or the server) learnt. A client may learn twice after the same round: before it is scored
+    at the end of the round, and before it trains in the next round. Both lessons have the same
+    `after`, and only the second lesson is returned.
     """
     server = {lesson["after"] + 1: lesson for lesson in run.by_round(TAUGHT).values()}
     learnt = {

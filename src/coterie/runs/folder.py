@@ -108,7 +108,7 @@ class RunFolder:
         return folder
 
     def refuse(self, force: bool) -> None:
-        """Raise CoterieError if the folder has files, unless it is a run's and `force` is true."""
+        """Raise CoterieError if the folder has files; with `force`, a run folder is permitted."""
         if self.is_run:
             if not force:
                 raise CoterieError(
@@ -164,7 +164,7 @@ class RunFolder:
     def outcome(self) -> dict[str, Any] | None:
         """The result, the `seed` and the `items` of a run; None if the run is not finished.
 
-        `items[point][text]` contains the scores that `keep_items` wrote for `point` and `text`.
+        `items[point][text]` contains the scores of the model `point` for the test text `text`.
         """
         if (result := self.result) is None:
             return None
@@ -175,7 +175,7 @@ class RunFolder:
         return {**result, "seed": self.description["config"]["seed"], "items": items}
 
     def keep_items(self, point: str, text: str, items: Mapping[str, Json]) -> None:
-        """Write the score of each window of a test text; `point` says which model was scored."""
+        """Write `items`, the score of each window of test text `text`, for the model `point`."""
         path = self.path / "scores" / point / f"{text}.json"
         refuse_links(self.path, path.parent.relative_to(self.path))
         with writing(path):
@@ -384,10 +384,10 @@ class Recorder:
         return len(self._lines)
 
     def undo(self, start: int, end: int | None = None, *, keep: str | None = None) -> None:
-        """Delete metrics of the round in progress, which are indexed from 0 as they are recorded.
+        """Delete metrics of the round in progress; indices count from 0 in the order of recording.
 
         Args:
-            start: The index of the first metric to delete: `count` before this metric was recorded.
+            start: The value of `count` just before the first metric to delete was recorded.
             end: The index after the last metric to delete; None: delete all later metrics.
             keep: Metrics whose names begin with this prefix are not deleted; None: no exceptions.
         """

@@ -59,10 +59,10 @@ class Callback:
     """An object that follows runs in progress; subclasses override the hooks that they need.
 
     Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. If
-    the function executes several runs one after another, an object follows each of them. For
-    example, `coterie.run` first executes a run for each baseline, and then the run with the method
-    of the run file. For each event, the objects' hooks are called in the order of the list, in the
-    process and thread of the caller.
+    the function executes several runs one after another, every object in the list follows all of
+    these runs. For example, `coterie.run` first executes a run for each baseline, and then the run
+    with the method of the run file. For each event, the objects' hooks are called in the order of
+    the list, in the process and thread of the caller.
 
     A hook must not change its arguments. An exception in a hook stops the run and is passed on to
     the caller of `coterie.run`. The run folder then contains all complete rounds, and
@@ -92,9 +92,9 @@ class Callback:
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
         """Handle a metric, as soon as the metric is recorded.
 
-        The hook may receive metrics that are later left out of metrics.jsonl, without a further
-        call. This happens if the client's training diverges, or if the server excludes the client's
-        upload from the round.
+        The hook may receive metrics that are later left out of metrics.jsonl. This happens if the
+        client's training diverges, or if the server excludes the client's upload from the round. No
+        hook reports that a metric is left out.
 
         Args:
             round: the round that the metric belongs to.

@@ -131,7 +131,7 @@ def server(run: RunConfig, out: Path, loop: Loop, watch: ServerWatch | None = No
     Args:
         run: The run file.
         out: The server's run folder.
-        loop: The simulated network.
+        loop: The `Loop` that connects the server to the clients' workers.
         watch: Object that receives the server's events; by default, the events are ignored.
     """
     folder = RunFolder(out)
@@ -153,7 +153,7 @@ def deploy(run: RunConfig, out: Path, **network: Any) -> Loop:
             permitted.
 
     Returns:
-        The simulated network, which contains the messages that were sent.
+        The `Loop` after the run. Its attribute `seen` contains the messages that were sent.
     """
     loop = Loop(workers(run, out), **network)
     server(run, out / "server", loop).rounds()
@@ -172,7 +172,10 @@ def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
 
 
 def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
-    """Check that two runs ended with bit-identical states and best models.
+    """Check that the newest checkpoints of two runs contain bit-identical states.
+
+    The states of a checkpoint are those of the server, of all clients, and of each client's best
+    model.
 
     Args:
         actual: The folder of one run.
@@ -235,8 +238,8 @@ def assert_same_tensors(actual: State, expected: State, side: str) -> None:
 def flat(state: State | Message) -> dict[tuple[str, str], torch.Tensor]:
     """Return a mapping from pairs (group, name) to the tensors of a state or message.
 
-    The tensors of a state's nested states are left out. The tensors that a message contains from
-    other clients, in its attribute `peers`, are also left out.
+    The tensors of a state's nested states are left out. The tensors that other clients uploaded,
+    which a message contains in its attribute `peers`, are also left out.
     """
     return {(g, name): t for g, tensors in state.groups.items() for name, t in tensors.items()}
 

@@ -29,8 +29,8 @@ def set_apart(
     Returns:
         A pair of a context and the drawn samples. The context's training data exclude the drawn
         samples. Calls with equal arguments draw equal samples, so the samples stay the same in all
-        rounds. If the client has no text, no samples are drawn. This is the case, for example, if
-        the client's trained model was loaded without the training data.
+        rounds. If the client has no text, no samples are drawn. A client has no text, for
+        example, if its trained model was loaded without the training data.
 
     Raises:
         CoterieError: No sample would be left to train on.

@@ -60,7 +60,7 @@ class LocalTraining:
                         self._update(model, level, step, turn)
 
     def steps(self, round: int) -> range:
-        """Return the numbers of a round's steps, counted from the start of the run."""
+        """Return the indices of a round's steps, counted from 0 at the start of the run."""
         steps = self.context.training.steps
         return range(round * steps, (round + 1) * steps)
 
@@ -82,13 +82,16 @@ class LocalTraining:
             self.context.log(f"{REWARDS}{level.name}", measured[0].figures(measured))
 
     def _batch(self, level: Level, step: int, turn: int) -> AnyBatch:
-        """Return the batch for an update of a level; the batch does not depend on earlier draws.
+        """Return the batch for an update of a level.
+
+        The batch depends only on the arguments and on the client's context. It does not depend on
+        the batches that were drawn earlier.
 
         Args:
             level: The level.
             step: The step, counted from 0 at the start of the run.
-            turn: The index of the update among the `level.steps` updates that the level makes in
-                this step, counted from 0.
+            turn: The index of the update, counted from 0 at the first of the `level.steps` updates
+                that the level makes in this step.
         """
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
@@ -150,7 +153,8 @@ class LocalTraining:
     def _leftover_parameters(self) -> Mapping[str, Tensor]:
         """Return a mapping from names to the parameters that one level leaves to another level.
 
-        The first level only accumulates the gradients of these parameters. The other level updates
-        the parameters, and uses the accumulated gradients in its next update.
+        The level that leaves a parameter to another level only accumulates the parameter's
+        gradients. The other level updates the parameter, and uses the accumulated gradients in its
+        next update.
         """
         return self.adapter.tensors(lambda p: any(level.leaves(p) for level in self.levels))

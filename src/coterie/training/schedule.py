@@ -111,7 +111,7 @@ def learning_rate(training: TrainingSpec, rounds: int) -> Callable[[int], float]
 def learning_rate_beside(
     training: TrainingSpec, rounds: int, round: int, updates: int
 ) -> Callable[[int], float]:
-    """Return the learning rate schedule for updates that a round has beside local training steps.
+    """Return the learning rate schedule for a round's updates that are not local training steps.
 
     Distillation, for example, makes such updates. With the setting `restart`, these updates have a
     separate schedule, which spans the updates of the round. Without `restart`, all of these updates

@@ -131,7 +131,7 @@ class TrainingSpec(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        """Reject contradictory schedules and keys without effect."""
+        """Raise ValueError if keys of the schedule contradict each other or have no effect."""
         course = self.course
         if self.learning_rate_decay is not None and course != "constant":
             raise ValueError(

@@ -119,7 +119,11 @@ class Updater:
         return loss.item() * share
 
     def _memory_settings(self) -> list[str]:
-        """Return settings with which a training step needs less memory, for an error message."""
+        """Return texts that name settings with which a training step needs less memory.
+
+        The most effective setting comes first. Each text is the continuation of an error message
+        after the word "set".
+        """
         samples, config = self.context.training.at_once, self.context.base.model.config
         window = f"data.window to less than {self.context.window}"
         recompute = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
