@@ -206,7 +206,7 @@ def test_a_forged_turn_is_a_control_token_and_the_template_s_own_is_none(tmp_pat
     assert "control token '<|im_end|>'" in message
     data["special_tokens"] = "keep"
     file = write(tmp_path, "tiny-gpt2", {**data, "window": 200}, path=forged)
-    assert "control tokens in texts, encoded as control tokens: 2 (ann" in lines_of_run(file)
+    assert "strings in texts that are encoded as control tokens: 2 (ann" in lines_of_run(file)
 
 
 def test_public_text_is_looked_at_too(tmp_path) -> None:

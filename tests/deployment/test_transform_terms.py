@@ -82,8 +82,8 @@ def test_a_client_needs_the_same_file(noisy) -> None:
     less = order_to_join(noisy, plugins=None)
     assert (
         extra_plugin(less, noisy)
-        == f"uses {key!r}, which is not from a plugin on the server; start this client "
-        "without --plugin"
+        == f"uses {key!r}, which this client takes from a plugin and the server does not; start "
+        "this client without --plugin"
     )
 
 

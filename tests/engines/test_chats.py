@@ -166,7 +166,7 @@ def test_fedmkt_refuses_conversations(teachers: Run, talks: Path, tmp_path: Path
     ):
         root = talks if "messages" in data else None
         changes = {} if root is None else {"data_root": str(root)}
-        refusal = "^The method 'fedmkt' needs pairs of a prompt and an answer, without a chat"
+        refusal = "^The method 'fedmkt' needs pairs of a prompt and an answer that are rendered "
         with pytest.raises(CoterieError, match=refusal):
             coterie.run(teachers(data={"window": 48, **data}, **changes), out=tmp_path / "run")
 

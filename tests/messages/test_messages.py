@@ -123,7 +123,7 @@ def test_a_tensor_of_no_group_is_refused(key) -> None:
 
 def test_peers_have_no_parts_and_states_do() -> None:
     data = raw("alice:training:exp_avg/x", "alice:training/x")
-    with pytest.raises(MessageError, match="nested groups in another client's upload"):
+    with pytest.raises(MessageError, match="another client's upload, which contains nested groups"):
         Message.decode(data)
     state = State.decode(data)
     assert list(state.parts["alice"].parts["training"]["exp_avg"]) == ["x"]

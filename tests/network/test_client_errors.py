@@ -217,7 +217,8 @@ def elsewhere(keys: Keys, patch: pytest.MonkeyPatch) -> None:
         (early, "has a certificate that is not valid yet, by this machine's clock, which says "),
         (
             elsewhere,
-            "has a certificate for other names; add this name on the server with `coterie keys",
+            "has a certificate that is not valid for this host name or address; add it on the "
+            "server with `coterie keys certify --host`",
         ),
     ],
 )

@@ -222,7 +222,7 @@ def sentences(report: Quality) -> list[str]:
         lines.append(f"unknown tokens: {unknown:,} ({share:.2%} of all tokens)")
     if any(s.control for s in report.special):
         control = {f"{s.client} {s.split}": s.control for s in report.special}
-        lines.append(f"control tokens in texts, encoded as control tokens: {_total(control)}")
+        lines.append(f"strings in texts that are encoded as control tokens: {_total(control)}")
     return [f"Data: {line}{SEE}" for line in lines]
 
 

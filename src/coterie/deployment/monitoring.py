@@ -13,8 +13,8 @@ from coterie.deployment.status import Monitor, Status
 METRICS = {
     "coterie_rounds": "Number of rounds of the run.",
     "coterie_rounds_complete": "Number of complete rounds.",
-    "coterie_remaining_seconds": "Estimated time until the end of the run, without waits "
-    "for a quorum.",
+    "coterie_remaining_seconds": "Estimated time until the end of the run, not counting the "
+    "time spent waiting for a quorum.",
     "coterie_status_timestamp_seconds": "Time of these values, in seconds since 1970.",
     "coterie_client_present": "Whether the client is connected (1) or not (0).",
     "coterie_client_received_bytes_total": "Bytes received from the client.",

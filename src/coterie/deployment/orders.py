@@ -60,8 +60,8 @@ def check_round(order: Order, exchanges: int) -> None:
         )
     if order.counted is not None and not -1 <= order.counted < order.round:
         raise MessageError(
-            f"The server's order for round {order.round + 1} says that this client's upload of "
-            f"round {order.counted + 1} was accepted, but that round is not over."
+            f"The server's order for round {order.round + 1} says that this client's upload was "
+            f"accepted in round {order.counted + 1}, which is not over."
         )
 
 

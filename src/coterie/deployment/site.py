@@ -79,8 +79,8 @@ class Site:
         match described.get("training"):
             case {"dpo": {"reference": reference}} if reference != "base":
                 raise MessageError(
-                    "The server's run names a run folder on this machine as its reference, which "
-                    "is not allowed."
+                    "The server's run sets training.dpo.reference to a run folder; in a "
+                    "deployment, only the reference 'base' is allowed."
                 )
         if self.base is None and is_local(name):
             raise CoterieError(

@@ -113,8 +113,8 @@ def extra_plugin(order: Order, config: RunConfig) -> str | None:
     """
     if extra := sorted(config.plugins.keys() - (order.plugins or {}).keys()):
         return (
-            f"uses {extra[0]!r}, which is not from a plugin on the server; start this client "
-            "without --plugin"
+            f"uses {extra[0]!r}, which this client takes from a plugin and the server does not; "
+            "start this client without --plugin"
         )
     return None
 

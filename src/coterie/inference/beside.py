@@ -44,8 +44,9 @@ def find_beside(folder: RunFolder, method: str) -> RunFolder:
     if not matches:
         available = ", ".join(sorted(runs)) or "none"
         raise CoterieError(
-            f"{method!r} is neither a run folder nor a method that was run on the same data, next "
-            f"to the run {folder.path} or as its baseline; available methods: {available}."
+            f"{method!r} is neither a run folder nor the method of a run that can be compared with "
+            f"the run {folder.path}. A comparable run has the same seed, base and data, and is in "
+            f"the same folder or among the run's baselines; available methods: {available}."
         )
     if len(matches) > 1:
         paths = ", ".join(str(match.path) for match in matches)

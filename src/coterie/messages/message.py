@@ -283,7 +283,10 @@ class Message:
             raise MessageError("The message has no valid round number.")
         groups = by_path.pop((), {})
         if any(len(path) > 1 for path in by_path):
-            raise MessageError("The message contains nested groups in another client's upload.")
+            raise MessageError(
+                "The message forwards another client's upload, which contains nested groups; these "
+                "are not allowed."
+            )
         return cls(number, groups, header["values"], {path[0]: g for path, g in by_path.items()})
 
 

@@ -47,7 +47,9 @@ def with_residuals(averaged: Schema) -> Schema:
     """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
     residual = MessageField(
-        "residual", "mean update minus the product of the averaged B and A of each LoRA pair"
+        "residual",
+        "for each LoRA pair, the mean of the clients' products B A minus the product of the "
+        "averaged B and the averaged A, summed over rounds",
     )
     return Schema(averaged.hello, (*averaged.up, *each), (*averaged.down, residual))
 

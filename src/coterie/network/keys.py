@@ -170,8 +170,8 @@ class Keys:
         """
         if folder.exists():
             raise CoterieError(
-                f"{folder} already exists; choose another folder. If it contains keys, use "
-                f"`coterie keys certify {folder}` to renew their certificate or add hosts."
+                f"{folder} already exists; choose another folder. If it contains keys, renew the "
+                f"server's certificate with `coterie keys certify {folder}`; add hosts with --host."
             )
         authority_key = ec.generate_private_key(ec.SECP256R1())
         authority = authority_certificate(authority_key)

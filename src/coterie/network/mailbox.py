@@ -110,7 +110,8 @@ class Mailbox:
                 self.lock.wait(WAIT_SECONDS)
         if self.failure is not None:
             raise CoterieError(
-                f"The server's network has stopped ({self.failure}); continue with --resume."
+                f"The server's network thread has failed ({self.failure}); restart the server with "
+                "--resume."
             )
 
     def enter(self, client: str, session: str, connected: Collection[str]) -> Inbox | None:

@@ -85,7 +85,10 @@ def _best(experiment: Experiment) -> list[str]:
 
 def _selection(experiment: Experiment, best: list[str]) -> str:
     total = len(experiment.runs)
-    sentence = f" Only the best {len(best)} of {total} methods and settings are shown."
+    sentence = (
+        f" Only the best {len(best)} of {total} combinations of a method and its settings are "
+        "shown."
+    )
     return sentence if len(best) < total else ""
 
 
@@ -218,8 +221,7 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
         "Training loss of each batch, computed before the update; mean over clients and seeds. "
         "Parameters that are trained together form a level of the schedule; there is one panel for "
         "each level. A level that trains routers may use validation text. Thick lines: "
-        "running mean over a window of updates; the length of the window is the number of training "
-        "steps per round."
+        "running mean over as many updates as a round has training steps."
         f"{_selection(experiment, shown) if len(shown) < len(trained) else ''}",
         f"Line plot of training loss by update for {listed(shown)}, with one panel for each "
         f"level of the schedule ({listed(names)}). The table lists the first and last values.",

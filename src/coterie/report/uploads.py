@@ -95,9 +95,10 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
         "median of these norms in the same round; logarithmic scale. Crosses: uploads excluded "
         "from the round. "
         f"{SMALLEST_SEED}",
-        "Line plot of the norm of each client's change, relative to the round's median, by round "
-        f"for {listed(changes)}; the table lists each client's largest relative change, and the "
-        "rounds from which the client's upload was excluded.",
+        f"Line plot with a panel for each of {listed(changes)} and a line for each client: the "
+        "norm of the client's change in each round, divided by the median norm of the round. The "
+        "table lists each client's largest value, and the rounds from which the client's upload "
+        "was excluded.",
         draw,
         Table(
             "Largest change of each client, as a multiple of the round's median",

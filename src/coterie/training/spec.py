@@ -36,7 +36,10 @@ class OptimiserSpec(BaseModel):
         """
         values = {"name": values} if isinstance(values, str) else values
         if not isinstance(values, Mapping):
-            raise ValueError("give a name, such as sgd, or a mapping of `name` and its settings")
+            raise ValueError(
+                "give a name, such as sgd, or a mapping with the key `name` and one key for each "
+                "further setting"
+            )
         name = str(values.get("name", "adamw")).lower()
         arguments = {str(key): _converted(v) for key, v in values.items() if key != "name"}
         return {"name": name, **(ADAMW if name == "adamw" else {}), **arguments}

@@ -33,8 +33,8 @@ from coterie.methods.fedmkt.vocabulary import VOCABULARY
 KNOWLEDGE = MessageField(
     "knowledge",
     "predictions on public samples: for each sample, a hash, the loss and the index of the first "
-    "token position; for each token position, the number of characters of the answer before the "
-    "position, the most likely tokens and their log-probabilities",
+    "token position of the sample's answer; for each token position in an answer, the number of "
+    "the answer's characters before it, the most likely tokens and their log-probabilities",
     {
         "samples": "int64",
         "losses": "float32",
@@ -76,8 +76,8 @@ class FedMKT(FedMKTSettings):
         for satisfied, need in (
             (
                 run.instructions,
-                "pairs of a prompt and an answer, without a chat template: set "
-                "data.instructions, with a template other than chat",
+                "pairs of a prompt and an answer that are rendered without a chat template: set "
+                "data.instructions, and set data.instructions.template to a value other than chat",
             ),
             (run.public, "public samples: set data.public, or divide.public: true"),
             (run.server, "a server that has its own model: set server.base"),

@@ -56,7 +56,9 @@ def decode_vocabulary(tensors: Mapping[str, Tensor], roles: Json) -> Vocabulary:
     if len(spelling) > MOST_BYTES:
         raise MessageError(f"The client's vocabulary has more than {MOST_BYTES:,} bytes.")
     if not all(isinstance(i, int) and 0 <= i < len(lengths) for i in roles.values()):
-        raise MessageError("The client's vocabulary assigns roles to unknown tokens.")
+        raise MessageError(
+            "The client's vocabulary assigns a role to a token ID that it does not contain."
+        )
     data, sizes = spelling.numpy().tobytes(), lengths.tolist()
     ends = accumulate(max(0, size) for size in sizes)
     tokens = (None if n < 0 else data[end - n : end] for n, end in zip(sizes, ends, strict=True))
