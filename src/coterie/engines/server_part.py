@@ -90,8 +90,8 @@ class ServerPart:
     def _end_round(self, mean: Message) -> None:
         unusable = CoterieError(
             f"The aggregate of round {self.server.exchange + 1} is not finite and was not saved; "
-            "find the client whose upload is too large, and continue without this client or from "
-            "an earlier round."
+            "find the client that uploaded extremely large values, and continue without this "
+            "client or from an earlier round."
         )
         try:
             groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())

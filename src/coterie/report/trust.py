@@ -83,7 +83,8 @@ def _others(label: str, weights: Matrices) -> Picture:
         "Trust weights without the clients' weights for themselves (as in figures 3, 4 and 8 of "
         "the PCL paper). "
         f"Colours range from the lowest weight ({number(low)}) to the highest ({number(high)}).",
-        f"Heat maps of trust weights between {listed(others[max(others)])} without the diagonal.",
+        f"Heat maps of the trust weights between {listed(others[max(others)])}; the diagonal is "
+        "left out.",
         lambda canvas: _draw(canvas, others, low, max(high, low + 1e-9)),
     )
 
