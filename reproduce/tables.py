@@ -75,7 +75,7 @@ def _column(spec: TableSpec, runs: ColumnRuns) -> Column:
     if shown and shown.needs == "answers" and common.evaluation.generate is None:
         raise CoterieError(
             f"In {where}: {spec.shows} scores generated answers; set evaluation.generate to "
-            "their maximum number of tokens."
+            "the maximum number of tokens of an answer."
         )
     if spec.figure and spec.figure.kind == "curves" and common.evaluation.every is None:
         raise CoterieError(f"In {where}: curves need scores by round; set evaluation.every.")

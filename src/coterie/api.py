@@ -190,8 +190,8 @@ def resume(
     config, description = recorded(folder, method), folder.description
     if "run" in description:
         raise CoterieError(
-            f"{path} is a deployed run; continue it with `coterie server --resume`, or with "
-            "the `coterie client` command that started it."
+            f"{path} is a deployed run; continue a server's run with `coterie server --resume`, "
+            "and a client's run with the same `coterie client` command that started it."
         )
     if from_round is not None:
         _go_back(folder, from_round)

@@ -152,7 +152,7 @@ def test_rows_are_compared_each_by_itself() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"items": {}}, "earlier versions of Coterie and deployed runs"),
+        ({"items": {}}, "deployed runs, and runs made with earlier versions of Coterie"),
         (
             {"items": {"trained": {"ada": {"of": "x", "nats": [1], "tokens": [1]}}}},
             "a different round",

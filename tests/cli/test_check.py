@@ -140,5 +140,6 @@ def test_a_server_whose_run_no_demo_text_fits_can_start(place, monkeypatch) -> N
     result = server("--address", "127.0.0.1:0")
     assert result.exit_code == 0, result.output
     assert (
-        "messages    -       not measured: the demo's text does not suit this run" in result.output
+        "messages    -       not measured: this run cannot be tried with the built-in demo text"
+        in result.output
     )

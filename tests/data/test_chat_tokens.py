@@ -170,7 +170,7 @@ def test_conversations_that_do_not_suffice_are_a_sentence() -> None:
     item = Talk(None, [Said("What do you say?", None, "So much that it is too long.")])
     with pytest.raises(
         CoterieError,
-        match=r"^The train text of client anna has no conversation with an exchange of",
+        match=r"^The train text of client anna has no conversation in which",
     ):
         tokens([item.conversation()], chat("ours"), 4)
     with pytest.raises(CoterieError, match=r"^The train text of client anna has no conversations;"):

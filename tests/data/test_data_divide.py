@@ -152,11 +152,12 @@ def test_what_cannot_be_divided_is_said(root: Path) -> None:
     with pytest.raises(CoterieError, match=r"no field txt \(did you mean text\?"):
         divide(root, by="label", data=DataSpec(text="txt"))
     few = DataSpec(fractions=Fractions(validation=0.01))
-    with pytest.raises(CoterieError, match="needs 0 records of label Business for the valid"):
+    with pytest.raises(CoterieError, match="takes 0 records with the label Business for the valid"):
         divide(root, by="label", held_out="uniform", data=few)
     write_records(root / "news.jsonl", ["a"] * 500 + ["b"] * 20)
     with pytest.raises(
-        CoterieError, match=r"13 records of label b for the valid.* but only 20 are left"
+        CoterieError,
+        match=r"13 records with the label b for the valid.* fewer than all 20 in total",
     ):
         divide(root, by="label", held_out="uniform")
     write_records(root / "news.jsonl", ["a"] * 500)

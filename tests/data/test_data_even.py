@@ -157,7 +157,7 @@ def test_a_hub_data_set_needs_no_label(root: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_too_few_records_are_said(root: Path) -> None:
-    wanted = r"divide: 108 records are too few for 90 equal parts .* or lower divide\.clients"
+    wanted = r"divide: 108 records are too few for 90 equal parts; .* or lower divide\.clients"
     with pytest.raises(CoterieError, match=wanted):
         divide(root, clients=89, public=True)
     assert len(divide(root, clients=88)) == 88

@@ -115,7 +115,10 @@ def test_thinking_stays_in_the_answer_and_is_not_what_is_compared() -> None:
             ": turn 1 has the role observation: tool calls",
         ),
         ({"messages": said(), "tools": [{"name": "f"}]}, " has the field tools: tool calls"),
-        ({"messages": said(), "system": "s"}, " has a system prompt in the field system, outside"),
+        (
+            {"messages": said(), "system": "s"},
+            ' has a system prompt in the field "system", not in the',
+        ),
         (
             {"messages": said(HI, HELLO | {"reasoning_content": "hm"})},
             ": turn 2 has the key reasoning_content: move the thinking to the beginning of content",

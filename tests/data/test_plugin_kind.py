@@ -211,7 +211,7 @@ def test_an_object_is_a_kind_too(run, module) -> None:
             {"data": {"kind": "rankings", "public": "x.jsonl"}},
             "no method can learn rankings from a public set; remove data.public or data.kind",
         ),
-        ({"server": {}}, r"data\.kind` and `server` are mutually exclusive, because only clients"),
+        ({"server": {}}, r"data\.kind` and `server` are mutually exclusive: clients' data can"),
         ({"training": {"dpo": {"beta": 1}}}, "has no effect without data.preferences"),
         ({"evaluation": {"generate": 3}}, "evaluation.generate` needs answers"),
     ],

@@ -307,7 +307,7 @@ def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
     result = CliRunner().invoke(app, ["forget", str(done.path), "--client", "poet"])
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
-    assert "all earlier checkpoints" in text
+    assert "all checkpoints except the last" in text
     assert "in 3 rounds, most recently in round 3. Their effect" in text
     assert "coterie server FILE --without poet" in text
 

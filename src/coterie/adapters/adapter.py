@@ -307,7 +307,7 @@ def check_unchanged(base: PreTrainedModel, layout: Layout) -> None:
     if not max(errors) <= next(most for dtype, most in ROUNDING.items() if dtype in dtypes):
         raise CoterieError(
             f"An untrained adapter changes the outputs of {type(base).__name__} by "
-            f"{max(errors):.1%}, so its architecture is not supported. {ADVICE}"
+            f"{max(errors):.1%}, so the architecture of this model is not supported. {ADVICE}"
         )
     checked.add(layout)
 

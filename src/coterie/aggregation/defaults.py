@@ -64,8 +64,9 @@ def check_once(listed: Sequence[Transform], every: Sequence[Transform]) -> None:
     phases = [TRAIN, *(phase for transform in every for phase in transform.before)]
     if repeated := [phase for number, phase in enumerate(phases) if phase in phases[:number]]:
         raise CoterieError(
-            f"The phase {repeated[0]!r} is declared by two transforms, or is the name of the "
-            "training phase; rename it in the attribute `before` of one of the transforms."
+            f"Two phases have the name {repeated[0]!r}. A phase in the attribute `before` of a "
+            "transform needs a name that is not `train` (the training phase) and is not used "
+            "again in any `before`; rename the phase in one transform."
         )
     names = [transform.name for transform in every]
     for number, transform in enumerate(every):

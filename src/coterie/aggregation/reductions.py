@@ -37,7 +37,10 @@ class TrimmedMean(Reduction):
     """
 
     name: ClassVar[str] = "trimmed_mean"
-    summary: ClassVar[str] = "coordinate-wise mean of uploads without the extreme values"
+    summary: ClassVar[str] = (
+        "coordinate-wise mean of uploads, after each coordinate's largest and smallest values are "
+        "dropped"
+    )
     least: ClassVar[int] = 3
 
     trim: float = Field(default=0.2, gt=0, lt=0.5)

@@ -42,8 +42,8 @@ def trust_row(
         row[others[row[others] <= threshold]] = -torch.inf
     if not row.isfinite().any():
         log.warning(
-            "No trust score of client %r is finite, so the client keeps its own model in this "
-            "exchange.",
+            "None of the trust scores that determine how client %r weights the clients' models is "
+            "finite, so the client keeps its own model in this exchange.",
             own,
         )
         return {name: float(name == own) for name in scores}

@@ -92,7 +92,10 @@ def _shared_metrics(run: LocalRun) -> Table:
     lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
     kinds = {line["name"]: _kind(line["value"]) for line in lines} | {SECONDS: "a number"}
     title = "metrics sent with every upload (deployment.share_metrics)"
-    note = "The last upload also contains the scores and round of the model that the client keeps."
+    note = (
+        "A client keeps the model of one round. The last upload also contains the number of this "
+        "round and the scores of this model."
+    )
     return Table(title, ("metric", "contents"), sorted(kinds.items()), note)
 
 

@@ -30,8 +30,8 @@ from coterie.training.schedule import Level
 Cost = Mapping[str, float]
 """The floating-point operations of all clients in a round, for each level of the schedule."""
 NO_LEVELS = (
-    "operations cannot be counted, because the method does not train groups of parameters "
-    "(levels) on a schedule"
+    "operations are counted for each level (a group of parameters that are trained together), and "
+    "this method defines no levels"
 )
 
 

@@ -156,7 +156,8 @@ def _items(result: Result, metric: Metric) -> Items:
     for name, reported in scores(result)[metric.name].items():
         if name not in items:
             raise Unpaired(
-                "runs of earlier versions of Coterie and deployed runs keep no scores by window"
+                "deployed runs, and runs made with earlier versions of Coterie, contain no scores "
+                "of single windows"
             )
         mean = _value(_sums(items[name], metric).sum(1, keepdims=True), metric)
         if not np.isclose(mean, reported, rtol=1e-6):

@@ -74,7 +74,11 @@ def check_server(
             served(config)
             report(f"the server's own model: {config.server.base or config.base}")
     # An error may concern the demo's text only, and not the clients' texts.
-    with _checking("messages", "not measured: the demo's text does not suit this run") as report:
+    with _checking(
+        "messages",
+        "not measured: this run cannot be tried with the built-in demo text in place of clients' "
+        "texts",
+    ) as report:
         short = load_with_any_text(values)
         step = trial.run_trial(Session(short), short)
         total = size(len(names) * (step.up + step.down))

@@ -256,8 +256,8 @@ def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, st
         when = "every round" if evaluation.every == 1 else f"every {evaluation.every} rounds"
     return {
         "computing": f"{steps:,} training steps in all, on {threads}; evaluated {when}",
-        "memory": f"{estimate}batches of {training.at_once} samples in training and "
-        f"{evaluation.batch} samples in evaluation, each of up to {config.data.window} tokens; "
+        "memory": f"{estimate}at most {training.at_once} samples per forward pass in training and "
+        f"{evaluation.batch} in evaluation, with up to {config.data.window} tokens per sample; "
         "`coterie client --check` measures the memory",
         "disk": "two checkpoints of the trained parameters, and the score of each test window; at "
         f"most {MAX_DISK / 2**30:.0f} GiB for all runs in --out",

@@ -82,8 +82,8 @@ Without = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Client to exclude, although the run file lists it; with --resume, client to expel. "
-        "Repeatable.",
+        help="Name of a client that must not take part, even if the run file lists it. With "
+        "--resume: name of a client to remove from the run. Repeatable.",
     ),
 ]
 Epsilon = Annotated[

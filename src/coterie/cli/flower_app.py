@@ -222,7 +222,10 @@ def site_of(node: Mapping[str, Any]) -> Site:
     try:
         keys = NodeConfig.model_validate(dict(node))
         if not (keys.run or keys.yes):
-            raise CoterieError("run (the run file to agree to) or yes=true is missing.")
+            raise CoterieError(
+                "it contains neither `run` (the run file to agree to) nor `yes=true` (which agrees "
+                "to any run); add one of them."
+            )
         for plugin in keys.plugins.split():
             load_plugin(plugin)
         paths = {key: getattr(keys, key) for key in ("train", "validation", "test")}

@@ -170,7 +170,14 @@ def draw(
 def align(
     tokenizer_a: Tokenizer,
     tokenizer_b: Tokenizer,
-    worst: Annotated[int, typer.Option(min=0, help="Number of worst matches to list.")] = 10,
+    worst: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of tokens to list for each direction (A -> B and B -> A). The tokens that "
+            "differ most from their nearest token come first.",
+        ),
+    ] = 10,
     json: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
     no_cache: Annotated[
         bool,
@@ -261,7 +268,7 @@ def data(
     settings: Settings = None,
     json: Annotated[
         Path | None,
-        typer.Option(help="JSON file to write the results to, including duplicated texts."),
+        typer.Option(help="JSON file for the results, which also list the duplicated texts."),
     ] = None,
 ) -> None:
     """Check the texts of a run: sizes, empty and short records, duplicates, and special tokens.

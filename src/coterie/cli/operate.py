@@ -89,10 +89,10 @@ def forget(run: ServersRun, client: ClientName) -> None:
 
     forgotten = forget_in(RunFolder(run), client)
     terminal.say(
-        f"Deleted from {run}: the state of {client} in the last checkpoint, all earlier "
-        f"checkpoints, {plural(forgotten.metrics, 'metric')} and "
-        f"{plural(forgotten.log_lines, 'log line')}. The name is still in run.json and "
-        "without.json."
+        f"Deleted from {run}: all checkpoints except the last, the state of {client} in the last "
+        f"checkpoint, and {plural(forgotten.metrics, 'metric')} and "
+        f"{plural(forgotten.log_lines, 'log line')} about this client. The client's name is still "
+        "in run.json and without.json."
     )
     if forgotten.rounds:
         terminal.say(

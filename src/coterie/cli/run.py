@@ -44,8 +44,9 @@ Gpus = Annotated[
     float | None,
     typer.Option(
         metavar="NUMBER",
-        help="GPUs of each process of --engine ray; with a fraction, such as 0.25, processes share "
-        "a GPU. Default: as many as `device` names; with `auto`, 1 if there is a GPU.",
+        help="Number of GPUs for each process of --engine ray; with a fraction, such as 0.25, "
+        "several processes share a GPU. Default: the number of GPUs in the run file's key "
+        "`device`. If `device` is auto, the default is 1, or 0 if there is no GPU.",
     ),
 ]
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]

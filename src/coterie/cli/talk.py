@@ -131,7 +131,10 @@ def speakers(
     untrained: list[str] = []
     for name in (client, *others):
         if name in loaded:
-            raise CoterieError(f"--with names {name!r}, which is in the chat already; remove it.")
+            raise CoterieError(
+                f"--with lists {name!r}, but this model is already in the chat; remove the "
+                "duplicate."
+            )
         model_folder, owner = _resolve(folder, name) if loaded else (folder, name)
         config = recorded(model_folder)
         if name == BASE and loaded:

@@ -71,12 +71,14 @@ def _splits(quality: Quality) -> Table:
         "Texts by client and split",
         ["", "tokens", "texts", "short", *(HEADS[kind] for kind in KINDS)],
         rows,
-        "Texts: records, samples or pieces of text files, within data.limits and without the text "
-        f"of templates. Short: fewer than {SHORT} characters. The last three columns are numbers "
-        "of exact + near duplicates. Repeated: the original is earlier in the same split. In "
-        "train: the original is in the client's training text. In others: the original is in "
-        "another client's training text. Near duplicates have a similarity of at least "
-        f"{NEAR}{extent}. Excluded empty records: {quality.survey.empty:,}.",
+        "Texts: number of records, samples or pieces of text files. Texts beyond data.limits are "
+        "not counted. Short: number of texts with fewer than "
+        f"{SHORT} characters. The last three columns contain the numbers of exact + near "
+        "duplicates; the text of templates is not compared. Repeated: texts that duplicate an "
+        "earlier text in the same split. In train: texts that duplicate a text in the client's "
+        "own training text. In others: texts that duplicate a text in another client's training "
+        f"text. Near duplicates have a similarity of at least {NEAR}{extent}. Excluded empty "
+        f"records: {quality.survey.empty:,}.",
     )
 
 
@@ -97,8 +99,9 @@ def _special(quality: Quality) -> Table:
         ["", "unknown", "control", *["removed"] * quality.deduplicated],
         rows,
         "Unknown: share of unknown tokens, which replace text that the tokenizer cannot encode. "
-        "Control: special tokens, such as <|endoftext|>, and chat markers in texts, which the "
-        "model learns as control tokens. To refuse them, set data.special_tokens: refuse."
+        "Control: number of special tokens (such as <|endoftext|>) and chat markers that occur in "
+        "texts. The model learns both as control tokens. To refuse texts that contain any, set "
+        "data.special_tokens: refuse."
         + " Removed: texts excluded by data.deduplicate."
         * quality.deduplicated,
     )

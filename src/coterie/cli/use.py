@@ -21,9 +21,10 @@ Others = Annotated[
     typer.Option(
         "--with",
         metavar="MODELS",
-        help="Comma-separated models that answer the same questions: `base` (without an adapter), "
-        "NAME (another client), METHOD:NAME (a client of a baseline, or of another method in the "
-        "same comparison), FOLDER:NAME (a client of any run).",
+        help="Other models, separated by commas, that answer each question too, for comparison: "
+        "`base` (the client's base without an adapter), NAME (another client), METHOD:NAME (a "
+        "client of a baseline, or of another method in the same comparison), FOLDER:NAME (a client "
+        "of any run).",
     ),
 ]
 

@@ -108,7 +108,7 @@ def _distances(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
             [direction, f"{summary['exact']:.1%}", *counts, f"{summary['mean']:.2f}", duration]
         )
     return Table(
-        "Tokens by edit distance in bytes to the other tokenizer's nearest token",
+        "Number of tokens by edit distance (in bytes) from the other tokenizer's nearest token",
         ["", "exact", *map(str, range(LAST)), f"{LAST}+", "mean", "time"],
         rows,
         "Special tokens are excluded. Exact: the other tokenizer has an identical token.",

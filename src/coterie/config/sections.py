@@ -237,8 +237,8 @@ class Sections(BaseModel, Generic[M]):
         if kind.compares and shared:
             key = "divide.public" if self.server is None else "server"
             raise ValueError(
-                f"`{self.data.key}` and `{key}` are mutually exclusive, because only clients' "
-                f"own data can contain {kind.name}; remove one of the two"
+                f"`{self.data.key}` and `{key}` are mutually exclusive: clients' data can contain "
+                f"{kind.name}, but public data and the server's data cannot; remove one of the two"
             )
         return self
 
@@ -253,7 +253,7 @@ class Sections(BaseModel, Generic[M]):
         if needs == "answers" and generate is None:
             raise ValueError(
                 f"`evaluation.metric: {name}` scores generated answers; set evaluation.generate to "
-                "their maximum number of tokens"
+                "the maximum number of tokens of an answer"
             )
         return self
 

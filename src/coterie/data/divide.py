@@ -201,9 +201,9 @@ def _divide_evenly(
     size = len(items) // parts
     if not size or not all(held.values()):
         raise CoterieError(
-            f"divide: {len(records)} records are too few for {parts} equal parts and the "
-            "validation and test splits that data.fractions sets aside; add records, or lower "
-            "divide.clients or divide.parts."
+            f"divide: {len(records)} records are too few for {parts} equal parts; each part, and "
+            "each split that data.fractions sets aside first, needs at least 1 record. Add "
+            "records, or lower divide.clients or divide.parts."
         )
     dealt = [Texts(items[n * size : (n + 1) * size], **held) for n in range(spec.taken)]
     public = dealt.pop() if spec.public else None
@@ -264,9 +264,9 @@ def _hold_out_uniform(
         for label, pool in pools.items():
             if not 0 < each * clients < len(pool):
                 raise CoterieError(
-                    f"divide: held_out uniform needs {each} records of label {label} for the "
-                    f"{split} text of each of {clients} clients, but only {len(pool)} are left; "
-                    "change data.fractions, or set divide.held_out to own."
+                    f"divide: `held_out: uniform` takes {each} records with the label {label} for "
+                    f"the {split} text of each of {clients} clients; it must take 1 or more, and "
+                    f"fewer than all {len(pool)} in total; change data.fractions or held_out."
                 )
             for part in parts:
                 part += pool[:each]

@@ -119,7 +119,8 @@ class DivideSpec(Spec):
         if not isinstance(self.source, str) and not self.validation == self.test is None:
             raise ValueError(
                 "divide.validation and divide.test need a single source; with one source per "
-                "label, remove them, or list clients with splits of their own"
+                "label, remove both, or replace `divide` with `clients` and give each client its "
+                "own splits"
             )
         return self
 

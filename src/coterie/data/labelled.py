@@ -155,7 +155,7 @@ def _read(
         if label is None:
             raise CoterieError(
                 f"divide: {file} is plain text without labels; give .jsonl or .parquet records, "
-                "name a source for each label, or list clients instead."
+                "name a source for each label, or use `clients` instead of `divide`."
             )
         for number, text in enumerate(pieces(read_text(file, "divide"), spec.piece), start=1):
             if text.strip():
@@ -176,8 +176,8 @@ def _read_hub(name: str, subset: str | None, split: str, root: Path) -> list[Rec
     )
     remedy = (
         "set data_root to the folder of your data, or correct divide.source, divide.subset or "
-        "divide.split; if this machine is offline, download the records on another machine, and "
-        "set divide.source to the file"
+        "divide.split; if this machine is offline, download the records as a file on another "
+        "machine, copy the file to this machine, and set divide.source to its path"
     )
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.endswith(SUFFIXES):
         raise CoterieError(f"{missing}; {remedy}.")

@@ -151,9 +151,10 @@ def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | No
         "flops",
         "Floating-point operations per round",
         "Operations of matrix multiplications in forward and backward passes, summed over all "
-        "clients. The operations of one training step are counted for each level of the schedule, "
-        "and multiplied by the mean number of such steps in a round. (A level is a group of "
-        "parameters that are trained together, such as the routers.)"
+        "clients. A level is a group of parameters that are trained together, such as the routers. "
+        "For each client and level, the operations of one training step of the level are counted, "
+        "and multiplied by the mean number of steps in which the client trains this level in a "
+        "round."
         f"{' Percentages are relative to FedAvg.' if fedavg else ''}{long}",
         f"Bar chart of operations per round by level for {listed(costs)}; the table lists the "
         "values.",

@@ -88,8 +88,8 @@ def turns_of(record: Record, field: str) -> list[Turn]:
             raise CoterieError(f"{record.where} has the field {key}: {NO_TOOLS}.")
     if not is_nothing(record.fields.get("system")):
         raise CoterieError(
-            f"{record.where} has a system prompt in the field system, outside the conversation; "
-            "move it to the first turn."
+            f'{record.where} has a system prompt in the field "system", not in the conversation; '
+            "move it to the first turn of the conversation."
         )
     turns: list[Turn] = []
     for number, turn in enumerate(messages, start=1):
@@ -108,7 +108,7 @@ def _turn(where: str, turn: Any) -> Turn:
     content_key = FORMS[role_key]
     role, content = values.pop(role_key, None), values.pop(content_key, "")
     if role is None:
-        _refuse(where, f"has no role; add the key role with one of {', '.join(ROLES)}")
+        _refuse(where, f'has no role; add the key "role" with one of the values {", ".join(ROLES)}')
     if role in TOOL_ROLES:
         _refuse(where, f"has the role {role}: {NO_TOOLS}")
     if not isinstance(role, str) or role not in ROLES:
@@ -196,7 +196,10 @@ def chats(items: Sequence[Conversation], how: Encoding) -> Examples:
         cut, too_long = cut + (len(pieces) > 1), too_long + lost
         chosen += pieces
     if not chosen:
-        fitting = f"conversation with an exchange of at most {how.window + 1} tokens"
+        fitting = (
+            "conversation in which a question, its answer and the system prompt (if any) together "
+            f"have at most {how.window + 1} tokens"
+        )
         raise how.nothing(items, f"{fitting}; raise data.window", "conversations; add some")
     return samples_of(chosen[:limit], too_long, cut, template)
 

@@ -87,8 +87,9 @@ def _conversations(record: Record, prompt: Any, with_prompt: bool) -> list[Conve
         agrees = prompt is None or prompt in (turn.content for turn in opening)
     if opening != rejected[:-1] or not agrees:
         raise CoterieError(
-            f"{record.where}: chosen and rejected (or the field prompt) contain different prompts; "
-            "correct the record so that chosen and rejected differ only in the last turn."
+            f'{record.where}: the fields "chosen", "rejected" and (if present) "prompt" contain '
+            "different prompts; correct the record so that chosen and rejected differ only in the "
+            "last turn, and prompt agrees with the turns before it."
         )
     return [_conversation(record, opening, _only(record, t[-1:])) for t in (chosen, rejected)]
 
