@@ -251,7 +251,10 @@ def broken_texts(folder: Path) -> Path:
         ),
         (["{run}", "--set", "data.window=65"], "window is 65 tokens, but the base"),
         (["{run}", "--set", "baselines=[fedavgg]"], "Did you mean 'fedavg'?"),
-        (["{run}", "--set", "base=./gone"], "set `base` to a GGUF file or to a folder with config.json"),
+        (
+            ["{run}", "--set", "base=./gone"],
+            "set `base` to a GGUF file or to a folder with config.json",
+        ),
         (["{run}", "--set", "clients=[{name: a, path: gone.txt}]"], "no file or folder"),
         (["{run}", "--set", "clients=[{name: a, path: BROKEN/empty.txt}]"], "is empty"),
         (["{run}", "--set", "clients=[{name: a, path: BROKEN/binary.txt}]"], "is not text"),

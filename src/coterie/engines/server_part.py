@@ -90,13 +90,8 @@ class ServerPart:
     def _end_round(self, mean: Message) -> None:
         unusable = CoterieError(
             f"The aggregate of round {self.server.exchange + 1} is not finite and was not saved; "
-<<<<<<< HEAD
-            "find the client whose upload is too large, then continue without this client, or "
-            "continue from an earlier round."
-=======
             "find the client that uploaded extremely large values, and continue without this "
             "client or from an earlier round."
->>>>>>> 38b8aedc8ecc065e43fd3b18ebfa5c75c178351a
         )
         try:
             groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())

@@ -83,13 +83,8 @@ def _others(label: str, weights: Matrices) -> Picture:
         "Trust weights without the clients' weights for themselves (as in figures 3, 4 and 8 of "
         "the PCL paper). "
         f"Colours range from the lowest weight ({number(low)}) to the highest ({number(high)}).",
-<<<<<<< HEAD
         f"Heat maps of trust weights between {listed(others[max(others)])}; the diagonal, which "
         "contains each client's weight for itself, is left blank.",
-=======
-        f"Heat maps of the trust weights between {listed(others[max(others)])}; the diagonal is "
-        "left out.",
->>>>>>> 38b8aedc8ecc065e43fd3b18ebfa5c75c178351a
         lambda canvas: _draw(canvas, others, low, max(high, low + 1e-9)),
     )
 
