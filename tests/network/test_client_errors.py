@@ -217,8 +217,8 @@ def elsewhere(keys: Keys, patch: pytest.MonkeyPatch) -> None:
         (early, "has a certificate that is not valid yet, by this machine's clock, which says "),
         (
             elsewhere,
-            "has a certificate that is not valid for this host name or address; add it on the "
-            "server with `coterie keys certify --host`",
+            "has a certificate that is not valid for this host name or address; on the server, add "
+            "the name to the certificate with `coterie keys certify --host`",
         ),
     ],
 )

@@ -104,7 +104,7 @@ class WideExperts(torch.autograd.Function):
 
 
 def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """Return the output of each up-projection, shaped (tokens, wide), for slot s."""
+    """Return the outputs of the up-projections in slot s, each shaped (tokens, wide)."""
     layers = zip(up[::3], up[1::3], up[2::3], strict=True)
     return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
 

@@ -42,8 +42,8 @@ def trust_row(
         row[others[row[others] <= threshold]] = -torch.inf
     if not row.isfinite().any():
         log.warning(
-            "None of the trust scores that determine how client %r weights the clients' models is "
-            "finite, so the client keeps its own model in this exchange.",
+            "Client %r keeps its own model in this exchange, because none of its trust scores is "
+            "finite. The scores determine the weights of the clients' models.",
             own,
         )
         return {name: float(name == own) for name in scores}

@@ -171,7 +171,7 @@ def _steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _spell(token: str, decoders: Mapping[str, Mapping[str, Any]], added: bool) -> bytes:
-    """Return the bytes of a token. Added tokens are matched verbatim, so they are not decoded."""
+    """Return the bytes of a token. The bytes of an added token are those of its own text."""
     if "ByteLevel" in decoders:
         return token.encode() if added else byte_level(token)
     if "WordPiece" in decoders:

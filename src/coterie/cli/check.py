@@ -136,8 +136,8 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
 def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]:
     """Run the body of the `with` statement as a check.
 
-    If the body raises a CoterieError or an OSError, the check has failed: a line with the error is
-    printed, and the command exits with code 1.
+    If the body raises an OSError, or a CoterieError without an excuse, the check has failed: a line
+    with the error is printed, and the command exits with code 1.
 
     Args:
         subject: A word for the subject of the check. Each line about the check begins with it.

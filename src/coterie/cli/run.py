@@ -36,8 +36,8 @@ Address = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Running Ray cluster to use with --engine ray. This machine must belong to it. "
-        "Default: start Ray on this machine.",
+        help="Address of a running Ray cluster, for --engine ray. This machine must belong to the "
+        "cluster. Default: start Ray on this machine.",
     ),
 ]
 Gpus = Annotated[
@@ -162,7 +162,9 @@ def compare(
     settings: Settings = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the runs. Default: runs/compare-NAME, with the run's name."),
+        typer.Option(
+            help="Folder of the runs. Default: runs/compare-NAME (NAME: the run file's name)."
+        ),
     ] = None,
 ) -> None:
     """Compare methods on the same data and base over several seeds.

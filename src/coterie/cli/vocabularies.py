@@ -128,8 +128,8 @@ def _roles(a: Vocabulary, b: Vocabulary, maps: Mapping[str, VocabularyMap]) -> T
     """Return a table of special tokens, with a row per role (such as `bos`).
 
     A row contains the ids of the role's token in A and in B. For each map, the row also contains a
-    pair of ids. The first is the id of the role's token in the map's source vocabulary. The second
-    is the id of the token that the map assigns to this token in the other vocabulary.
+    pair of ids: that of the role's token in the map's source vocabulary, and that of the token in
+    the other vocabulary to which the map translates it.
 
     Args:
         a: The first vocabulary.

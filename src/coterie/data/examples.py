@@ -351,7 +351,7 @@ def with_choices(base: Base, samples: Examples, window: int) -> tuple[Examples, 
 
 
 class Scorer(Protocol):
-    """The argument of `Split.measured`: a model to evaluate, a window and a batch size."""
+    """The argument of `Split.measured`: a model, the length of a window, and a batch size."""
 
     @property
     def base(self) -> Base:

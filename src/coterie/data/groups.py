@@ -178,7 +178,7 @@ class Groups:
         return {"samples": len(self), "too_long": self.too_long}
 
     def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the split's items as text for the search for duplicates; ignore `items`."""
+        """Return the texts in which duplicates are searched for; the argument is not used."""
         return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:

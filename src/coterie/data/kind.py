@@ -29,8 +29,8 @@ class DataKind(BaseModel):
     `coterie.register` or loaded with `--plugin FILE.py`. The class's pydantic fields are the kind's
     settings in the run file (`data.kind`). The class variable `offers` names the inputs that the
     kind's splits provide for metrics. A metric can be computed if its `Metric.needs` is one of
-    these names. Metrics that need only the losses set `needs` to "nothing". Therefore, `offers`
-    should include "nothing". The following kind, for example, reads instructions from the record
+    these names. It is "nothing" if a metric needs no input besides the losses, so `offers` should
+    include "nothing". The following kind, for example, reads instructions from the record
     fields `question` and `answer`::
 
         class Questions(DataKind):

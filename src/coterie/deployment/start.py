@@ -74,7 +74,7 @@ def serve(config: RunConfig, out: Path, serving: Serving, without: Sequence[str]
     Args:
         config: The run.
         out: The run folder.
-        serving: The network of the server, and the callbacks that display the run.
+        serving: The settings of the server's network, and the display of the run.
         without: The names of clients that must not take part, even if they have a key.
 
     Raises:
@@ -114,7 +114,7 @@ def serve_again(
 
     Args:
         out: The run folder.
-        serving: The network of the server, and the callbacks that display the run.
+        serving: The settings of the server's network, and the display of the run.
         from_round: The number of complete rounds after which to resume the run. There must be a
             checkpoint with exactly this number of complete rounds. None: resume from the newest
             checkpoint.

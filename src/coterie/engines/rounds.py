@@ -137,7 +137,7 @@ class Rounds(ServerPart, Generic[C]):
         """Execute an exchange, score models if evaluation is due, and write a checkpoint.
 
         Args:
-            round: The number of the exchange in the run, as in `exchange`.
+            round: The number of the exchange, counted from the start of the run.
             names: The clients of the exchange.
         """
         began = time.monotonic()

@@ -393,7 +393,7 @@ def _certificate_fault(text: str) -> str:
         return f"has a certificate that is not valid yet, {clock_text()}"
     if "mismatch" in text:
         return (
-            "has a certificate that is not valid for this host name or address; add it on the "
-            "server with `coterie keys certify --host`"
+            "has a certificate that is not valid for this host name or address; on the server, add "
+            "the name to the certificate with `coterie keys certify --host`"
         )
     return "has a certificate from an authority that this key file does not trust"

@@ -91,8 +91,8 @@ def _picture(label: str, layer: str, coloured: Sequence[Coloured]) -> TextPictur
             f"Share of tokens whose highest-scoring expert is a generalist, {layer}",
             ["text", *models],
             shares,
-            "Each column is a client's model. If a model has no generalist, the share of expert 1 "
-            "is shown.",
+            "Each column is a client's model, and shows the share of its generalist, or of expert "
+            "1 if the model has no generalist.",
         ),
         rows,
     )
