@@ -149,7 +149,7 @@ def test_a_run_file_must_list_the_clients(run, tmp_path) -> None:
     ("changes", "sentence"),
     [
         ({"partition-id": 1}, "A Flower simulation gives its nodes a partition number"),
-        ({"yes": False}, r"neither `run` \(the run file to agree to\) nor `yes=true`"),
+        ({"yes": False}, r"add `run` \(the run file to agree to\), or `yes=true`"),
         ({"folder": None}, "folder: .*path"),
         ({"folders": "x"}, "folders: extra"),
         ({"data": None}, "Neither data nor train is given"),

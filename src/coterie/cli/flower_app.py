@@ -81,8 +81,7 @@ class GridLink(Link):
         now = time.monotonic()
         self.listed |= dict.fromkeys(self.grid.get_node_ids(), now)
         online = {node for node, last in self.listed.items() if now - last < ABSENT_SECONDS}
-        asked = self.asked.items()
-        self.asked = {node: id for node, id in asked if node in online and id not in self.lost}
+        self.asked = {n: id for n, id in self.asked.items() if n in online and id not in self.lost}
         for node in sorted(online - self.names.keys() - self.asked.keys()):
             self.asked[node] = self._push(node, "query", None, ASK_SECONDS)
         for id, name in self._pull(self.asked.values(), NAME):
@@ -222,24 +221,20 @@ def site_of(node: Mapping[str, Any]) -> Site:
     try:
         keys = NodeConfig.model_validate(dict(node))
         if not (keys.run or keys.yes):
-            raise CoterieError(
-                "it contains neither `run` (the run file to agree to) nor `yes=true` (which agrees "
-                "to any run); add one of them."
-            )
+            raise CoterieError("add `run` (the run file to agree to), or `yes=true` (for any run).")
         for plugin in keys.plugins.split():
             load_plugin(plugin)
         paths = {key: getattr(keys, key) for key in ("train", "validation", "test")}
         texts, device = deploy.validate_texts(keys.name, {"path": keys.data, **paths}, keys.device)
         agreed, limit = deploy.terms_of(keys.run, keys.name, keys.epsilon)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        message = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg'].lower()}."
-        raise CoterieError(f"The SuperNode's --node-config is invalid: {message}") from None
-    except CoterieError as error:
+    except (ValidationError, CoterieError) as error:
         message = str(error).replace("--", "")
+        if isinstance(error, ValidationError):
+            wrong = error.errors()[0]
+            message = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg'].lower()}."
         raise CoterieError(f"The SuperNode's --node-config is invalid: {message}") from None
-    local: dict[str, Any] = {"base": keys.base, "public": keys.public, "device": device}
-    return Site(keys.name, texts, keys.out, agreed=agreed, limit=limit, **local)
+    local: Any = {"agreed": agreed, "limit": limit, "device": device}
+    return Site(keys.name, texts, keys.out, keys.base, keys.public, **local)
 
 
 def client_app() -> "ClientApp":
