@@ -256,7 +256,7 @@ def test_a_base_that_is_nowhere_is_refused_without_waiting(config, tmp_path, mon
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
     monkeypatch.setattr("time.sleep", sleep)
-    with pytest.raises(CoterieError, match="set `base` to a folder with"):
+    with pytest.raises(CoterieError, match="set `base` to a GGUF file or to a folder with"):
         coterie.run(config(base="nowhere"), out=tmp_path / "run")
 
 

@@ -92,7 +92,7 @@ def test_rows_that_cannot_be_paired_have_no_mark_and_a_reason() -> None:
     comparison = Comparison("c", found)
     table, differences = comparison.tables()
     assert [row[-1] for row in table.rows] == ["1", "1", "1", "4"]
-    assert "Not compared with best: old; runs of earlier versions" in table.note
+    assert "Not compared with best: old; deployed runs, and runs made with earlier" in table.note
     assert "Not compared with best: elsewhere; they were scored on different" in table.note
     assert [row[0] for row in differences.rows] == ["far"]
     (alone,) = Comparison("c", {"best": [OLD], "old": [OLD]}).tables()

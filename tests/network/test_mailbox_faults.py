@@ -264,7 +264,7 @@ def test_a_server_that_has_failed_ends_the_run_with_an_error(
 
     monkeypatch.setattr(post.listener, "read_keys", read_keys)
     wait(lambda: post.mailbox.failure)
-    with pytest.raises(CoterieError, match=r"the disk is gone.*continue with --resume"):
+    with pytest.raises(CoterieError, match=r"the disk is gone.*restart the server with --resume"):
         post.mailbox.wait()
 
 
