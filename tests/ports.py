@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """What a child process does first: ask Linux for SIGTERM when its parent ends."""
+    """Return the first action of a child process: ask Linux for SIGTERM when its parent ends."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)  # loaded here, because little is safe between fork and exec

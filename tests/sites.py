@@ -173,7 +173,7 @@ class Deployment:
         return (self.folder / f"site-{name}/client-{name}.log").read_text(encoding="utf-8")
 
     def logs(self) -> dict[Path, str]:
-        """What the server logged."""
+        """Return the text that the server has logged."""
         at = self.server.path
         return {
             path: path.read_text(encoding="utf-8") for path in [at / "server.log"] if path.exists()

@@ -24,7 +24,7 @@ from coterie.network.server import MailboxServer
 
 @dataclass(frozen=True)
 class End:
-    """What one process has observed."""
+    """The events that one process has observed."""
 
     order: str
     """The SHA-256 of the order."""

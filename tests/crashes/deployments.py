@@ -72,7 +72,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 @dataclass
 class Outcome:
-    """What a deployment with a killed process ended in."""
+    """The outcome of a deployment with a killed process."""
 
     state: int
     """The number of the state in `STATES`."""
@@ -80,7 +80,7 @@ class Outcome:
     killed: int = 0
     """The number of processes that killed themselves with SIGKILL in the requested states."""
     difference: str = ""
-    """How the run differs from the undisturbed run, or why it has not ended; empty: not at all."""
+    """The difference from the undisturbed run, or why the run did not end; empty if equal."""
     seconds: float = 0.0
     cpu: float = 0.0
     """The seconds of CPU of all processes."""

@@ -39,7 +39,7 @@ class State:
     side: Literal["server", "client"]
     name: str
     sentence: str
-    """What has happened when the process is killed, and what has not."""
+    """A sentence that says what has happened before the kill, and what has not."""
     at: str
     """The function in which the process kills itself, as MODULE:NAME or MODULE:CLASS.NAME."""
     way: Way

@@ -169,9 +169,9 @@ class Federation:
     def run(self) -> str:
         """Start the app with `flwr run`, and return the id that Flower gives to the run."""
         output = self.flwr("run", self.folder / "app", "us")
-        found = re.search(r"run (\d{6,})", output)
-        assert found, output
-        return found[1]
+        match = re.search(r"run (\d{6,})", output)
+        assert match, output
+        return match[1]
 
     def wait(self, holds: Callable[[], object], seconds: float = 300) -> None:
         """Wait until something holds; fail with the logs if it does not."""

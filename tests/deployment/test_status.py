@@ -1,4 +1,4 @@
-"""What an operator sees: reminders, the status file, /health and /metrics."""
+"""The information for an operator: reminders, the status file, /health and /metrics."""
 
 import json
 import re
