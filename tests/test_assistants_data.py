@@ -2,17 +2,24 @@
 
 import json
 import re
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from assistants_manners import MANNERS, TEAMS, is_right_team
+import torch
 
 from coterie.bases import EMBEDDED
+from coterie.config.plugins import load_plugin
 from coterie.data.files import read_records
 from coterie.data.kinds.conversations import conversations
+from coterie.data.measured import Measured
 from coterie.data.spec import MessagesSpec
 
 FOLDER = EMBEDDED / "assistants"
+[RIGHT_REPLY] = load_plugin(Path(__file__).parents[1] / "examples" / "lindenhof.py")
+RULES = vars(sys.modules[RIGHT_REPLY.__module__])
+MANNERS, TEAMS, is_right_team = RULES["MANNERS"], RULES["TEAMS"], RULES["is_right_team"]
 KNOWN = {
     "ada": {"water", "heating", "keys", "noise"},
     "ben": {"keys", "noise", "bills", "garden"},
@@ -161,3 +168,17 @@ def test_the_rules_reject_answers_in_another_manner(person, answer) -> None:
 )
 def test_the_right_team_is_the_only_team_with_the_only_extension(answer, right) -> None:
     assert is_right_team(answer, "water") == right
+
+
+def test_a_reply_is_right_if_team_extension_and_manner_are() -> None:
+    expected = "- Water on the stairs\n- Otter team, extension 21"
+    texts = [
+        "- Puddle in the hall\n- Call the otter team, ext. 21",
+        "- Puddle in the hall\n- Otter team, extension 34",
+        "- Puddle in the hall\n- Otter or Ember team, extension 21",
+        "Please call the Otter team on extension 21!",
+        "",
+    ]
+    none = torch.zeros(len(texts))
+    measured = Measured(none, none, answers=[expected] * len(texts), texts=texts)
+    assert RIGHT_REPLY().score(measured) == [1.0, 0.0, 0.0, 0.0, 0.0]

@@ -1,7 +1,14 @@
-"""The rules of the demo `assistants`: what every reply must say, and how each person says it."""
+"""The metric of the demo `assistants`: the right team, in the person's own manner.
+
+All four people must learn which team of the house deals with which topic; each has a manner of
+replying. The rules below decide both by the text of a reply alone.
+"""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from coterie import Metric
+from coterie.data.measured import Measured
 
 TEAMS: Mapping[str, tuple[str, int]] = {
     "water": ("Otter", 21),
@@ -62,3 +69,23 @@ def is_right_team(answer: str, topic: str) -> bool:
     team, extension = TEAMS[topic]
     teams = {name.lower() for name in _TEAM.findall(answer)}
     return teams == {team.lower()} and set(_EXTENSION.findall(answer)) == {str(extension)}
+
+
+class RightReply(Metric):
+    """The share of replies that name the right team, in the manner of the person's own reply."""
+
+    name = "right_reply"
+    title = "right team in the right manner"
+    needs = "answers"
+
+    def score(self, measured: Measured) -> Sequence[float | None]:
+        """Return 1 for each right reply, and 0 for each other reply."""
+        pairs = zip(measured.answers, measured.texts, strict=True)
+        return [float(is_right(expected, text)) for expected, text in pairs]
+
+
+def is_right(expected: str, text: str) -> bool:
+    """Return whether a reply has the team, the extension and the manner of an expected reply."""
+    topic = next(topic for topic in TEAMS if is_right_team(expected, topic))
+    manner = next(manner for manner in MANNERS.values() if manner(expected))
+    return is_right_team(text, topic) and manner(text)
