@@ -1,8 +1,9 @@
 """How long one local training step takes: ours against PEFT, a naive mixture and the published way.
 
-GPT-2 (124M, random weights, no dropout), a batch of 8 x 128 tokens: forward, backward and an AdamW
-step of everything but the routers, as in an expert step of CoMiGS. Contestants take turns, so
-that whatever else the machine does falls on all; ratios are of medians of one run.
+A batch of 8 x 128 tokens: forward, backward and an AdamW step of everything but the routers, as in
+an expert step of CoMiGS. The base is GPT-2 (124M, random weights, no dropout), or with
+`--base smollm2` the built-in base smollm2-135m, which has no naive contestants. Contestants take
+turns, so that other load on the machine affects all of them; ratios are of medians of one run.
 """
 
 import statistics
@@ -10,18 +11,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from common import gpt2, options_of, show, take_turns, write
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, of_roles
+from coterie.bases import BaseSpec, load_base
 from coterie.bases.precision import Precision, autocast, prepare
 from coterie.losses.tokens import language_model_loss
 
 BATCH, TIME = 8, 128
+VOCABULARY = 49152  # SmolLM2's; GPT-2's is larger
 RANK, ALPHA = 8, 16.0
 TARGETS = [  # contestant, against, largest ratio
     ("ours, 2 experts", "PEFT LoRA", 1.10),
@@ -79,6 +84,46 @@ class NaiveMixture(nn.Module):
         return result.view_as(x)
 
 
+def smollm2(precision: Precision) -> PreTrainedModel:
+    """Load SmolLM2 with its pretrained weights, frozen."""
+    weights = "fp32" if precision == "fp32" else None
+    return load_base(BaseSpec(name="smollm2-135m", weights=weights), None, TIME).model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A base to train adapters on."""
+
+    title: str
+    load: Callable[[Precision], PreTrainedModel]
+    lora: dict[str, Any]
+    """PEFT's options for LoRA on the layers of our adapter, with rank 8 on attention."""
+    naive: bool = False
+    """Whether there are naive mixtures for this base."""
+
+
+BASES = {
+    "gpt2": Subject(
+        "GPT-2 124M",
+        lambda _: gpt2(),
+        {
+            "target_modules": ["c_fc", "c_attn", "c_proj"],
+            "rank_pattern": {r"attn\.c_(attn|proj)": RANK},
+            "fan_in_fan_out": True,
+        },
+        naive=True,
+    ),
+    "smollm2": Subject(
+        "SmolLM2-135M",
+        smollm2,
+        {
+            "target_modules": r".*\.([qkvo]|gate|up|down)_proj",
+            "rank_pattern": {"[qkvo]_proj": RANK},
+        },
+    ),
+}
+
+
 @dataclass
 class Contestant:
     """A model, its loss on ids: (batch, time + 1), and what is trained."""
@@ -91,25 +136,17 @@ def hf_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda ids: model(input_ids=ids[:, :-1], labels=ids[:, :-1], use_cache=False).loss
 
 
-def bare() -> Contestant:
-    model = gpt2()
-
+def bare(model: PreTrainedModel) -> Contestant:
     def loss(ids: Tensor) -> Tensor:
-        embedded = model.transformer.wte(ids[:, :-1]).requires_grad_()
+        embedded = model.get_input_embeddings()(ids[:, :-1]).requires_grad_()
         return model(inputs_embeds=embedded, labels=ids[:, :-1], use_cache=False).loss
 
     return Contestant(loss, [])
 
 
-def peft(experts: int) -> Contestant:
-    options = LoraConfig(
-        r=experts * RANK,
-        lora_alpha=int(ALPHA),
-        target_modules=["c_fc", "c_attn", "c_proj"],
-        rank_pattern={r"attn\.c_(attn|proj)": RANK},
-        fan_in_fan_out=True,
-    )
-    model = get_peft_model(gpt2(), options)  # pyright: ignore
+def peft(base: PreTrainedModel, options: dict[str, Any], experts: int) -> Contestant:
+    config = LoraConfig(r=experts * RANK, lora_alpha=int(ALPHA), **options)
+    model = get_peft_model(base, config)
     return Contestant(hf_loss(model), [p for p in model.parameters() if p.requires_grad])
 
 
@@ -123,9 +160,10 @@ def naive(experts: int, gathers: bool) -> Contestant:
     return Contestant(hf_loss(model), [p for p in model.parameters() if p.requires_grad])
 
 
-def ours(specialists: int, precision: Precision, plain: bool = False) -> Contestant:
+def ours(
+    model: PreTrainedModel, specialists: int, precision: Precision, plain: bool = False
+) -> Contestant:
     """Plain: only the mixture is ours; loss, casts and attention are those of the others."""
-    model = gpt2()
     if not plain:
         prepare(model, precision, TIME)
     layout = Layout(1, specialists, rank=RANK, attention_rank=RANK, alpha=ALPHA)
@@ -137,19 +175,21 @@ def ours(specialists: int, precision: Precision, plain: bool = False) -> Contest
     return Contestant(loss, list(adapter.tensors(of_roles(*roles)).values()))
 
 
-def contestants(precision: Precision) -> dict[str, Contestant]:
-    found = {
-        "bare base": bare(),
-        "PEFT LoRA": peft(2),
-        "naive mixture": naive(2, gathers=False),
-        "gathering mixture": naive(2, gathers=True),
-        "ours, 2 experts": ours(1, precision),
-        "ours, 4 experts, top 2": ours(3, precision),
-        "our mixture alone, 2 experts": ours(1, precision, plain=True),
+def contestants(base: Subject, precision: Precision) -> dict[str, Contestant]:
+    load = partial(base.load, precision)
+    found = {"bare base": bare(load()), "PEFT LoRA": peft(load(), base.lora, 2)}
+    if base.naive:
+        found["naive mixture"] = naive(2, gathers=False)
+        found["gathering mixture"] = naive(2, gathers=True)
+    found |= {
+        "ours, 2 experts": ours(load(), 1, precision),
+        "ours, 4 experts, top 2": ours(load(), 3, precision),
+        "our mixture alone, 2 experts": ours(load(), 1, precision, plain=True),
     }
-    size = {name: sum(p.numel() for p in c.trained) for name, c in found.items()}
-    for name in ("naive mixture", "gathering mixture", "ours, 2 experts"):
-        assert size[name] == size["PEFT LoRA"], size
+    sizes = {name: sum(p.numel() for p in c.trained) for name, c in found.items()}
+    for name, size in sizes.items():
+        if name not in ("bare base", "ours, 4 experts, top 2"):
+            assert size == sizes["PEFT LoRA"], sizes
     return found
 
 
@@ -161,7 +201,7 @@ def measure(
 ) -> dict[str, list[float]]:
     """Seconds per step of each contestant, after one round to warm up."""
     chance = torch.Generator().manual_seed(0)
-    ids = torch.randint(50257, (BATCH, TIME + 1), generator=chance)
+    ids = torch.randint(VOCABULARY, (BATCH, TIME + 1), generator=chance)
 
     def step(contestant: Contestant, optimiser: torch.optim.Optimizer | None) -> None:
         with autocast(precision, "cpu"):
@@ -179,27 +219,30 @@ def measure(
     return take_turns(steps, rounds, clock)
 
 
-def show_medians(seconds: dict[str, float], precision: Precision) -> None:
+def show_medians(title: str, seconds: dict[str, float], precision: Precision) -> None:
     against = {
         "PEFT LoRA": "x PEFT",
         "naive mixture": "x naive",
         "gathering mixture": "x gathering",
     }
+    against = {name: column for name, column in against.items() if name in seconds}
     setting = f"{precision}, CPU, {torch.get_num_threads()} threads"
     rows = []
     for name, median in seconds.items():
         ratios = [f"{median / seconds[other]:.2f}" for other in against]
         rows.append((name, f"{1000 * median:.0f}", *ratios))
-    title = f"One training step, GPT-2 124M, {BATCH} x {TIME} tokens, {setting}"
+    title = f"One training step, {title}, {BATCH} x {TIME} tokens, {setting}"
     show(title, ("contestant", "median ms", *against.values()), rows)
     for who, other, limit in TARGETS:
-        ratio = seconds[who] / seconds[other]
-        verdict = "met" if ratio <= limit else "missed"
-        print(f"{who}: {ratio:.2f} x {other}, target {limit:.2f}: {verdict}")
+        if other in seconds:
+            ratio = seconds[who] / seconds[other]
+            verdict = "met" if ratio <= limit else "missed"
+            print(f"{who}: {ratio:.2f} x {other}, target {limit:.2f}: {verdict}")
 
 
 def main() -> None:
     parser = options_of(__doc__)
+    parser.add_argument("--base", choices=[*BASES], default="gpt2")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument(
@@ -211,13 +254,15 @@ def main() -> None:
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    runs = measure(contestants(options.precision), options.precision, options.rounds, clock)
+    base, precision = BASES[options.base], options.precision
+    runs = measure(contestants(base, precision), precision, options.rounds, clock)
     medians = {name: statistics.median(values) for name, values in runs.items()}
-    show_medians(medians, options.precision)
+    show_medians(base.title, medians, precision)
     ratios = [
         {"contestant": who, "against": other, "target": limit,
          "ratio": medians[who] / medians[other]}
         for who, other, limit in TARGETS
+        if other in medians
     ]  # fmt: skip
     write(options, threads=torch.get_num_threads(), seconds=medians, ratios=ratios)
 
