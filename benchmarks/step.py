@@ -1,15 +1,15 @@
 """How long one local training step takes: ours against PEFT, a naive mixture and the published way.
 
-A batch of 8 x 128 tokens: forward, backward and an AdamW step of everything but the routers, as in
-an expert step of CoMiGS. The base is GPT-2 (124M, random weights, no dropout), or with
-`--base smollm2` the built-in base smollm2-135m, which has no naive contestants. Contestants take
-turns, so that other load on the machine affects all of them; ratios are of medians of one run.
+A batch of 8 x 128 tokens (`--batch`): forward, backward and an AdamW step of everything but the
+routers, as in an expert step of CoMiGS. The base is GPT-2 (124M, random weights, no dropout), or
+with `--base smollm2` the built-in base smollm2-135m, which has no naive contestants. Contestants
+take turns, so that other load on the machine affects all of them; ratios are of medians of one run.
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Layout, of_roles
+from coterie.adapters.fused import storing_activations
 from coterie.bases import BaseSpec, load_base
 from coterie.bases.precision import Precision, autocast, prepare
 from coterie.losses.tokens import language_model_loss
 
-BATCH, TIME = 8, 128
+TIME = 128
 VOCABULARY = 49152  # SmolLM2's; GPT-2's is larger
 RANK, ALPHA = 8, 16.0
 TARGETS = [  # contestant, against, largest ratio
@@ -130,6 +131,8 @@ class Contestant:
 
     loss: Callable[[Tensor], Tensor]
     trained: list[nn.Parameter]
+    stores: bool = False
+    """Whether our mixture stores activations, as with `training.store_activations`."""
 
 
 def hf_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -181,8 +184,10 @@ def contestants(base: Subject, precision: Precision) -> dict[str, Contestant]:
     if base.naive:
         found["naive mixture"] = naive(2, gathers=False)
         found["gathering mixture"] = naive(2, gathers=True)
+    two = ours(load(), 1, precision)
     found |= {
-        "ours, 2 experts": ours(load(), 1, precision),
+        "ours, 2 experts": two,
+        "ours, 2 experts, activations stored": replace(two, stores=True),
         "ours, 4 experts, top 2": ours(load(), 3, precision),
         "our mixture alone, 2 experts": ours(load(), 1, precision, plain=True),
     }
@@ -196,15 +201,16 @@ def contestants(base: Subject, precision: Precision) -> dict[str, Contestant]:
 def measure(
     runners: dict[str, Contestant],
     precision: Precision,
+    batch: int,
     rounds: int,
     clock: Callable[[], float],
 ) -> dict[str, list[float]]:
     """Seconds per step of each contestant, after one round to warm up."""
     chance = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCABULARY, (BATCH, TIME + 1), generator=chance)
+    ids = torch.randint(VOCABULARY, (batch, TIME + 1), generator=chance)
 
     def step(contestant: Contestant, optimiser: torch.optim.Optimizer | None) -> None:
-        with autocast(precision, "cpu"):
+        with autocast(precision, "cpu"), storing_activations(contestant.stores):
             loss = contestant.loss(ids)
         loss.backward()
         if optimiser is not None:
@@ -219,7 +225,7 @@ def measure(
     return take_turns(steps, rounds, clock)
 
 
-def show_medians(title: str, seconds: dict[str, float], precision: Precision) -> None:
+def show_medians(title: str, batch: int, seconds: dict[str, float], precision: Precision) -> None:
     against = {
         "PEFT LoRA": "x PEFT",
         "naive mixture": "x naive",
@@ -231,7 +237,7 @@ def show_medians(title: str, seconds: dict[str, float], precision: Precision) ->
     for name, median in seconds.items():
         ratios = [f"{median / seconds[other]:.2f}" for other in against]
         rows.append((name, f"{1000 * median:.0f}", *ratios))
-    title = f"One training step, {title}, {BATCH} x {TIME} tokens, {setting}"
+    title = f"One training step, {title}, {batch} x {TIME} tokens, {setting}"
     show(title, ("contestant", "median ms", *against.values()), rows)
     for who, other, limit in TARGETS:
         if other in seconds:
@@ -243,6 +249,7 @@ def show_medians(title: str, seconds: dict[str, float], precision: Precision) ->
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--base", choices=[*BASES], default="gpt2")
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument(
@@ -254,10 +261,10 @@ def main() -> None:
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     torch.manual_seed(0)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    base, precision = BASES[options.base], options.precision
-    runs = measure(contestants(base, precision), precision, options.rounds, clock)
+    base, precision, batch = BASES[options.base], options.precision, options.batch
+    runs = measure(contestants(base, precision), precision, batch, options.rounds, clock)
     medians = {name: statistics.median(values) for name, values in runs.items()}
-    show_medians(base.title, medians, precision)
+    show_medians(base.title, batch, medians, precision)
     ratios = [
         {"contestant": who, "against": other, "target": limit,
          "ratio": medians[who] / medians[other]}

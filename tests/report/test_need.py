@@ -6,6 +6,7 @@ import pytest
 import torch
 from every_method import METHODS
 
+from coterie.adapters.fused import storing_activations
 from coterie.analysis.need import LiveTensors, Need, need_of
 from coterie.bases import load_base
 from coterie.bases.precision import autocast
@@ -32,9 +33,12 @@ def test_bytes_are_counted_while_tensors_are_alive() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["comigs-1g1s", "fedit", "fedavg"])
-def test_a_need_is_what_a_real_step_holds(method, precision, values) -> None:
-    training = {"batch": 4, "precision": precision}
+@pytest.mark.parametrize(
+    ("method", "stores"),
+    [("comigs-1g1s", False), ("comigs-1g1s", True), ("fedit", False), ("fedavg", False)],
+)
+def test_a_need_is_what_a_real_step_holds(method, stores, precision, values) -> None:
+    training = {"batch": 4, "precision": precision, "store_activations": stores}
     config = parse(values(method=method, training=training, evaluation={"batch": 1}))
     found = need_of(config, "poet")
     assert isinstance(found, Need)
@@ -51,24 +55,27 @@ def test_a_need_is_what_a_real_step_holds(method, precision, values) -> None:
         parameter.requires_grad_(True)
     model = side.model()
     with LiveTensors() as tensors:
-        with autocast(precision, "cpu"):
+        with autocast(precision, "cpu"), storing_activations(stores):
             loss = language_model_loss(model, torch.zeros(4, 17, dtype=torch.long))
         loss.backward()
     assert found.step == pytest.approx(tensors.peak, rel=0.02)
 
 
-def test_what_makes_a_step_smaller_makes_the_need_smaller(config) -> None:
+def test_what_makes_a_step_smaller_or_larger_changes_the_need(config) -> None:
     run = config(training={"batch": 8, "precision": "fp32"}, evaluation={"batch": 1})
     whole = need_of(run, "poet")
     small = run.training.model_copy(update={"micro_batch": 2})
     pieces = need_of(run.model_copy(update={"training": small}), "poet")
     few = run.training.model_copy(update={"checkpointing": True})
     again = need_of(run.model_copy(update={"training": few}), "poet")
+    many = run.training.model_copy(update={"store_activations": True})
+    stored = need_of(run.model_copy(update={"training": many}), "poet")
     assert isinstance(whole, Need)
     assert isinstance(pieces, Need)
     assert isinstance(again, Need)
+    assert isinstance(stored, Need)
     assert pieces.step < 0.6 * whole.step
-    assert again.step < whole.step
+    assert again.step < whole.step < stored.step
     assert replace(pieces, step=0) == replace(again, step=0) == replace(whole, step=0)
 
 

@@ -1,5 +1,5 @@
-"""Gradient checkpointing changes memory alone: losses, gradients and what modules keep are equal to
-the bit, whatever is drawn in the forward pass."""
+"""Gradient checkpointing and stored activations change memory and time alone: losses, gradients and
+what modules keep are equal to the bit, whatever is drawn in the forward pass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -148,6 +148,46 @@ def test_gradients_are_equal_to_the_bit(
         )
 
 
+@pytest.mark.parametrize("kind", [gpt2, llama])
+@pytest.mark.parametrize("specialists", [1, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_stored_activations_give_equal_gradients(
+    kind: Any, specialists: int, dropout: float, batch: Batch
+) -> None:
+    base = made(kind)
+    adapter = mixture(base, specialists, dropout)
+    plain, found = (taught(base, adapter, batch, store_activations=on) for on in (False, True))
+    assert plain.keys() == found.keys()
+    assert all(torch.equal(found[what], tensor) for what, tensor in plain.items())
+
+
+def saved_values(base: Any, adapter: Adapter, batch: Batch, **training: Any) -> int:
+    """Count the values of the tensors that a forward pass saves for the backward pass."""
+    sizes: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    adapter.require_grad(lambda _: True)
+    with hooks, training_pass(context(base, **training), "experts"):
+        language_model_loss(adapter.attach(base), *batch)
+    return sum(sizes)
+
+
+@pytest.mark.parametrize(("kind", "wide", "up"), [(gpt2, 48, 1), (llama, 20, 2)])
+def test_stored_activations_replace_the_frozen_outputs(
+    kind: Any, wide: int, up: int, batch: Batch
+) -> None:
+    """Three layers store each of two experts' p and z, instead of u for both."""
+    base = made(kind)
+    adapter = mixture(base)
+    tokens = batch.only(torch.tensor([1]))  # without padding
+    few, many = (saved_values(base, adapter, tokens, store_activations=on) for on in (False, True))
+    assert many - few == 3 * 11 * wide * (2 * (up + 1) - up)
+
+
 def test_layers_that_drop_out_by_themselves_do_so_again(batch: Batch) -> None:
     """OPT's layers ask for their own mode."""
     base = made(opt)
@@ -178,21 +218,8 @@ def test_activations_are_not_kept(batch: Batch) -> None:
     """What is saved for the backward pass: of every layer little more than what enters it."""
     base = made(llama)
     adapter = mixture(base)
-    saved = []
-    for on in (False, True):
-        sizes: list[int] = []
-
-        def pack(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
-            sizes.append(tensor.numel())
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        for parameter in adapter.tensors().values():
-            parameter.requires_grad_()
-        with hooks, training_pass(context(base, checkpointing=on), "experts"):
-            language_model_loss(adapter.attach(base), *batch)
-        saved.append(sum(sizes))
-    assert saved[1] < saved[0] / 5
+    many, few = (saved_values(base, adapter, batch, checkpointing=on) for on in (False, True))
+    assert few < many / 5
 
 
 def test_layers_are_as_before_afterwards(batch: Batch) -> None:

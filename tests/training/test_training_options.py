@@ -89,7 +89,8 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     method: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}}
     make = partial(config, method=method, rounds=2, clients=POET)
     known = {key.partition(",")[0] for key in CHANGES}
-    known |= {"checkpointing", "dpo"}  # memory alone; and what acts on preferences alone
+    known |= {"checkpointing", "store_activations"}  # memory and time alone
+    known |= {"dpo"}  # acts on preferences alone
     assert known == TrainingSpec.model_fields.keys()
     plain = trained(make(training=BASICS))
     explicit: dict[str, Any] = {
@@ -100,6 +101,7 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     }
     explicit |= {"sampling": "replacement", "micro_batch": 4, "checkpointing": True}
     assert same(trained(make(training={**BASICS, **explicit})), plain)
+    assert same(trained(make(training={**BASICS, "store_activations": True})), plain)
     no_dropout = make(training=BASICS, method={**method, "lora": {"dropout": 0}})
     assert same(trained(no_dropout), plain)
     found = {key: trained(make(training={**BASICS, **given})) for key, given in CHANGES.items()}
@@ -115,6 +117,7 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     [
         ({"learning_rate_decay": 0.9, "schedule": "one-cycle", "warmup": 0.3}, "mutually exclus"),
         ({"learning_rate_decay": 0.9, "schedule": "cosine"}, "mutually exclusive; remove one"),
+        ({"checkpointing": True, "store_activations": True}, "mutually exclusive; remove one"),
         ({"schedule": "one-cycle"}, "training: `schedule: one-cycle` needs a warm-up"),
         ({"initial_learning_rate": 1e-4}, "initial_learning_rate has no effect without warmup"),
         ({"schedule": "constant", "restart": True}, "restart has no effect on a constant"),

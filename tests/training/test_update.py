@@ -224,19 +224,20 @@ def test_a_loss_that_is_not_finite_is_a_sentence_and_changes_nothing(value: floa
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "quantised", "helps"),
+    ("micro_batch", "quantised", "stores", "helps"),
     [
-        (None, False, "training.micro_batch: 32 or training.checkpointing: true"),
-        (2, True, "training.micro_batch: 1 or training.checkpointing: true"),
-        (1, False, "training.checkpointing: true or base.weights: nf4"),
-        (1, True, "training.checkpointing: true or data.window to less than 16"),
+        (None, False, False, "training.micro_batch: 32 or training.checkpointing: true"),
+        (2, True, False, "training.micro_batch: 1 or training.checkpointing: true"),
+        (1, False, False, "training.checkpointing: true or base.weights: nf4"),
+        (1, True, False, "training.checkpointing: true or data.window to less than 16"),
+        (2, True, True, "training.micro_batch: 1 or training.store_activations: false"),
     ],
 )
 def test_too_little_memory_is_a_sentence_and_changes_nothing(
-    micro_batch: int | None, quantised: bool, helps: str
+    micro_batch: int | None, quantised: bool, stores: bool, helps: str
 ) -> None:
     weights = Weights()
-    one = updater(weights, micro_batch=micro_batch)
+    one = updater(weights, micro_batch=micro_batch, store_activations=stores)
     config = SimpleNamespace(**({"quantization_config": {}} if quantised else {}))
     one.context.window = 16  # pyright: ignore
     one.context.base.model = SimpleNamespace(config=config)  # pyright: ignore

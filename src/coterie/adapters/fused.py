@@ -1,11 +1,15 @@
 """A mixture's computation between its frozen linear layers, with a hand-written backward pass.
 
-Automatic differentiation would store every intermediate tensor of every expert. Here, the only
-stored tensors of the MLP's inner width are the outputs of the frozen layers and the dropout masks,
-if any. The backward pass recomputes all other tensors of this width with cheap products of rank r.
+Automatic differentiation would store every intermediate tensor of every expert. Here, by default,
+the only stored tensors of the MLP's inner width are the outputs of the frozen layers and the
+dropout masks, if any. The backward pass recomputes all other tensors of this width with cheap
+products of rank r. `storing_activations` stores the experts' activations instead, which takes less
+time and more memory. Results are bit-identical.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +17,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coterie.adapters.activations import Activation
+
+stores_activations: ContextVar[bool] = ContextVar("stores_activations", default=False)
+"""Whether mixtures store the experts' activations for the backward pass."""
+
+
+@contextmanager
+def storing_activations(stores: bool) -> Iterator[None]:
+    """Set whether mixtures store the experts' activations, for forward passes in the block."""
+    before = stores_activations.set(stores)
+    try:
+        yield
+    finally:
+        stores_activations.reset(before)
 
 
 class WideExperts(torch.autograd.Function):
@@ -33,6 +50,7 @@ class WideExperts(torch.autograd.Function):
     Args:
         act: The activation function.
         gain: The factor g by which low-rank products are scaled.
+        stores: Whether to store p and z for the backward pass, instead of u.
         w: (k, tokens, 1), the routing weight of each slot.
         A: (k, r, wide), the factor A of each slot's expert for the down-projection.
         m: (k, tokens, wide), each slot's dropout mask; None without dropout.
@@ -48,19 +66,27 @@ class WideExperts(torch.autograd.Function):
         ctx: Any,
         act: Activation,
         gain: float,
+        stores: bool,
         w: Tensor,
         A: Tensor,
         m: Tensor | None,
         *up: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Compute `total` and `low`; the class documents the arguments."""
-        zs = [_activations(act, _pre_activations(up, gain, s)) for s in range(len(w))]
+        us, hs, Bs = up[::3], up[1::3], up[2::3]
+        stored: list[Tensor] = []
+        zs: list[Tensor] = []
+        for s in range(len(w)):
+            p, z = _slot(act, gain, us, hs, Bs, s)
+            zs.append(z)
+            stored += [*p, z] if stores else []
+            del p  # its memory is needed for the next slot
         total = zs[0] * w[0]
         for z, weight in zip(zs[1:], w[1:], strict=True):
             total.addcmul_(z, weight)
         low = torch.stack([_masked(z, m, s) @ A[s].t() for s, z in enumerate(zs)]).mul_(w)
-        ctx.act, ctx.gain = act, gain
-        ctx.save_for_backward(w, A, m, *up)
+        ctx.act, ctx.gain, ctx.stores, ctx.layers = act, gain, stores, len(us)
+        ctx.save_for_backward(w, A, m, *hs, *Bs, *(stored if stores else us))
         return total, low
 
     @staticmethod
@@ -75,19 +101,22 @@ class WideExperts(torch.autograd.Function):
             *grads: Gradients with respect to `total` (tokens, wide) and `low` (k, tokens, r).
         """
         dtotal, dlow = grads
-        w, A, m, *up = ctx.saved_tensors
-        needs_w, needs_A, _, _, _, needs_B, *_ = ctx.needs_input_grad[2:]
+        w, A, m, *saved = ctx.saved_tensors
+        needs_w, needs_A, _, _, _, needs_B, *_ = ctx.needs_input_grad[3:]
+        n = ctx.layers
+        hs, Bs, us_or_stored = saved[:n], saved[n : 2 * n], saved[2 * n :]
         dw, dA = [], []
-        us, hs, Bs = up[::3], up[1::3], up[2::3]
         du: list[Tensor] = []
-        dh, dB = [[] for _ in us], [[] for _ in us]
+        dh, dB = [[] for _ in hs], [[] for _ in hs]
         for s in range(len(w)):
-            p = _pre_activations(up, ctx.gain, s)
+            if ctx.stores:
+                *p, z = us_or_stored[s * (n + 1) : (s + 1) * (n + 1)]
+            else:
+                p, z = _slot(ctx.act, ctx.gain, us_or_stored, hs, Bs, s)
             if m is None:
                 dz = torch.addmm(dtotal, dlow[s], A[s])  # not yet multiplied by w_s
             else:
                 dz = torch.addcmul(dtotal, dlow[s] @ A[s], m[s])
-            z = _activations(ctx.act, p)
             if needs_w:
                 dw.append(torch.linalg.vecdot(z, dz).unsqueeze(-1))
             if needs_A:
@@ -99,20 +128,28 @@ class WideExperts(torch.autograd.Function):
                     # For a tall, thin h, this order is several times faster than dp^T h.
                     dB[i].append((h[s].t() @ dp[i]).mul_(ctx.gain).t())
             du = [u.add_(grad) for u, grad in zip(du, dp, strict=True)] if du else dp
-        slots = zip(du, map(_stack, dh), map(_stack, dB), strict=True)
-        return None, None, _stack(dw), _stack(dA), None, *(grad for up in slots for grad in up)
+            del p, z, dz, dp  # their memory is needed for the next slot
+        layers = zip(du, map(_stack, dh), map(_stack, dB), strict=True)
+        dup = [grad for layer in layers for grad in layer]
+        return None, None, None, _stack(dw), _stack(dA), None, *dup
 
 
-def _pre_activations(up: Sequence[Tensor], gain: float, s: int) -> list[Tensor]:
-    """Return the outputs of the up-projections in slot s, each shaped (tokens, wide)."""
-    layers = zip(up[::3], up[1::3], up[2::3], strict=True)
-    return [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
+def _slot(
+    act: Activation,
+    gain: float,
+    us: Sequence[Tensor],
+    hs: Sequence[Tensor],
+    Bs: Sequence[Tensor],
+    s: int,
+) -> tuple[list[Tensor], Tensor]:
+    """Compute the outputs of the up-projections in slot s, and the slot's activations.
 
-
-def _activations(act: Activation, p: list[Tensor]) -> Tensor:
-    """Compute the activations of a slot, shaped (tokens, wide), from the slot's pre-activations."""
+    The tensors are p and z in the class's documentation, each shaped (tokens, wide).
+    """
+    layers = zip(us, hs, Bs, strict=True)
+    p = [torch.addmm(u, h[s], B[s].t(), alpha=gain) for u, h, B in layers]
     z = act.value(p[0])
-    return z * p[1] if len(p) == 2 else z
+    return p, z * p[1] if len(p) == 2 else z
 
 
 def _pre_activation_grads(act: Activation, p: list[Tensor], dz: Tensor) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from coterie.adapters.activations import native
 from coterie.adapters.dropout import drops, mask_like
-from coterie.adapters.fused import WideExperts
+from coterie.adapters.fused import WideExperts, stores_activations
 from coterie.adapters.layout import Layout
 from coterie.adapters.routed import Place, Routed
 from coterie.bases.sites import Linear, MlpShape, StandIn, children_of, sizes, working_dtype
@@ -85,7 +85,8 @@ class Mixture(Routed):
         masks = None
         if drops(self.dropout):
             masks = mask_like(up[0].new_empty(self.slots, *up[0].shape), self.dropout)
-        wide = WideExperts.apply(act, self.gain, weights, A, masks, *up)
+        stores = stores_activations.get()
+        wide = WideExperts.apply(act, self.gain, stores, weights, A, masks, *up)
         total, low = cast(tuple[Tensor, Tensor], wide)
         y = self._down(total, weights)
         B = torch.cat(Bs, dim=1).to(dtype)

@@ -1,4 +1,4 @@
-"""Forward passes of training, with dropout and gradient checkpointing."""
+"""Forward passes of training, with dropout, and with settings of memory and time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from coterie.adapters.dropout import drawing_masks
+from coterie.adapters.fused import storing_activations
 from coterie.bases.dropout import base_dropout
 from coterie.seeding import generator
 from coterie.training.checkpointing import checkpointing
@@ -17,7 +18,9 @@ Purpose = tuple[str | int, ...]
 
 @contextmanager
 def training_pass(context: ClientContext, *purpose: str | int) -> Iterator[None]:
-    """Enable dropout inside the `with` block, and gradient checkpointing if the run uses it.
+    """Enable dropout inside the `with` block.
+
+    Gradient checkpointing and the storage of experts' activations are enabled if the run uses them.
 
     Args:
         context: The client's context.
@@ -29,5 +32,6 @@ def training_pass(context: ClientContext, *purpose: str | int) -> Iterator[None]
     masks = torch.Generator(base.device).manual_seed(seed)
     rate = training.base_dropout
     saving = checkpointing(base.model, rate) if training.checkpointing else nullcontext()
-    with drawing_masks(masks), base_dropout(base.model, rate, seed), saving:
+    storing = storing_activations(training.store_activations)
+    with drawing_masks(masks), base_dropout(base.model, rate, seed), saving, storing:
         yield

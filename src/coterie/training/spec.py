@@ -95,6 +95,9 @@ class TrainingSpec(Section):
     checkpointing: bool = False
     """whether to recompute activations in the backward pass, which saves memory and takes about a
     quarter more time"""
+    store_activations: bool = False
+    """whether the MLPs' experts store their activations for the backward pass instead of
+    recomputing them, which takes less time and more memory (not with checkpointing)"""
     sampling: Literal["replacement", "epochs"] = "replacement"
     """sampling of training data: with replacement, or every sample once per epoch"""
     learning_rate: PositiveFloat = 2e-3
@@ -146,6 +149,14 @@ class TrainingSpec(Section):
             raise ValueError("initial_learning_rate has no effect without warmup; set warmup")
         if self.restart and course == "constant" and not self.warmup:
             raise ValueError("restart has no effect on a constant learning rate; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        if self.checkpointing and self.store_activations:
+            raise ValueError(
+                "checkpointing and store_activations are mutually exclusive; remove one"
+            )
         return self
 
     @property

@@ -124,9 +124,12 @@ class Updater:
         The most effective setting comes first. Each text is the continuation of an error message
         after the word "set".
         """
-        samples, config = self.context.training.at_once, self.context.base.model.config
+        training = self.context.training
+        samples, config = training.at_once, self.context.base.model.config
         window = f"data.window to less than {self.context.window}"
-        recompute = [] if self.context.training.checkpointing else ["training.checkpointing: true"]
+        recompute = [] if training.checkpointing else ["training.checkpointing: true"]
+        if training.store_activations:
+            recompute = ["training.store_activations: false"]
         return [
             *([f"training.micro_batch: {samples // 2}"] if samples > 1 else []),
             *recompute,
