@@ -3,9 +3,12 @@
 A base of Llama-3.2-1B's shape, or of Llama-3.1-8B's, with random weights in bf16, is written to a
 folder, which may be kept. Each row is a fresh process. Its peaks are those of the whole process
 (Linux's ru_maxrss): after the imports, after loading and a forward pass, and after training steps
-of CoMiGS-1G1S at rank 8 on 2 x 128 tokens. PEFT trains the same number of parameters: rank 16 on
-MLPs and 8 on attention. A checkpoint's pages are read as they are used, and count for both; the
-system can take them back, so `own` is the peak without them, looked at twenty times a second.
+of CoMiGS-1G1S at rank 8 on 2 x 128 tokens (`--batch`). PEFT trains the same number of parameters:
+rank 16 on MLPs and 8 on attention. A checkpoint's pages are read as they are used, and count for
+both; the system can take them back, so `own` is the peak without them, looked at twenty times a
+second. `upload` is the size of a client's message in a round, or of the folder that PEFT saves.
+
+`--base smollm2-135m` takes a base that exists instead.
 """
 
 import statistics
@@ -37,6 +40,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from coterie.bases import Base, BaseSpec, load_base
+from coterie.bases.loading import place
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
@@ -44,12 +48,12 @@ from coterie.federation.participants import Participant, client_context
 from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import AdapterClient
 
-BATCH, WINDOW, RANK = 2, 128, 8
+WINDOW, RANK = 128, 8
 LOADING, TRAINING = 1.1, 1.1
 """Largest share of the file's size that loading adds, and of PEFT's peak that training reaches."""
 COLUMNS = (
     *("MiB", "imports", "loaded", "x file", "trained", "x PEFT"),
-    *("own", "parameters", "s/step", "loss"),
+    *("own", "parameters", "s/step", "loss", "upload MB"),
 )
 
 
@@ -66,6 +70,8 @@ class Row:
     step: float
     loss: float
     """Of the base alone, on the tokens of the forward pass after loading."""
+    upload: int
+    """Bytes of a client's message in a round, or of PEFT's folder."""
 
 
 class Own(threading.Thread):
@@ -89,6 +95,11 @@ def timed(step: Callable[[int], object], steps: int) -> float:
     return statistics.median(take_turns({"": lambda: step(next(numbers))}, steps)[""])
 
 
+def ids_for(model: Any, *shape: int) -> Tensor:
+    """Random tokens of a base's vocabulary."""
+    return random_ids(*shape, vocabulary=model.get_input_embeddings().num_embeddings)
+
+
 def client_side(base: Base, batch: int, window: int) -> AdapterClient:
     """A client of CoMiGS-1G1S on random tokens; its rounds are one step of the experts each."""
     config = parse(
@@ -104,26 +115,27 @@ def client_side(base: Base, batch: int, window: int) -> AdapterClient:
             "training": {"steps": 1, "batch": batch, "precision": "bf16"},
         }
     )
-    text = Tokens(random_ids(2**14).int(), 2**16)
+    text = Tokens(ids_for(base.model, 2**14).int(), 2**16)
     participant = Participant("ada", ClientData(text, text, text), {})
     side = config.method.client(client_context(config, base, participant, lambda *_: None))
     assert isinstance(side, AdapterClient)
     return side
 
 
-def ours(folder: Path, weights: Any, steps: int, threads: int) -> Row:
+def ours(folder: Path, weights: Any, steps: int, threads: int, batch: int) -> Row:
     """Coterie's local training; to be called once per process, as a peak never falls."""
     torch.set_num_threads(threads)
     imports, own = peak(), Own()
     base = load_base(BaseSpec(name=str(folder), weights=weights), "bf16", WINDOW)
     with torch.no_grad():
-        loss = language_model_loss(base.model, random_ids(BATCH, WINDOW + 1)).item()
+        loss = language_model_loss(base.model, ids_for(base.model, batch, WINDOW + 1)).item()
     loaded = peak()
-    side = client_side(base, BATCH, WINDOW)
+    side = client_side(base, batch, WINDOW)
     step = timed(side.train, steps)
     values = sum(parameter.numel() for parameter in side.adapter.tensors().values())
     what = f"Coterie, {weights or 'bf16, as kept'}"
-    return Row(what, imports, loaded, peak(), own.peak, values, step, loss)
+    most, upload = peak(), len(side.upload(0).encode())
+    return Row(what, imports, loaded, most, own.peak, values, step, loss, upload)
 
 
 def lora_training(plain: Any, loss: Callable[[Any], Tensor]) -> tuple[Any, int, Callable[[], None]]:
@@ -146,19 +158,23 @@ def lora_training(plain: Any, loss: Callable[[Any], Tensor]) -> tuple[Any, int, 
     return model, sum(parameter.numel() for parameter in trained), step
 
 
-def peft(folder: Path, weights: Any, steps: int, threads: int) -> Row:
+def peft(folder: Path, weights: Any, steps: int, threads: int, batch: int) -> Row:
     """PEFT, with a model and an optimiser as in its documentation."""
     del weights
     torch.set_num_threads(threads)
     imports, own = peak(), Own()
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    ids = random_ids(BATCH, WINDOW + 1)
+    ids = ids_for(plain, batch, WINDOW + 1)
     with torch.no_grad():
         loss = plain(input_ids=ids, labels=ids).loss.item()
     loaded = peak()
-    _, values, step = lora_training(plain, lambda model: model(input_ids=ids, labels=ids).loss)
+    model, values, step = lora_training(plain, lambda model: model(input_ids=ids, labels=ids).loss)
     seconds = timed(lambda _: step(), steps)
-    return Row("PEFT, bf16", imports, loaded, peak(), own.peak, values, seconds, loss)
+    most = peak()
+    with TemporaryDirectory() as saved:
+        model.save_pretrained(saved)
+        upload = sum(path.stat().st_size for path in Path(saved).iterdir())
+    return Row("PEFT, bf16", imports, loaded, most, own.peak, values, seconds, loss, upload)
 
 
 def cells(row: Row, size: int, theirs: int | None) -> list[str]:
@@ -173,6 +189,7 @@ def cells(row: Row, size: int, theirs: int | None) -> list[str]:
         f"{row.parameters:,}",
         f"{row.step:.1f}",
         f"{row.loss:.4f}",
+        f"{row.upload / 1e6:.2f}",
     ]
 
 
@@ -181,26 +198,31 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--weights", default="bf16,nf4", help="formats; bf16 is as kept")
     parser.add_argument("--without-peft", action="store_true", help="where its model does not fit")
+    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed, after a first")
     parser.add_argument(
         "--folder", type=Path, help="write the base here, or use that which is here"
     )
+    parser.add_argument("--base", help="a built-in base, instead of random weights")
     options = parser.parse_args()
     with TemporaryDirectory() as name:
         folder = options.folder or Path(name) / "base"
+        if options.base:
+            folder = Path(fresh(place, options.base, Path()))
         if not folder.exists():
             fresh(make_base, folder, options.shape)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         jobs = [(ours, None if w == "bf16" else w) for w in options.weights.split(",")]
         jobs += [] if options.without_peft else [(peft, None)]
-        common = (options.steps, options.threads)
+        common = (options.steps, options.threads, options.batch)
         rows = [fresh(job, folder, weights, *common) for job, weights in jobs]
     theirs = next((row.trained for row in rows if row.what.startswith("PEFT")), None)
     show(
-        f"A base of {options.shape}, {size / MIB:,.0f} MiB in bf16; {BATCH} x {WINDOW} tokens",
+        f"A base of {options.base or options.shape}, {size / MIB:,.0f} MiB in bf16; "
+        f"{options.batch} x {WINDOW} tokens",
         COLUMNS,
         [cells(row, size, theirs) for row in rows],
-        f"targets of the first row: {LOADING} x file, {TRAINING} x PEFT",
+        "" if options.base else f"targets of the first row: {LOADING} x file, {TRAINING} x PEFT",
     )
     write(options, size=size, rows=rows)
 
