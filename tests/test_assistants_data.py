@@ -27,7 +27,7 @@ KNOWN = {
     "dan": {"rubbish", "lifts", "water", "heating"},
 }
 """A mapping from each person to the topics of the person's training conversations."""
-PER_TOPIC = {"train": 6, "validation": 1, "test": 4}
+PER_TOPIC = {"train": 24, "validation": 1, "test": 4}
 PHRASE = 6
 """The number of consecutive words that no two messages share."""
 TEMPLATE = 31
