@@ -26,6 +26,8 @@ TABLES: Mapping[str, Callable[[Summary], list[Table]]] = {
 }
 """How a summary is shown, by its `shows`."""
 INDEX = "README.md"
+REAL = "real"
+"""The folder of recipes with the tables on a real base; see `reproduce.real`."""
 IMAGES = "images"
 """In a folder of results, the pictures of its pages."""
 START = "<!-- Written by `python -m reproduce --write-docs`; do not edit the list below. -->"
@@ -58,8 +60,13 @@ def read_result(path: Path) -> Summary:
 
 
 def page_name(summary: Summary) -> str:
-    """What a page and its result file are called: as the table file, and the regime if any."""
-    return in_regime(Path(summary["file"]).stem, summary["regime"])
+    """What a page and its result file are called: as the table file, and the regime if any.
+
+    Tables of recipes/real have the folder's name first: they are called as those of recipes/small.
+    """
+    file = Path(summary["file"])
+    real = file.parent.name == REAL
+    return runs_name(summary) if real else in_regime(file.stem, summary["regime"])
 
 
 def runs_name(summary: Summary) -> str:

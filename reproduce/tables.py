@@ -5,7 +5,7 @@ Every cell is a run folder as `compare` makes them, so a stopped table is contin
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from reproduce.table_file import (
     ColumnRuns,
     ColumnSpec,
     TableSpec,
-    in_regime,
     read_table,
     slug,
     table_folder,
@@ -39,6 +38,8 @@ from reproduce.table_file import (
 
 Tune = Mapping[str, Sequence[Any]]
 """Values by dotted key; see `coterie.compare`."""
+Cell = tuple[str, str, int]
+"""The column, row and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def compare_table(
     tune: Tune | None = None,
     against: str | None = None,
     regime: str | None = None,
+    only: Collection[Cell] | None = None,
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     report: Callable[[str], None] = lambda text: None,
@@ -100,6 +102,7 @@ def compare_table(
 
     `settings`, `methods`, `columns` and `regime` as in `read_table`; `seeds`, `tune` and `against`
     in place of the file's. Runs are in `out/COLUMN` (see `table_folder` for the default).
+    `only`: the cells that are run; the table shows no figures for other cells. None: all cells.
     The table is left in `out` as table.md and table.json, anew after every cell.
 
     Returns:
@@ -109,7 +112,6 @@ def compare_table(
     spec, found = load_table(path, settings, methods, columns, tune, regime)
     check_against(against, found[0].cells)
     folder = Path(out) if out is not None else table_folder(path, regime)
-    _check_folder(folder, in_regime(path.stem, regime))
     head: Summary = {
         "table": spec.table,
         "shows": spec.shows if spec.shows in MEASURED else "scores",
@@ -117,13 +119,15 @@ def compare_table(
         "regime": regime,
         "command": _command(path, settings, methods, columns, seeds, tune, against, regime),
     }
+    _check_folder(folder, page_name(head))
     sessions = _sessions(found)
     if head["shows"] in MEASURED:
         summary = {**head, **_measured(head["shows"], sessions)}
         write_table(summary, folder)
         return summary
     scores = _empty(head, spec, sessions, against)
-    _fill_in(scores, spec, sessions, seeds or spec.seeds, folder, callbacks, report)
+    wanted = _wanted(found, seeds or spec.seeds, only)
+    _fill_in(scores, spec, sessions, wanted, folder, callbacks, report)
     write_table(scores.summary(), folder)
     return scores.summary()
 
@@ -239,11 +243,39 @@ def _empty(
     )
 
 
+def _wanted(
+    columns: Sequence[Column], seeds: int, only: Collection[Cell] | None
+) -> list[dict[int, list[str]]]:
+    """Return the rows to run for each column, by seed.
+
+    Raises:
+        CoterieError: `only` contains a cell that the table does not have.
+    """
+    found = [
+        {
+            seed: [row for row in column.cells if only is None or (name, row, seed) in only]
+            for name in [column.spec.name]
+            for seed in range(column.run.seed, column.run.seed + seeds)
+        }
+        for column in columns
+    ]
+    cells = {
+        (column.spec.name, row, seed)
+        for column, by_seed in zip(columns, found, strict=True)
+        for seed, rows in by_seed.items()
+        for row in rows
+    }
+    if missing := set(only or ()) - cells:
+        column, row, seed = min(missing)
+        raise CoterieError(f"The table has no cell {column}, {row} with the seed {seed}.")
+    return found
+
+
 def _fill_in(
     shown: PaperTable,
     spec: TableSpec,
     sessions: Sequence[tuple[Column, Session]],
-    seeds: int,
+    wanted: Sequence[Mapping[int, Sequence[str]]],
     folder: Path,
     callbacks: Sequence[Callback],
     report: Callable[[str], None],
@@ -256,9 +288,11 @@ def _fill_in(
         tuners = {row: Tuner(session, tunes[row]) for row in column.cells}
         trials = {row: tuners[row].trials(row, run) for row, run in column.cells.items()}
         tuned.append({row: (tuners[row], tried) for row, tried in trials.items()})
-    total = sum(len(trials) + seeds for rows in tuned for _, trials in rows.values())
+    total = sum(len(trials) for rows in tuned for _, trials in rows.values())
+    total += sum(len(rows) for by_seed in wanted for rows in by_seed.values())
     cells, written = Cells(total, callbacks, report), 0
-    for (column, session), into, rows in zip(sessions, shown.columns, tuned, strict=True):
+    of_columns = zip(sessions, shown.columns, tuned, wanted, strict=True)
+    for (column, session), into, rows, by_seed in of_columns:
         name = column.spec.name
         for text in session.warnings:
             report(f"{name}: {text}")
@@ -266,12 +300,13 @@ def _fill_in(
         for row, (tuner, trials) in rows.items():
             if trials:
                 runs[row], into.tuned[row] = tuner.choose(cells, trials, path, points[row])
-        for seed in range(column.run.seed, column.run.seed + seeds):
-            common = column.run.model_copy(update={"seed": seed})
-            into.floor.append(session.floor(common))
-            for row, run in runs.items():
+        for seed, rows_of_seed in by_seed.items():
+            if rows_of_seed:
+                common = column.run.model_copy(update={"seed": seed})
+                into.floor.append(session.floor(common))
+            for row in rows_of_seed:
                 named = {"seed": seed, "name": f"{slug(row)}-seed{seed}"}
-                run = run.model_copy(update=named)
+                run = runs[row].model_copy(update=named)
                 result, outcome = cells.finished(session, run, path)
                 point = points[row] or outcome["reports"]
                 if spec.figure is not None and spec.figure.kind == "curves":

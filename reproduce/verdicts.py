@@ -24,6 +24,7 @@ from coterie.engines.session import Session
 from coterie.evaluation.metrics import Metric
 from coterie.files import write_text
 from coterie.runs import RunFolder
+from reproduce.pages import REAL
 from reproduce.table_file import TableSpec, read_table, slug, table_folder
 from reproduce.tables import load_table
 
@@ -32,6 +33,8 @@ CLAIMS = Path(__file__).with_name("claims.yaml")
 PAGES = ROOT / "docs" / "research"
 START = "<!-- Written by reproduce/verdicts.py from runs; do not edit the table below. -->"
 END = "<!-- End of the table. -->"
+SIZE = "135 M"
+"""Stands in place of a regime for the tables of recipes/real: the size of their base."""
 SEEDS = 3
 """The most that a table may have."""
 AT_FLOOR = "at the floor"
@@ -79,7 +82,7 @@ class Test(BaseModel):
 
 
 class Claim(BaseModel):
-    """A claim and its tests in a table of recipes/small."""
+    """A claim and its tests in a table of recipes/small, and in its counterpart in recipes/real."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -90,6 +93,14 @@ class Claim(BaseModel):
     tests: tuple[Test, ...]
     columns: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()
+    real: str = ""
+
+    @property
+    def tables(self) -> list[Path]:
+        """The table files in which the claim is tested."""
+        small = ROOT / "recipes" / "small" / f"{self.table}.yaml"
+        real = ROOT / "recipes" / REAL / f"{self.real or self.table}.yaml"
+        return [path for path in (small, real) if path.exists()]
 
 
 Rows = Mapping[str, Sequence[Result]]
@@ -144,8 +155,8 @@ def tried(
 
     low: rows at the floor, of which no verdict is given.
     """
-    figures = {row: mean_score(rows[row], metric.name) for row in test.rows}
-    by_worth = lambda row: metric.order(figures[row])  # noqa: E731
+    means = {row: mean_score(rows[row], metric.name) for row in test.rows}
+    by_worth = lambda row: metric.order(means[row])  # noqa: E731
     others = test.than or test.of
     if test.than_worse_of:
         others = (max(test.than_worse_of, key=by_worth),)
@@ -154,9 +165,15 @@ def tried(
     mine = test.better or test.row
     for other in others:
         compared, change, span = [mine, other], "", ""
+        if test.nearer:
+            compared.insert(1, test.nearer)
+        pair = of_same_seeds({row: rows[row] for row in compared})
+        if not pair[mine]:
+            continue
+        figures = {row: mean_score(pair[row], metric.name) for row in compared}
         gap = figures[mine] - figures[other]
         if test.better:
-            found = differences({n: rows[n] for n in (mine, other)}, other, metric)[mine]
+            found = differences(pair, other, metric)[mine]
             change, span, verdict = shown(found, metric)
             told = f"{mine} better than {other}"
         elif test.within:
@@ -167,11 +184,16 @@ def tried(
             near = abs(figures[mine] - figures[test.nearer])
             verdict = "holds" if near < abs(gap) else "does not hold"
             told = f"{mine} nearer to {test.nearer} than to {other}"
-            compared.insert(1, test.nearer)
         scored = ", ".join(metric.cell(figures[row]) for row in compared)
-        seeds = str(min(len(rows[mine]), len(rows[other])))
+        seeds = str(len(pair[mine]))
         verdict = verdict if set(compared).isdisjoint(low) else AT_FLOOR
         yield told, scored, change, span, seeds, verdict
+
+
+def of_same_seeds(rows: Rows) -> dict[str, list[Result]]:
+    """Return the results of the seeds that all rows have, since some rows have more seeds."""
+    seeds = set.intersection(*({r.get("seed") for r in found} for found in rows.values()))
+    return {row: [r for r in found if r.get("seed") in seeds] for row, found in rows.items()}
 
 
 def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
@@ -185,9 +207,19 @@ def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
 
 def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
     """The rows of a claim's table."""
-    path = ROOT / "recipes" / "small" / f"{claim.table}.yaml"
-    for regime in (None, *read_table(path)[0].regimes):
-        for column, spec, rows, floor_of in runs_of(path, claim.columns, regime, data, runs):
+    for path in claim.tables:
+        yield from verdicts_in(path, claim, data, runs)
+
+
+def verdicts_in(path: Path, claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of a claim's table for one table file."""
+    known = read_table(path)[0]
+    columns = [column.name for column in known.columns if column.name in claim.columns]
+    if claim.columns and not columns:
+        return
+    whole = SIZE if path.parent.name == REAL else "full"
+    for regime in (None, *known.regimes):
+        for column, spec, rows, floor_of in runs_of(path, columns, regime, data, runs):
             floors: list[Result] | None = None
             if claim.clients:
                 rows = {n: [of_clients(r, claim.clients) for r in own] for n, own in rows.items()}
@@ -201,7 +233,7 @@ def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
                             floors = [of_clients(floor, claim.clients) for floor in floors]
                     low = at_floor({row: rows[row] for row in test.rows}, floors or (), metric)
                     for told in tried(test, rows, metric, low):
-                        yield (str(claim.number), regime or "full", column, *told)
+                        yield (str(claim.number), regime or whole, column, *told)
 
 
 def main(

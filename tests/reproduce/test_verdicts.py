@@ -25,7 +25,9 @@ CLAIMS = [verdicts.Claim.model_validate(claim) for claims in PAPERS.values() for
 def test_a_claim_names_rows_columns_and_clients_that_there_are(claim) -> None:
     spec, columns = read_table(ROOT / "recipes" / "small" / f"{claim.table}.yaml")
     assert {row for test in claim.tests for row in test.rows} <= {row.label for row in spec.rows}
-    assert set(claim.columns) <= {column.name for column in spec.columns}
+    tables = [read_table(path)[0] for path in claim.tables]
+    assert set(claim.columns) <= {column.name for table in tables for column in table.columns}
+    assert {column.name for column in spec.columns} & set(claim.columns) or not claim.columns
     for column in columns:
         if claim.clients:
             assert set(claim.clients) < {client["name"] for client in column.run["clients"]}
@@ -106,6 +108,29 @@ def test_a_test_needs_only_one_of_the_rows_that_it_compares_with() -> None:
     assert (
         verdicts.Test(better="low", than_worse_of=("near", "high")).among({"low", "high"}) is None
     )
+
+
+def test_rows_are_compared_on_the_seeds_that_both_have() -> None:
+    further = [{**run, "seed": 1} for run in result(ada=[9.0, 9.0, 9.0, 9.0])]
+    rows = {**ROWS, "low": [*ROWS["low"], *further]}
+    for test in ({"better": "low", "than": ["high"]}, {"row": "low", "within": 3, "of": ["near"]}):
+        [told] = verdicts.tried(verdicts.Test.model_validate(test), rows, PERPLEXITY)
+        assert told[1].startswith(PERPLEXITY.cell(mean_score(ROWS["low"], "perplexity")))
+        assert told[-2:] == ("1", "holds")
+    unlike = {"low": further, "high": ROWS["high"]}
+    test = verdicts.Test(better="low", than=("high",))
+    assert list(verdicts.tried(test, unlike, PERPLEXITY)) == []
+
+
+def test_a_claim_is_tested_on_the_real_base_too_where_its_table_has_a_counterpart() -> None:
+    def names(claim: verdicts.Claim) -> list[str]:
+        return [f"{path.parent.name}/{path.stem}" for path in claim.tables]
+
+    claim = verdicts.Claim(number=1, claim="", table="pcl-table4", tests=())
+    assert names(claim) == ["small/pcl-table4", "real/pcl-table4"]
+    assert names(claim.model_copy(update={"table": "pcl-table3"})) == ["small/pcl-table3"]
+    other = claim.model_copy(update={"table": "fedamole-table3", "real": "fedamole-table1"})
+    assert names(other) == ["small/fedamole-table3", "real/fedamole-table1"]
 
 
 def test_a_tuned_cell_is_found_by_its_name_and_the_newest_counts(config, tmp_path) -> None:
