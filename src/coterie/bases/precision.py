@@ -32,10 +32,22 @@ def prepare(base: PreTrainedModel, precision: Precision | None, window: int) -> 
         window: Maximum length of samples in tokens.
     """
     base.requires_grad_(False).eval()
+    head = base.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(_contiguous)
     if precision == "bf16":
         cast_frozen(base, torch.bfloat16)
         if base.device.type == "cpu" and window <= SHORT_WINDOW:
             base.set_attn_implementation("eager")
+
+
+def _contiguous(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Make the input of an output head contiguous.
+
+    The prefill of a generation passes only the last position of each sequence to the head. This
+    slice is not contiguous, and PyTorch would therefore copy a frozen weight once per sequence.
+    """
+    return inputs[0].contiguous(), *inputs[1:]
 
 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
