@@ -174,6 +174,9 @@ def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:
     path.write_text("clients: [{name: anna}]\n")
     assert not load_deployment(read_values(path), ["anna", "ben"]).deployment.anyone
     assert Path(load_with_any_text(read_values(path)).clients[0].path or "").exists()
+    settings = ["data.messages=true", "evaluation.generate=5", "evaluation.metric=rouge_l"]
+    tried = load_with_any_text(read_values(path, settings)).evaluation
+    assert (tried.generate, tried.metric) == (None, None)
 
 
 def test_a_deployed_run_is_not_resumed_by_another_engine(config, tmp_path) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template")
 """Keys of `data` that require structured records; the demo's text is plain."""
+ANSWER_KEYS = ("generate", "metric")
+"""Keys of `evaluation` that require structured records."""
 
 
 def load_deployment(
@@ -116,6 +118,9 @@ def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
         filled["data"] = {k: v for k, v in filled["data"].items() if k not in SAMPLE_KEYS}
         if isinstance(filled.get("training"), dict):
             filled["training"] = {k: v for k, v in filled["training"].items() if k != "dpo"}
+        if isinstance(filled.get("evaluation"), dict):
+            scored = filled["evaluation"].items()
+            filled["evaluation"] = {k: v for k, v in scored if k not in ANSWER_KEYS}
     return bind(validated(RunFile, filled))
 
 
