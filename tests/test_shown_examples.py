@@ -228,8 +228,10 @@ def shortened(words: list[str]) -> list[str]:
         text += " --set data.limits.public=4"
     if words[0] == "run" and "--resume" not in words:
         text += " --force"
-    if words[0] in ("generate", "chat"):
+    if words[0] in ("generate", "chat", "ask"):
         text += " --tokens 4"
+    if words[0] == "ask":
+        text = text.replace("runs/helpdesk", "runs/reviews")
     return [name for word in shlex.split(text) for name in (sorted(glob.glob(word)) or [word])]
 
 

@@ -119,6 +119,10 @@ def run(
         arguments = _arguments(file, settings or ())
         config = load_here(read_values(file, settings or ()))
         _warn_of_unused_routers(config)
+        if config.evaluation.questions is not None:
+            from coterie.inference.asking import shown_questions
+
+            shown_questions(config)  # reports a mistake before the training
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             finished = coterie.run(
@@ -233,8 +237,9 @@ def progress() -> "list[Callback]":
 
 
 def _show(finished: "Run", arguments: str | None) -> None:
-    """Print a run's scores, a comparison with the method `local`, and commands to try next.
+    """Print answers, a run's scores, a comparison with `local`, and commands to try next.
 
+    The answers are printed only if the run file has the key `evaluation.questions`.
     With the method `local`, each client trains alone. The comparison is printed only if `local` is
     one of the run's baselines.
 
@@ -244,6 +249,11 @@ def _show(finished: "Run", arguments: str | None) -> None:
     """
     from coterie.data.templates import fields
 
+    if finished.config.evaluation.questions is not None:
+        from coterie.cli.ask import show_answers
+        from coterie.inference.asking import shown_questions
+
+        show_answers(finished.path, shown_questions(finished.config))
     client = min(next(iter(finished.results.values()))["trained"])
     terminal.console.print(finished.table())
     for method, result in finished.results.items():

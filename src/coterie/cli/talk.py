@@ -11,6 +11,7 @@ from coterie.data.chat import chat_template
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import Sampling
 from coterie.files import append_line
+from coterie.inference.asking import BASE
 from coterie.inference.beside import find_beside
 from coterie.inference.finished import Loaded, Loader, recorded
 from coterie.inference.speaking import Speaker
@@ -24,8 +25,6 @@ HELP = """\
 /help        show this help
 /quit        end the chat, as Ctrl-D does
 Ctrl-C stops an answer; the conversation keeps the text generated so far."""
-BASE = "base"
-"""The name in `--with` that stands for a run's base without an adapter."""
 
 
 class Talk:

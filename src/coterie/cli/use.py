@@ -1,4 +1,4 @@
-"""Commands that use trained models: `coterie generate` and `coterie chat`."""
+"""Commands that use trained models: `coterie generate`, `coterie chat` and `coterie ask`."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,6 +127,56 @@ def chat(
         for line in sys.stdin:
             if line.strip() and not talk.take(line):
                 break
+
+
+def ask(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    questions: Annotated[
+        list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Questions.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--questions",
+            metavar="FILE.jsonl",
+            help="File with further questions, in the field `question` of each record.",
+        ),
+    ] = None,
+    client: Annotated[
+        list[str] | None,
+        typer.Option(help="Client whose models answer. Repeatable. Default: all clients."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Maximum number of new tokens per answer. Default: evaluation.generate of the "
+            "run, or 120.",
+        ),
+    ] = None,
+) -> None:
+    """Show the answers of all models of a run to questions, side by side.
+
+    The base, the baselines and the run's own method answer, with greedy decoding. A method whose
+    clients all have the same model answers once.
+
+    For example:
+
+        coterie ask runs/reviews "Good or bad?" "Is it long?" --client anna
+    """
+    check_run(run)
+    if not questions and file is None:
+        raise CoterieError("There is no question; give one after the run folder, or --questions.")
+    from coterie.cli.ask import show_answers
+    from coterie.data.files import Record
+    from coterie.inference.asking import check_questions, read_questions
+
+    texts = enumerate(questions or (), start=1)
+    records = [Record(f"Question {number}", {"question": text}) for number, text in texts]
+    check_questions(records)
+    if file is not None:
+        records += read_questions(file, "--questions")
+    show_answers(run, records, client or (), tokens)
 
 
 def _fields(options: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
 SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template")
 """Keys of `data` that require structured records; the demo's text is plain."""
-ANSWER_KEYS = ("generate", "metric")
+ANSWER_KEYS = ("generate", "metric", "questions")
 """Keys of `evaluation` that require structured records."""
 
 
@@ -56,7 +56,8 @@ def load_deployment(
     clients = tuple(client for client in config.clients if client.name not in without)
     if not clients:
         raise CoterieError("The run has no clients left: --without excludes all of them.")
-    config = config.model_copy(update={"clients": clients})
+    evaluation = config.evaluation.model_copy(update={"questions": None})
+    config = config.model_copy(update={"clients": clients, "evaluation": evaluation})
     if (dpo := config.training.dpo) is not None and dpo.reference != "base":
         raise CoterieError(
             "training.dpo.reference names the folder of a run, which clients of a deployment do "

@@ -239,6 +239,7 @@ class RunConfig(Sections[Method]):
             A hexadecimal hash of 16 digits.
         """
         hashed = {k: v for k, v in self.as_dict().items() if k not in NOT_IN_DIGEST}
+        hashed["evaluation"].pop("questions", None)
         if version := version_of(type(self.method)):
             hashed["version"] = version
         if versions := {kind.name: v for kind in self.objects[1:] if (v := version_of(kind))}:

@@ -250,6 +250,8 @@ class Sections(BaseModel, Generic[M]):
         for key, need in (("generate", "answers"), (f"metric: {name}", needs)):
             if (key != "generate" or generate is not None) and need not in offers:
                 raise ValueError(f"`evaluation.{key}` needs {REQUIREMENTS[need]}")
+        if self.evaluation.questions and not (self.data.instructions or self.data.messages):
+            raise ValueError(f"`evaluation.questions` needs {REQUIREMENTS['answers']}")
         if needs == "answers" and generate is None:
             raise ValueError(
                 f"`evaluation.metric: {name}` scores generated answers; set evaluation.generate to "

@@ -213,6 +213,11 @@ class EvaluationSpec(Section):
     generate: Count | None = None
     """maximum length of a generated answer in tokens (instructions and messages only); default: no
     answers are generated"""
+    questions: str | None = Field(default=None, exclude_if=lambda file: file is None)
+    """.jsonl file with questions (field `question`) that every model of the run answers at the end
+    of `coterie run`; if a record has the field `shown`, only the questions with `shown: true`
+    (instructions and messages only); does not affect scores; deployments and `coterie compare`
+    ignore this key"""
     metric: str | None = None
     """metric in tables and plots: perplexity, accuracy, exact_match, rouge_l, reward_accuracy, or
     a metric from a plugin; default: accuracy if answers are chosen from a list, else rouge_l if
