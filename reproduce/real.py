@@ -43,10 +43,11 @@ class Entry(BaseModel):
         return [(self.column, row, self.seed) for row in self.rows]
 
 
-def entries(path: Path = ORDER) -> list[Entry]:
-    """Read the order in which cells are run."""
+def entries(path: Path = ORDER, tables: Sequence[str] = ()) -> list[Entry]:
+    """Read the order in which cells are run; without `tables`, of all tables."""
     listed = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [Entry.model_validate(entry) for entry in listed]
+    found = [Entry.model_validate(entry) for entry in listed]
+    return [entry for entry in found if not tables or entry.table in tables]
 
 
 def measured(
@@ -89,12 +90,16 @@ def measure(
         int | None,
         typer.Option(min=1, help="Run only this many entries of real.yaml. Default: all."),
     ] = None,
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this table of recipes/real; may be repeated. Default: all."),
+    ] = None,
 ) -> None:
     """Run the cells of real.yaml in its order, and write their tables' pages to docs/results."""
     data = data.resolve()
     os.chdir(ROOT)
     with terminal.stoppable():
-        order = entries()[:first]
+        order = entries(tables=table or ())[:first]
         for summary in measured(order, data, Path("recipes") / REAL, progress(), terminal.say):
             write_docs(summary, ROOT / "docs" / "results")
 

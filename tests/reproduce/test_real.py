@@ -32,6 +32,12 @@ def test_the_listed_cells_are_forty_runs_of_the_tables_and_cover_every_row() -> 
     assert {(table, row) for table, _, row, _ in listed} == rows
 
 
+def test_the_tables_to_run_can_be_chosen() -> None:
+    chosen = real.entries(tables=["fedmkt"])
+    assert {entry.table for entry in chosen} == {"fedmkt"}
+    assert chosen == [entry for entry in real.entries() if entry.table == "fedmkt"]
+
+
 def test_two_claims_have_three_seeds() -> None:
     listed = [(entry.table, *cell[:2]) for entry in real.entries() for cell in entry.cells]
     often = {cell for cell, count in Counter(listed).items() if count > 1}
