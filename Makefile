@@ -25,7 +25,7 @@ test: setup  ## run all tests that are neither slow nor thorough; 7 minutes on 2
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
   intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
   listener_tls mailbox_faults client client_errors client_refusals drops) \
-  tests/engines/test_ray.py tests/engines/test_ray_cluster.py
+  tests/engines/test_ray.py tests/engines/test_ray_cluster.py tests/test_real_base.py
 slow: setup  ## run the slow tests; tests that start processes run sequentially
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
 	$(PYTEST) -m "slow and not thorough" $(STARTING)
@@ -41,7 +41,7 @@ thorough-engines: setup
 thorough-crashes: setup
 	$(PYTEST) -n 2 -m thorough $(CRASHES)
 thorough-others: setup
-	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods $(ENGINES:%=--ignore=%)
+	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods $(ENGINES:%=--ignore=%) $(STARTING:%=--ignore=%)
 
 TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
 tenth: setup  ## run a tenth of the thorough tests, selected by the last commit's hash

@@ -230,9 +230,9 @@ class Deployment:
         (folder / "rope").write_text(str(round))
         return folder / "rope"
 
-    def held(self, name: str) -> None:
+    def held(self, name: str, seconds: float = 90) -> None:
         """Wait until a rope holds a client."""
-        self.wait((self.folder / f"tape-{name}" / "held").exists)
+        self.wait((self.folder / f"tape-{name}" / "held").exists, seconds)
 
     def hold(self, name: str) -> Path:
         """Hold a client in this or the next round; returns when it is held, with the rope."""
