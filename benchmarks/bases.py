@@ -8,10 +8,16 @@ rank 16 on MLPs and 8 on attention. A checkpoint's pages are read as they are us
 both; the system can take them back, so `own` is the peak without them, looked at twenty times a
 second. `upload` is the size of a client's message in a round, or of the folder that PEFT saves.
 
-`--base smollm2-135m` takes a base that exists instead.
+`--base smollm2-135m` takes a base that exists instead. `--chat` measures only the seconds to the
+first token of `coterie chat` on this base, with one thread and with two: from the start of the
+command, and from a second question. The model is a client's, after one step of training.
 """
 
+import argparse
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,6 +45,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import coterie
 from coterie.bases import Base, BaseSpec, load_base
 from coterie.bases.loading import place
 from coterie.config.run import parse
@@ -177,6 +184,54 @@ def peft(folder: Path, weights: Any, steps: int, threads: int, batch: int) -> Ro
     return Row("PEFT, bf16", imports, loaded, most, own.peak, values, seconds, loss, upload)
 
 
+def train_model(folder: Path, base: str) -> None:
+    """Train the adapter that answers in `coterie chat` for a step, on a text of a few words."""
+    (folder / "ada.txt").write_text("The sea was calm, and no one knew which way ships go. " * 40)
+    splits = dict.fromkeys(("train", "validation", "test"), "ada.txt")
+    values = {
+        "base": base,
+        "rounds": 1,
+        "data_root": str(folder),
+        "clients": [{"name": "ada", **splits}],
+        "training": {"steps": 1, "batch": 2},
+        "evaluation": {"keep": "last"},
+    }
+    coterie.run(values, out=folder / "run")
+
+
+def first_tokens(run: Path, threads: int) -> tuple[float, float]:
+    """Return the seconds to a token from the start of `coterie chat`, and from a second question.
+
+    An answer is one token long, so its line ends as soon as the token is generated.
+    """
+    command = [sys.executable, "-m", "coterie", "chat", str(run), "--client", "ada", "--tokens=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    seconds: list[float] = []
+    began, pipe = time.perf_counter(), subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as chat:
+        assert chat.stdin is not None
+        assert chat.stdout is not None
+        for question in ("Name a sea.", "Which lake is the deepest?"):
+            chat.stdin.write(f"{question}\n")
+            chat.stdin.flush()
+            assert chat.stdout.readline(), "coterie chat has ended"
+            seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+    return seconds[0], seconds[1]
+
+
+def measure_chat(options: argparse.Namespace, folder: Path) -> None:
+    """Measure and show the seconds to the first token of `coterie chat`."""
+    fresh(train_model, folder, options.base)
+    waits = {threads: first_tokens(folder / "run", threads) for threads in (1, 2)}
+    show(
+        f"Seconds to the first token of coterie chat, {options.base}",
+        ("threads", "from the start", "from a second question"),
+        [[str(threads), *(f"{wait:.2f}" for wait in waits[threads])] for threads in waits],
+    )
+    write(options, seconds=waits)
+
+
 def cells(row: Row, size: int, theirs: int | None) -> list[str]:
     return [
         row.what,
@@ -204,8 +259,14 @@ def main() -> None:
         "--folder", type=Path, help="write the base here, or use that which is here"
     )
     parser.add_argument("--base", help="a built-in base, instead of random weights")
+    parser.add_argument("--chat", action="store_true", help="measure `coterie chat` with --base")
     options = parser.parse_args()
+    if options.chat and not options.base:
+        parser.error("--chat needs --base")
     with TemporaryDirectory() as name:
+        if options.chat:
+            measure_chat(options, Path(name))
+            return
         folder = options.folder or Path(name) / "base"
         if options.base:
             folder = Path(fresh(place, options.base, Path()))
