@@ -63,8 +63,7 @@ def test_every_public_name_is_on_a_reference_page(repository) -> None:
         assert text.count(f":: coterie.{name}\n") == 1, name
     commands = (repository / "site/use/command-line.md").read_text()
     assert "## `coterie keys" in commands
-    prose = re.sub(r"```console.*?```|`[^`\n]*`", "", commands, flags=re.DOTALL)
-    assert "..." not in prose  # "..." would be the end of a text that was cut off
+    assert "..." not in re.sub(r"```console.*?```", "", commands, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize(

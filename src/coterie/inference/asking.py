@@ -1,6 +1,6 @@
 """Questions for the models of a finished run, and the models' answers."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -128,10 +128,12 @@ def answers(
             step(f"{method}: {client}", done, total)
             done += 1
             base, attach = load(client)
-            keys[client] = key = (id(base), _digest(base, attach))
+            frozen = {tensor.data_ptr() for _, tensor in _tensors(bare(base))}
+            model = attach()
+            keys[client] = key = (id(base), _digest(model, frozen))
             if wanted(client) and key not in texts:
                 samples = _samples(items, base, config.data)
-                texts[key] = generate_answers(base, attach(), samples, limit, len(items))
+                texts[key] = generate_answers(base, model, samples, limit, len(items))
         is_shared = len(set(keys.values())) == 1
         for client in filter(wanted, keys):
             named[method if is_shared else f"{method}: {client}"] = texts[keys[client]]
@@ -179,12 +181,16 @@ def _trained_by(run: RunFolder, config: RunConfig) -> list[str]:
     return [*run.description["clients"], *[SERVER] * has_server]
 
 
-def _digest(base: Base, attach: Callable[[], PreTrainedModel]) -> str:
-    """Return a hash of the tensors that an adapter adds to its base."""
-    own = {tensor.data_ptr() for _, tensor in _tensors(bare(base))}
+def _digest(model: PreTrainedModel, frozen: Collection[int]) -> str:
+    """Return a hash of the tensors that an adapter adds to its base.
+
+    Args:
+        model: The base with the adapter attached.
+        frozen: The memory addresses of the base's own tensors.
+    """
     digest = blake2b(digest_size=16)
-    for name, tensor in _tensors(attach()):
-        if tensor.data_ptr() not in own:
+    for name, tensor in _tensors(model):
+        if tensor.data_ptr() not in frozen:
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(data.numpy().tobytes())
