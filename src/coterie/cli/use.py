@@ -132,7 +132,7 @@ def chat(
 def ask(
     run: Annotated[Path, typer.Argument(help="Run folder.")],
     questions: Annotated[
-        list[str] | None, typer.Argument(metavar="[QUESTION]...", help="Questions.")
+        list[str] | None, typer.Argument(metavar="[QUESTION]", help="Question. Repeatable.")
     ] = None,
     file: Annotated[
         Path | None,
