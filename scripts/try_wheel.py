@@ -83,8 +83,8 @@ def try_out(wheel: Path, constraints: list[str], version: str) -> None:
 def use(stranger: Stranger, version: str) -> None:
     """See that the commands work that need no extra, and that the others name theirs."""
     assert stranger.does("coterie", "--version") == f"coterie {version}\n"
-    assert " compare " in stranger.does("coterie", "--help")
-    assert "(YAML)" in stranger.does("coterie", "run", "--help"), "arguments have help"
+    assert "Train a method" in stranger.does("coterie", "--help")
+    assert "Run file (YAML)" in stranger.does("coterie", "run", "--help"), "arguments have help"
     began = time.monotonic()
     table = stranger.does("coterie", "run", "--out", "run", *SHORT_RUN)
     assert "Lower is better." in table, table
