@@ -180,22 +180,22 @@ def ours(
 
 def contestants(base: Subject, precision: Precision) -> dict[str, Contestant]:
     load = partial(base.load, precision)
-    found = {"bare base": bare(load()), "PEFT LoRA": peft(load(), base.lora, 2)}
+    runners = {"bare base": bare(load()), "PEFT LoRA": peft(load(), base.lora, 2)}
     if base.naive:
-        found["naive mixture"] = naive(2, gathers=False)
-        found["gathering mixture"] = naive(2, gathers=True)
+        runners["naive mixture"] = naive(2, gathers=False)
+        runners["gathering mixture"] = naive(2, gathers=True)
     two = ours(load(), 1, precision)
-    found |= {
+    runners |= {
         "ours, 2 experts": two,
         "ours, 2 experts, activations stored": replace(two, stores=True),
         "ours, 4 experts, top 2": ours(load(), 3, precision),
         "our mixture alone, 2 experts": ours(load(), 1, precision, plain=True),
     }
-    sizes = {name: sum(p.numel() for p in c.trained) for name, c in found.items()}
+    sizes = {name: sum(p.numel() for p in c.trained) for name, c in runners.items()}
     for name, size in sizes.items():
         if name not in ("bare base", "ours, 4 experts, top 2"):
             assert size == sizes["PEFT LoRA"], sizes
-    return found
+    return runners
 
 
 def measure(

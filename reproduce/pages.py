@@ -60,9 +60,10 @@ def read_result(path: Path) -> Summary:
 
 
 def page_name(summary: Summary) -> str:
-    """What a page and its result file are called: as the table file, and the regime if any.
+    """Return the name of a table's page and result file: the table file's name and the regime.
 
-    Tables of recipes/real have the folder's name first: they are called as those of recipes/small.
+    Tables of recipes/real have the same file names as those of recipes/small. Their pages therefore
+    begin with the name of the folder.
     """
     file = Path(summary["file"])
     real = file.parent.name == REAL

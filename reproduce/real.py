@@ -46,8 +46,8 @@ class Entry(BaseModel):
 def entries(path: Path = ORDER, tables: Sequence[str] = ()) -> list[Entry]:
     """Read the order in which cells are run; without `tables`, of all tables."""
     listed = yaml.safe_load(path.read_text(encoding="utf-8"))
-    found = [Entry.model_validate(entry) for entry in listed]
-    return [entry for entry in found if not tables or entry.table in tables]
+    order = [Entry.model_validate(entry) for entry in listed]
+    return [entry for entry in order if not tables or entry.table in tables]
 
 
 def measured(

@@ -251,24 +251,18 @@ def _wanted(
     Raises:
         CoterieError: `only` contains a cell that the table does not have.
     """
-    found = [
-        {
-            seed: [row for row in column.cells if only is None or (name, row, seed) in only]
-            for name in [column.spec.name]
-            for seed in range(column.run.seed, column.run.seed + seeds)
-        }
-        for column in columns
-    ]
-    cells = {
-        (column.spec.name, row, seed)
-        for column, by_seed in zip(columns, found, strict=True)
-        for seed, rows in by_seed.items()
-        for row in rows
-    }
-    if missing := set(only or ()) - cells:
-        column, row, seed = min(missing)
-        raise CoterieError(f"The table has no cell {column}, {row} with the seed {seed}.")
-    return found
+    missing, wanted = set(only or ()), []
+    for column in columns:
+        name, by_seed = column.spec.name, {}
+        for seed in range(column.run.seed, column.run.seed + seeds):
+            rows = [row for row in column.cells if only is None or (name, row, seed) in only]
+            by_seed[seed] = rows
+            missing -= {(name, row, seed) for row in rows}
+        wanted.append(by_seed)
+    if missing:
+        name, row, seed = min(missing)
+        raise CoterieError(f"The table has no cell {name}, {row} with the seed {seed}.")
+    return wanted
 
 
 def _fill_in(

@@ -173,8 +173,8 @@ def tried(
         figures = {row: mean_score(pair[row], metric.name) for row in compared}
         gap = figures[mine] - figures[other]
         if test.better:
-            found = differences(pair, other, metric)[mine]
-            change, span, verdict = shown(found, metric)
+            difference = differences(pair, other, metric)[mine]
+            change, span, verdict = shown(difference, metric)
             told = f"{mine} better than {other}"
         elif test.within:
             far = metric.shown(abs(gap)) if metric.share else 100 * abs(gap) / figures[other]
@@ -192,8 +192,8 @@ def tried(
 
 def of_same_seeds(rows: Rows) -> dict[str, list[Result]]:
     """Return the results of the seeds that all rows have, since some rows have more seeds."""
-    seeds = set.intersection(*({r.get("seed") for r in found} for found in rows.values()))
-    return {row: [r for r in found if r.get("seed") in seeds] for row, found in rows.items()}
+    seeds = set.intersection(*({r.get("seed") for r in results} for results in rows.values()))
+    return {row: [r for r in own if r.get("seed") in seeds] for row, own in rows.items()}
 
 
 def shown(found: Any, metric: Metric) -> tuple[str, str, str]:

@@ -74,8 +74,8 @@ def test_cells_are_run_in_the_listed_order_and_kept(folder, texts, tmp_path) -> 
 
     def measure() -> tuple[list[Any], list[str]]:
         told: list[str] = []
-        found = list(real.measured(order, texts, folder, report=told.append))
-        return found, [text for text in told if text.startswith("Run ")]
+        summaries = list(real.measured(order, texts, folder, report=told.append))
+        return summaries, [text for text in told if text.startswith("Run ")]
 
     summaries, told = measure()
     seeds = [
