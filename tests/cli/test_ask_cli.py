@@ -2,17 +2,12 @@
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import coterie.cli
-from coterie.cli import terminal
 from coterie.config.deployed import load_deployment, load_with_any_text
 from coterie.config.run import parse
 from coterie.data.chat import chat_template
@@ -26,7 +21,6 @@ from coterie.testing.small import teaching_values
 
 QUESTIONS = ["Sea?", "Name a long river."]
 BASELINES = ["pretrained", "local", "fedavg", "centralized"]
-Command = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +48,6 @@ def finished(chats, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def command(monkeypatch, capsys) -> Command:
-    """Run `coterie ...` in this process, without a terminal, and return its output."""
-
-    def run(*arguments: object, width: int = 80) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, arguments)])
-        monkeypatch.setattr(terminal, "console", Console(width=width))
-        monkeypatch.setattr(terminal, "errors", Console(width=width, stderr=True))
-        capsys.readouterr()
-        code: object = 0
-        try:
-            coterie.cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
-
-    return run
-
-
 def alone(run: Path, client: str | None) -> list[str]:
     """Return the answers in a chat with one model; None: the base without an adapter."""
     folder, loader = RunFolder(run), Loader()
@@ -93,7 +67,7 @@ def shown(name: str, text: str, column: int) -> str:
     return f"\n{' ' * column}".join([f"{name:<{column}}{lines[0]}", *lines[1:]])
 
 
-def test_every_model_answers_every_question_once(command, finished, monkeypatch) -> None:
+def test_every_model_answers_every_question_once(coterie_command, finished, monkeypatch) -> None:
     batches: list[tuple[int, int]] = []
     generate = asking.generate_answers
 
@@ -102,7 +76,7 @@ def test_every_model_answers_every_question_once(command, finished, monkeypatch)
         return generate(base, model, examples, tokens, batch)
 
     monkeypatch.setattr(asking, "generate_answers", counted)
-    said = command("ask", finished, *QUESTIONS, width=120)
+    said = coterie_command("ask", finished, *QUESTIONS, width=120)
     inner = finished / "baselines"
     models = {
         "base": alone(finished, None),
@@ -127,8 +101,8 @@ def test_every_model_answers_every_question_once(command, finished, monkeypatch)
     assert len({tuple(texts) for texts in models.values()}) == len(models)
 
 
-def test_only_the_chosen_clients_answer(command, finished) -> None:
-    said = command("ask", finished, "Sea?", "--client", "ben", "--tokens", 1)
+def test_only_the_chosen_clients_answer(coterie_command, finished) -> None:
+    said = coterie_command("ask", finished, "Sea?", "--client", "ben", "--tokens", 1)
     names = [line.partition("  ")[0] for line in said.out.splitlines()[2:] if line[0] != " "]
     assert names == ["base", "local: ben", "fedavg", "centralized", "comigs-1g1s: ben"]
     tokenizer = coterie.tokenizer(finished)
@@ -137,7 +111,9 @@ def test_only_the_chosen_clients_answer(command, finished) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_long_answers_are_wrapped_below_their_column(command, finished, monkeypatch, width) -> None:
+def test_long_answers_are_wrapped_below_their_column(
+    coterie_command, finished, monkeypatch, width
+) -> None:
     long = "word " * 40 + "\n\n  A second line, [bold]not markup[/bold]. \n" + "x" * 200
 
     def say_long(base: Any, model: Any, examples: Any, tokens: int, batch: int) -> list[str]:
@@ -145,7 +121,7 @@ def test_long_answers_are_wrapped_below_their_column(command, finished, monkeypa
 
     monkeypatch.setattr(asking, "generate_answers", say_long)
     asked = ["So " * 60, *QUESTIONS[1:]]
-    out = command("ask", finished, *asked, "--client", "anna", width=width).out
+    out = coterie_command("ask", finished, *asked, "--client", "anna", width=width).out
     lines = out.splitlines()
     assert all(len(line) <= width and line == line.rstrip() for line in lines)
     assert width - 8 < max(map(len, lines))
@@ -161,7 +137,7 @@ def test_long_answers_are_wrapped_below_their_column(command, finished, monkeypa
     assert out.count("(no answer)") == 5
 
 
-def test_mistakes_are_one_sentence(command, finished, values, tmp_path) -> None:
+def test_mistakes_are_one_sentence(coterie_command, finished, values, tmp_path) -> None:
     files = {
         "no.jsonl": "Sea?\n",
         "other.jsonl": '{"text": "Sea?"}\n',
@@ -181,17 +157,20 @@ def test_mistakes_are_one_sentence(command, finished, values, tmp_path) -> None:
         (["--questions", tmp_path / "empty.jsonl"], "line 2 of"),
         (["--questions", tmp_path / "number.jsonl"], "field question contains int, not text"),
     ]:
-        said = command("ask", finished, *arguments)
+        said = coterie_command("ask", finished, *arguments)
         assert (said.code, said.err.count("\n"), said.out) == (2, 1, ""), said.err
         assert sentence in said.err
-    plain = command("ask", tmp_path / "plain", "Sea?")
+    plain = coterie_command("ask", tmp_path / "plain", "Sea?")
     assert "did not train on conversations or instructions" in plain.err
     shutil.copytree(finished, tmp_path / "stopped")
     (tmp_path / "stopped" / "result.json").unlink()
-    assert "is not finished; finish it with" in command("ask", tmp_path / "stopped", "Sea?").err
+    assert (
+        "is not finished; finish it with"
+        in coterie_command("ask", tmp_path / "stopped", "Sea?").err
+    )
 
 
-def test_a_question_fills_the_prompt_template(command, values, tmp_path) -> None:
+def test_a_question_fills_the_prompt_template(coterie_command, values, tmp_path) -> None:
     record = json.dumps({"instruction": "Is it so", "note": "?", "output": "yes"})
     (tmp_path / "poet.jsonl").write_text(f"{record}\n" * 12, encoding="utf-8")
     data = {"window": 60, "instructions": {"template": "{{ instruction }}{{ note }} Answer:"}}
@@ -200,25 +179,25 @@ def test_a_question_fills_the_prompt_template(command, values, tmp_path) -> None
     coterie.run(run, out=tmp_path / "run")
     file = tmp_path / "them.jsonl"
     file.write_text('{"question": "Sea", "note": "!"}\n', encoding="utf-8")
-    said = command("ask", tmp_path / "run", "--questions", file, "--tokens", 6)
+    said = coterie_command("ask", tmp_path / "run", "--questions", file, "--tokens", 6)
     fields = ["--client", "poet", "--field", "instruction=Sea", "--field", "note=!"]
-    single = command("generate", tmp_path / "run", *fields, "--tokens", 6).out
+    single = coterie_command("generate", tmp_path / "run", *fields, "--tokens", 6).out
     assert shown("local", single, len("local") + 2) in said.out
-    assert "Question 1 has no field note" in command("ask", tmp_path / "run", "Sea").err
+    assert "Question 1 has no field note" in coterie_command("ask", tmp_path / "run", "Sea").err
 
 
-def test_a_run_shows_answers_at_its_end(command, chats, finished, tmp_path) -> None:
+def test_a_run_shows_answers_at_its_end(coterie_command, chats, finished, tmp_path) -> None:
     records = [{"question": question, "shown": question == "Sea?"} for question in QUESTIONS]
     lines = "".join(f"{json.dumps(record)}\n" for record in records)
     (Path(chats["data_root"]) / "them.jsonl").write_text(lines, encoding="utf-8")
     asked = {**chats, "evaluation": {**chats["evaluation"], "questions": "them.jsonl"}}
     (tmp_path / "mine.yaml").write_text(json.dumps(asked), encoding="utf-8")
-    first = command("run", tmp_path / "mine.yaml", "--out", tmp_path / "run")
-    expected = command("ask", finished, "Sea?").out
+    first = coterie_command("run", tmp_path / "mine.yaml", "--out", tmp_path / "run")
+    expected = coterie_command("ask", finished, "Sea?").out
     assert first.code == 0
     assert f"{expected}\nEach client's model on its own test text" in first.out
     assert "Name a long river." not in first.out
-    assert command("run", "--resume", tmp_path / "run").out.startswith(expected)
+    assert coterie_command("run", "--resume", tmp_path / "run").out.startswith(expected)
     results = [RunFolder(run).result or {} for run in (finished, tmp_path / "run")]
     for result in results:
         del result["seconds"]
@@ -229,7 +208,7 @@ def test_a_run_shows_answers_at_its_end(command, chats, finished, tmp_path) -> N
     (Path(chats["data_root"]) / "them.jsonl").write_text(
         '{"question": "", "shown": false}', "utf-8"
     )
-    refused = command("run", tmp_path / "mine.yaml", "--out", tmp_path / "refused")
+    refused = coterie_command("run", tmp_path / "mine.yaml", "--out", tmp_path / "refused")
     assert "the question is empty" in refused.err
     assert not (tmp_path / "refused").exists()
 
@@ -246,15 +225,15 @@ def test_the_key_is_refused_for_plain_text_and_ignored_in_deployments(chats, val
 
 
 def test_the_server_and_clients_on_other_bases_answer_under_their_names(
-    command, bases, other, questions, tmp_path
+    coterie_command, bases, other, questions, tmp_path
 ) -> None:
     run = teaching_values(bases / "gpt2", other, questions, rounds=1)
     coterie.run(run, out=tmp_path / "run")
-    out = command("ask", tmp_path / "run", "Sea?", "--tokens", 3).out
+    out = coterie_command("ask", tmp_path / "run", "Sea?", "--tokens", 3).out
     names = [line.partition("  ")[0] for line in out.splitlines()[2:] if line[0] != " "]
     owners = ("diarist", "poet", "server")
     assert names == [f"{method}: {owner}" for method in ("base", "fedmkt") for owner in owners]
-    out = command("ask", tmp_path / "run", "Sea?", "--client", "server", "--tokens", 3).out
+    out = coterie_command("ask", tmp_path / "run", "Sea?", "--client", "server", "--tokens", 3).out
     assert [line[:12] for line in out.splitlines()[2:] if line[0] != " "] == [
         "base: server",
         "fedmkt: serv",

@@ -5,14 +5,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
+from commands import Said
 
 import coterie.cli
-from coterie.cli import talk, terminal
+from coterie.cli import talk
 from coterie.data.chat import chat_template
 from coterie.data.items import Conversation, Turn
 from coterie.evaluation.generation import Sampling
@@ -34,28 +33,18 @@ def finished(values, tmp_path_factory) -> Path:
     return folder
 
 
-Ask = Callable[..., SimpleNamespace]
+Ask = Callable[..., Said]
 
 
 @pytest.fixture
-def ask(finished, monkeypatch, capsys) -> Ask:
+def ask(finished, coterie_command, monkeypatch) -> Ask:
     """Runs `coterie chat RUN` on lines of input, which is no terminal unless `typed`."""
 
-    def ask(lines: list[str], *more: Any, typed: bool = False, run: Path = finished) -> Any:
-        monkeypatch.setattr(sys, "argv", ["coterie", "chat", str(run), *map(str, more)])
+    def ask(lines: list[str], *more: Any, typed: bool = False, run: Path = finished) -> Said:
         stdin = io.StringIO("".join(f"{line}\n" for line in lines))
         monkeypatch.setattr(stdin, "isatty", lambda: typed)
         monkeypatch.setattr(sys, "stdin", stdin)
-        monkeypatch.setattr(terminal, "console", Console(width=80))
-        monkeypatch.setattr(terminal, "errors", Console(width=80, stderr=True))
-        capsys.readouterr()
-        code: object = 0
-        try:
-            coterie.cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
+        return coterie_command("chat", run, *more)
 
     return ask
 

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, cast
@@ -18,48 +16,13 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from rich.console import Console
 
 import coterie.cli
-from coterie.cli import terminal
 from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.runs import RunFolder
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-
-
-@dataclass(frozen=True)
-class Said:
-    """How a command ended: its exit code and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Said]
-
-
-@pytest.fixture
-def coterie_command(monkeypatch, capsys) -> Command:
-    """Runs `coterie ...` in this process, 80 columns wide."""
-
-    def command(*arguments: object) -> Said:
-        monkeypatch.setattr(sys, "argv", ["coterie", *map(str, arguments)])
-        monkeypatch.setattr(terminal, "console", Console(width=80))
-        monkeypatch.setattr(terminal, "errors", Console(width=80, stderr=True))
-        capsys.readouterr()
-        code: object = 0
-        try:
-            coterie.cli.main()
-        except SystemExit as end:
-            code = end.code or 0
-        out, err = capsys.readouterr()
-        assert isinstance(code, int)
-        return Said(code, out, err)
-
-    return command
 
 
 @pytest.fixture
