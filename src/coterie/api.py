@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from coterie.aggregation.transform import Transform
@@ -14,6 +15,7 @@ from coterie.analysis.comparison import check_against, gains
 from coterie.config.read import load_config
 from coterie.config.run import RunConfig, parse
 from coterie.engines.floor import floor_in
+from coterie.engines.processes import completing
 from coterie.engines.session import Engine, Session
 from coterie.errors import CoterieError
 from coterie.files import path_part, write_json, write_text
@@ -103,10 +105,12 @@ def run(
     engine: Engine = "local",
     address: str | None = None,
     gpus: float | None = None,
+    jobs: int = 1,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Run:
     """Execute a run and its baselines.
 
-    The baselines are executed first.
+    The baselines are executed first, or at the same time if `jobs` is greater than 1.
 
     Args:
         config: A `RunConfig`, the content of a run file as a mapping, or the path of a run file.
@@ -124,6 +128,11 @@ def run(
         gpus: The number of GPUs of each process of the engine "ray", which may be a fraction, such
             as 0.25. By default, each process has the number of GPUs that the key `device` of the
             run file requests. For `auto`, this is one GPU, or none if the Ray cluster has no GPU.
+        jobs: The maximum number of processes. This process executes the run; each other process
+            executes one baseline at a time. Unless the run file sets `threads`, the processes share
+            the processors equally. The engine "ray" needs `jobs=1`.
+        report: Function that is called with each line of a baseline's progress in another process.
+            The call is made in another thread.
 
     Returns:
         The finished run and its baselines.
@@ -141,13 +150,16 @@ def run(
         config = config.model_copy(update={"aggregation": aggregation})
     path = Path(out) if out is not None else Path("runs") / config.name
     RunFolder(path).refuse(force)  # before a base is loaded
-    session = Session(config, engine=engine, address=address, gpus=gpus)
+    _check_jobs(jobs, engine)
+    threads = config.threads or (max(1, torch.get_num_threads() // jobs) if jobs > 1 else None)
+    session = Session(config, threads, engine, address, gpus)
     session.check(config, *map(config.with_method, config.baselines))
     description = session.description(config, session.participants(config))
     for text in session.warnings:
         for callback in callbacks:
             callback.on_warning(text)
-    return _continue(session, RunFolder.create(path, description, force), callbacks)
+    folder = RunFolder.create(path, description, force)
+    return _continue(session, folder, callbacks, jobs, report)
 
 
 def resume(
@@ -159,6 +171,8 @@ def resume(
     address: str | None = None,
     gpus: float | None = None,
     from_round: int | None = None,
+    jobs: int = 1,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Run:
     """Continue an interrupted run from its newest checkpoint.
 
@@ -176,6 +190,8 @@ def resume(
             Use this argument if the newest checkpoint is damaged. The newest checkpoint itself
             cannot be selected in this way. The checkpoints of later rounds are deleted. By default,
             the newest checkpoint is used.
+        jobs: The maximum number of processes, as in `run`; it is not recorded either.
+        report: Function that is called with lines of progress, as in `run`.
 
     Returns:
         The finished run and its baselines.
@@ -196,8 +212,9 @@ def resume(
     if from_round is not None:
         _go_back(folder, from_round)
     recorded_engine: Engine = description.get("engine", "local")
+    _check_jobs(jobs, engine or recorded_engine)
     session = Session(config, description["threads"], engine or recorded_engine, address, gpus)
-    return _continue(session, folder, callbacks)
+    return _continue(session, folder, callbacks, jobs, report)
 
 
 def _go_back(folder: RunFolder, rounds: int) -> None:
@@ -303,24 +320,53 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
     write_json(path / "compare.json", comparison.summary())
 
 
-def _continue(session: Session, folder: RunFolder, callbacks: Sequence[Callback]) -> Run:
+def _continue(
+    session: Session,
+    folder: RunFolder,
+    callbacks: Sequence[Callback],
+    jobs: int,
+    report: Callable[[str], None],
+) -> Run:
     config, results = session.config, {}
+    names = [name for name in config.baselines if name != config.label]
     with folder.lock():
-        for name in config.baselines:
-            if name == config.label:
-                continue
-            baseline = config.with_method(name).model_copy(update={"name": name})
-            subfolder = RunFolder(folder.path / "baselines" / name)
-            if not subfolder.is_run:
-                description = session.description(baseline, session.participants(baseline))
-                subfolder = RunFolder.create(subfolder.path, description)
-            session.finish(subfolder, baseline, callbacks)
-            results[name] = subfolder.result
+        if jobs > 1:
+            baselines = [_baseline(session, folder, name)[0] for name in names]
+            paths = [baseline.path for baseline in baselines if baseline.result is None]
+            plugins = list(dict.fromkeys(plugin["file"] for plugin in config.plugins.values()))
+            with completing(paths, jobs - 1, plugins, report):
+                session.finish(folder, config, callbacks)
+        for name in names:
+            baseline, baseline_config = _baseline(session, folder, name)
+            session.finish(baseline, baseline_config, callbacks)
+            results[name] = baseline.result
         session.finish(folder, config, callbacks)
         results[config.label] = folder.result
         finished = Run(folder.path, config, results)
         write_text(folder.path / "table.md", finished.table().markdown())
     return finished
+
+
+def _baseline(session: Session, folder: RunFolder, name: str) -> tuple[RunFolder, RunConfig]:
+    """Return the folder and the configuration of a baseline; create the folder if necessary."""
+    evaluation = session.config.evaluation.model_copy(
+        update={"questions": None}
+    )  # asked at the end
+    update = {"name": name, "evaluation": evaluation}
+    config = session.config.with_method(name).model_copy(update=update)
+    baseline = RunFolder(folder.path / "baselines" / name)
+    if not baseline.is_run:
+        description = session.description(config, session.participants(config))
+        baseline = RunFolder.create(baseline.path, description)
+    return baseline, config
+
+
+def _check_jobs(jobs: int, engine: Engine) -> None:
+    """Raise CoterieError if the number of processes cannot be used with an engine."""
+    if jobs < 1:
+        raise CoterieError(f"jobs is {jobs}; it must be at least 1.")
+    if jobs > 1 and engine != "local":
+        raise CoterieError("Several jobs need the engine `local`; leave out --engine or --jobs.")
 
 
 def _named(methods: Sequence[str | Method] | Mapping[str, str | Method]) -> dict[str, str | Method]:

@@ -49,6 +49,14 @@ Gpus = Annotated[
         "`device`. If `device` is auto, the default is 1, or 0 if there is no GPU.",
     ),
 ]
+Jobs = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Number of processes. With 3, for example, two baselines run at the same time as the "
+        "method. The results do not change if the run file sets `threads`.",
+    ),
+]
 METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """The methods that `coterie compare` compares by default."""
 MethodNames = Annotated[
@@ -91,6 +99,7 @@ def run(
     engine: Engine = None,
     address: Address = None,
     gpus: Gpus = None,
+    jobs: Jobs = 1,
 ) -> None:
     """Train a method and its baselines, and show each client's results.
 
@@ -133,6 +142,8 @@ def run(
                 engine=engine or "local",
                 address=address,
                 gpus=gpus,
+                jobs=jobs,
+                report=terminal.say,
             )
     else:
         if file is not None or settings or out is not None or force:
@@ -149,6 +160,8 @@ def run(
                 address=address,
                 gpus=gpus,
                 from_round=from_round,
+                jobs=jobs,
+                report=terminal.say,
             )
     _show(finished, arguments)
 
