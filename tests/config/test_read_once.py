@@ -92,7 +92,9 @@ def test_a_server_reads_and_validates_its_file_once(
     assert validations == ["RunFile"]
 
 
-@pytest.mark.parametrize("name", ["demo", "who-wrote-this", "four-assistants", "teach-one-another"])
+@pytest.mark.parametrize(
+    "name", ["demo", "who-wrote-this", "four-assistants", "teach-one-another", "assistants"]
+)
 def test_reading_imports_no_torch(name: str) -> None:
     program = (
         "import sys; from pathlib import Path;"

@@ -48,7 +48,8 @@ def test_a_baseline_that_fails_is_reported(tmp_path) -> None:
 
 
 def test_processes_that_cannot_be_used_are_refused(config, tmp_path) -> None:
-    for jobs, engine, message in ((0, "local", "at least 1"), (2, "ray", "leave out --engine")):
-        with pytest.raises(CoterieError, match=message):
-            coterie.run(config(), out=tmp_path / "run", jobs=jobs, engine=engine)
+    with pytest.raises(CoterieError, match="at least 1"):
+        coterie.run(config(), out=tmp_path / "run", jobs=0)
+    with pytest.raises(CoterieError, match="leave out --engine"):
+        coterie.run(config(), out=tmp_path / "run", jobs=2, engine="ray")
     assert not (tmp_path / "run").exists()

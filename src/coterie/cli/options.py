@@ -81,7 +81,8 @@ RunFile = Annotated[
     Path | None,
     typer.Argument(
         help="Run file (YAML), or the name of a built-in demo: `who-wrote-this` (instructions), "
-        "`four-assistants` (conversations) or `teach-one-another` (a server with its own model). "
+        "`four-assistants` (conversations), `teach-one-another` (a server with its own model) or "
+        "`assistants` (conversations with SmolLM2-135M, which is installed separately). "
         "Default: the built-in demo on plain text."
     ),
 ]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -123,6 +123,7 @@ def run(
     from coterie.config.values import read_values
 
     arguments = None
+    options: dict[str, Any] = {"address": address, "gpus": gpus, "jobs": jobs}
     if resume is None:
         require_resume(from_round)
         arguments = _arguments(file, settings or ())
@@ -140,10 +141,8 @@ def run(
                 force=force,
                 callbacks=progress(),
                 engine=engine or "local",
-                address=address,
-                gpus=gpus,
-                jobs=jobs,
                 report=terminal.say,
+                **options,
             )
     else:
         if file is not None or settings or out is not None or force:
@@ -157,11 +156,9 @@ def run(
                 resume,
                 callbacks=progress(),
                 engine=engine,
-                address=address,
-                gpus=gpus,
                 from_round=from_round,
-                jobs=jobs,
                 report=terminal.say,
+                **options,
             )
     _show(finished, arguments)
 
