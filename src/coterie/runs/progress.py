@@ -61,8 +61,9 @@ class Callback:
     Pass objects to `coterie.run`, `coterie.resume` or `coterie.compare` as `callbacks=[...]`. If
     the function executes several runs one after another, every object in the list follows all of
     these runs. For example, `coterie.run` first executes a run for each baseline, and then the run
-    with the method of the run file. For each event, the objects' hooks are called in the order of
-    the list, in the process and thread of the caller.
+    with the method of the run file. With `jobs` greater than 1, the objects follow only the runs in
+    the process of the caller. For each event, the objects' hooks are called in the order of the
+    list, in the process and thread of the caller.
 
     A hook must not change its arguments. An exception in a hook stops the run and is passed on to
     the caller of `coterie.run`. The run folder then contains all complete rounds, and
