@@ -118,7 +118,7 @@ def run(
         method: A method to use instead of the method in `config`. Its class need not be registered
             if `engine` is "local".
         transforms: Aggregation transforms to use instead of the transforms in `config`. Their
-            classes need not be registered if `engine` is "local".
+            classes need not be registered if `engine` is "local" and `jobs` is 1.
         force: Whether to overwrite a run that the folder already contains.
         callbacks: Objects whose hooks are called during the baselines and the run.
         engine: "local" trains clients one at a time in this process; "ray" trains them in several
