@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,7 @@ class Trainable:
             CoterieError: The base's architecture is not supported.
         """
         attach(base, self._stand_ins)
+        _attached[base] = ref(self)
         return base
 
     def residual(self) -> dict[str, Tensor]:
@@ -208,6 +209,16 @@ def first_experts(model: nn.Module) -> dict[str, Tensor]:
     return {path: m.first_experts() for path, m in routed if m.router is not None}
 
 
+_attached: WeakKeyDictionary[nn.Module, ref[Trainable]] = WeakKeyDictionary()
+"""The adapter that is attached to each base. An adapter may refer to its base, hence the `ref`."""
+
+
+def attached(base: nn.Module) -> Trainable | None:
+    """Return the adapter that is attached to a base; None if there is none."""
+    adapter = _attached.get(base)
+    return None if adapter is None else adapter()
+
+
 def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
     """Attach an adapter's stand-ins to a base, and freeze the base.
 
@@ -228,6 +239,7 @@ def attach(base: nn.Module, stand_ins: Mapping[str, StandIn]) -> None:
 
 def detach(base: nn.Module) -> None:
     """Remove the adapter from a base, if one is attached."""
+    _attached.pop(base, None)
     for module in base.modules():
         if parametrize.is_parametrized(module):  # full fine-tuning parametrizes weights
             for name in list(cast(nn.ModuleDict, module.parametrizations)):

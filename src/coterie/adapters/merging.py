@@ -3,7 +3,7 @@
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
@@ -40,11 +40,21 @@ def merge(model: nn.Module) -> None:
         model: A base with an adapter attached, modified in place.
     """
     _merge_differences(model)
-    stand_ins = [m for m in model.modules() if isinstance(m, LoraLinear | Mixture)]
+    pairs = adapted(model)
     detach(model)
-    for module in stand_ins:
-        for pair in pairs_in(module):
-            _merge_pair(model.get_submodule(pair.path), module.gain, pair)
+    for gain, pair in pairs:
+        linear = model.get_submodule(pair.path)
+        linear.weight = nn.Parameter(merged_weight(linear, gain, pair), requires_grad=False)
+
+
+def adapted(model: nn.Module) -> list[tuple[float, LoraPair]]:
+    """Return the low-rank pairs on a base's linear layers, each with the factor g that scales it.
+
+    Args:
+        model: A base with an adapter attached.
+    """
+    stand_ins = [m for m in model.modules() if isinstance(m, LoraLinear | Mixture)]
+    return [(module.gain, pair) for module in stand_ins for pair in pairs_in(module)]
 
 
 @torch.no_grad()
@@ -64,10 +74,20 @@ def _merge_differences(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _merge_pair(linear: nn.Module, gain: float, pair: LoraPair) -> None:
+def merged_weight(linear: nn.Module, gain: float, pair: LoraPair) -> Tensor:
+    """Return the weight W + g B A of a linear layer, in the dtype of W.
+
+    The sum is computed in float64 where the device supports it, and rounded once.
+
+    Args:
+        linear: The layer, which is not changed.
+        gain: The factor g.
+        pair: The low-rank pair with the factors A and B.
+    """
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
-    A, B = pair.factors(pair.rank)
-    update = (gain * B @ A).to(weight.dtype)
+    exact = torch.float32 if weight.device.type == "mps" else torch.float64
+    A, B = (factor.to(exact) for factor in pair.factors(pair.rank))
+    update = gain * B @ A
     update = update.t() if isinstance(linear, Conv1D) else update  # Conv1D's weight is (in, out)
-    linear.weight = nn.Parameter(weight + update, requires_grad=False)
+    return (weight.to(exact) + update).to(weight.dtype)

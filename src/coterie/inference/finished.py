@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
+from coterie.adapters import Trainable, mergeable
 from coterie.adapters import merge as make_plain
-from coterie.adapters import mergeable
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_skeleton, load_tokenizer, place
 from coterie.bases.devices import Device, available
 from coterie.bases.precision import Precision
@@ -27,15 +27,32 @@ from coterie.federation.participants import (
     client_context,
     server_context,
 )
+from coterie.inference.bundle import is_bundle, open_bundle
 from coterie.inference.kept import bring_back
 from coterie.methods.contract import SERVER, ClientSide, Method
 from coterie.runs import RunFolder
 
 
+class Loaded(NamedTuple):
+    """A loaded model, which may share its base with other loaded models."""
+
+    base: Base
+    model: Callable[[], PreTrainedModel]
+    """Function that attaches the adapter to the base and returns the model.
+
+    The model is valid until the adapter of another model is attached to this base.
+    """
+
+
 def load(
-    path: str | Path, client: str, *, method: Method | None = None, merge: bool | None = None
+    path: str | Path,
+    client: str | None = None,
+    *,
+    method: Method | None = None,
+    merge: bool | None = None,
+    base: str | None = None,
 ) -> PreTrainedModel:
-    """Load the personal model of a client.
+    """Load the personal model of a client from a run or a bundle.
 
     With `evaluation.keep: best`, this is the client's best model, which may be the untrained base;
     otherwise, it is the model of the last round. Weights are in float32 if the run trains in fp32,
@@ -43,15 +60,17 @@ def load(
     tokenizer.
 
     Args:
-        path: The run folder.
+        path: The run folder, or the folder of a bundle (see `coterie.export`).
         client: The client's name, or "server" for the server's own model. The name is ignored for a
-            pooled run, which trains a single model.
+            pooled run, which trains a single model, and for a bundle.
         method: The run's method, if its class is not registered.
         merge: Whether to add LoRA pairs, or the weight changes of full fine-tuning, to the base's
             weights. The sums are rounded to the dtype of the weights. Merging is impossible if a
             layer has several experts, if experts run in parallel with a whole block of the base,
             or if the base is quantised. By default, an adapter is merged if merging is possible and
             the weights are in float32.
+        base: The folder of a bundle's base on this machine. By default, the base is loaded by the
+            name that the bundle records.
 
     Returns:
         A PEFT model if the adapter is a soft prompt, and a transformers model otherwise. Models of
@@ -59,11 +78,15 @@ def load(
         merged is part of the layers, and the method `save_pretrained` then raises CoterieError.
 
     Raises:
-        CoterieError: The folder contains no run, or the run has no such client. The error is also
-            raised if a plugin of the run is not loaded or has changed, or if `merge` is true but
-            the adapter cannot be merged.
+        CoterieError: The folder contains no run and no bundle, or the run has no such client. The
+            error is also raised if a plugin of the run is not loaded or has changed, if the base of
+            a bundle has changed, or if `merge` is true but the adapter cannot be merged.
     """
     folder = RunFolder(Path(path))
+    if is_bundle(folder.path):
+        return _usable(load_bundle(folder.path, base).model(), merge)
+    if client is None:
+        raise CoterieError(f"{path} is not a bundle; name the client whose model to load.")
     return model_of(folder, recorded(folder, method), client, merge)
 
 
@@ -85,7 +108,17 @@ def model_of(
         CoterieError: The run has no such client, or `merge` is true but the adapter cannot be
             merged.
     """
-    model = Loader().load(folder, config, client).model()
+    return _usable(Loader().load(folder, config, client).model(), merge)
+
+
+def load_bundle(path: Path, base: str | None = None) -> Loaded:
+    """Load the model of a bundle; see `open_bundle`."""
+    loaded, adapter = open_bundle(path, base)
+    return Loaded(loaded, partial((adapter or Trainable(())).attach, loaded.model))
+
+
+def _usable(model: PreTrainedModel, merge: bool | None) -> PreTrainedModel:
+    """Merge a model's adapter into the weights, or let the model refuse to be saved; see `load`."""
     if not any(isinstance(m, StandIn) or is_parametrized(m) for m in model.modules()):
         return model  # the base alone, or with a soft prompt
     can_merge = mergeable(model)
@@ -104,30 +137,20 @@ def model_of(
 
 UNMERGEABLE = (
     "the transformers format does not support several experts on a layer, experts that run in "
-    "parallel with a whole block, or an adapter on a quantised base. Keep the run folder, and load "
-    "the model from it with coterie.load."
+    "parallel with a whole block, or an adapter on a quantised base. To use the model elsewhere, "
+    "export it with `coterie export` or coterie.export; to use it here, load it with coterie.load."
 )
 
 
 UNMERGED = (
-    "This model cannot be saved: its adapter is not merged into its weights. Load it with "
-    "coterie.load(..., merge=True), which rounds the merged weights to their dtype."
+    "This model cannot be saved: its adapter is not merged into its weights. Export it with "
+    "`coterie export` or coterie.export, or load it with coterie.load(..., merge=True), which "
+    "rounds the merged weights to their dtype."
 )
 
 
 def _refuse(reason: str, *_: Any, **__: Any) -> NoReturn:
     raise CoterieError(reason)
-
-
-class Loaded(NamedTuple):
-    """A loaded model, which may share its base with other loaded models."""
-
-    base: Base
-    model: Callable[[], PreTrainedModel]
-    """Function that attaches the adapter to the base and returns the model.
-
-    The model is valid until the adapter of another model is attached to this base.
-    """
 
 
 class Loader:
@@ -233,17 +256,20 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
     """Load the tokenizer of a run's base.
 
     Args:
-        path: The run folder.
+        path: The run folder, or the folder of a bundle.
         client: A client's name, or "server", to load the tokenizer of that participant's base. By
             default, the tokenizer of the base named by the key `base` of the run file is loaded.
+            The name is ignored for a bundle.
 
     Returns:
         A transformers tokenizer. If the run's data are conversations, the tokenizer has the chat
         template that the run used to render the conversations.
 
     Raises:
-        CoterieError: The folder contains no run, or the base cannot be read.
+        CoterieError: The folder contains no run and no bundle, or the base cannot be read.
     """
+    if is_bundle(Path(path)):
+        return load_tokenizer(str(path))
     values = RunFolder(Path(path)).description["config"]
     # The classes that these keys refer to may not be registered, and the tokenizer does not depend
     # on them.
