@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coterie.aggregation.transform import Reduction, Transform
-    from coterie.api import Run, compare, load, resume, run, tokenizer
+    from coterie.api import Exported, Run, compare, export, load, resume, run, tokenizer
     from coterie.config.plugins import load_plugin, register
     from coterie.config.read import load_config
     from coterie.config.run import RunConfig
@@ -31,6 +31,7 @@ __all__ = [
     "Callback",
     "CoterieError",
     "DataKind",
+    "Exported",
     "Method",
     "Metric",
     "Reduction",
@@ -38,6 +39,7 @@ __all__ = [
     "RunConfig",
     "Transform",
     "compare",
+    "export",
     "load",
     "load_config",
     "load_plugin",

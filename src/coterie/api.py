@@ -18,12 +18,14 @@ from coterie.engines.floor import floor_in
 from coterie.engines.processes import completing
 from coterie.engines.session import Engine, Session
 from coterie.errors import CoterieError
+from coterie.exports import Exported, export
 from coterie.files import path_part, write_json, write_text
 from coterie.inference.finished import load, model_of, recorded, tokenizer
 from coterie.methods.contract import Method
 from coterie.runs import Callback, RunFolder
 
-__all__ = ["Run", "compare", "load", "resume", "run", "tokenizer", "write_comparison"]
+__all__ = ["Exported", "Run", "compare", "export", "load", "resume", "run", "tokenizer"]
+__all__ += ["write_comparison"]
 
 Config = RunConfig | Mapping[str, Any] | str | Path
 """A `RunConfig`, the content of a run file as a mapping, or the path of a run file."""
@@ -42,6 +44,10 @@ class Run:
 
     The baselines come first, and the run's method comes last.
     """
+
+    def __fspath__(self) -> str:
+        """Return the run folder, so that functions accept a run in place of its path."""
+        return str(self.path)
 
     def __repr__(self) -> str:
         """Return a text that shows the run folder and the names of the methods."""

@@ -55,6 +55,7 @@ def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[st
         ("generate nowhere --client a --prompt b", "nowhere"),
         ("chat --help", "Chat with a client's model"),
         ("chat nowhere --client a", "nowhere"),
+        ("export nowhere --client a --to b", "nowhere"),
         ("report nowhere", "nowhere"),
         ("server nofile.yaml", "coterie keys init"),
         ("client --server host:1 --key nokey --data texts", "nokey"),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from coterie.bases.loading import check_base as check_base
     from coterie.bases.loading import context_token as context_token
     from coterie.bases.loading import is_local as is_local
+    from coterie.bases.loading import is_shipped as is_shipped
     from coterie.bases.loading import load_base as load_base
     from coterie.bases.loading import load_skeleton as load_skeleton
     from coterie.bases.loading import load_tokenizer as load_tokenizer

@@ -222,7 +222,12 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
 
 def is_local(name: str) -> bool:
     """Return whether a base's name is a local folder or GGUF file, and not a built-in base."""
-    return name not in _shipped() and (os.path.isdir(name) or find_gguf(Path(name)) is not None)
+    return not is_shipped(name) and (os.path.isdir(name) or find_gguf(Path(name)) is not None)
+
+
+def is_shipped(name: str) -> bool:
+    """Return whether a base's name is that of a built-in base."""
+    return name in _shipped()
 
 
 def _shipped() -> list[str]:

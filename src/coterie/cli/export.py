@@ -1,0 +1,73 @@
+"""The command `coterie export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.cli import terminal
+from coterie.cli.options import check_run
+from coterie.errors import CoterieError
+
+FORMATS = ("auto", "peft", "merged", "moe", "bundle")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    client: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Client whose model is exported, or `server` for the server's own."
+        ),
+    ],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(FORMATS),
+            help="Format of the folder. peft: adapter for PEFT. merged: transformers model with "
+            "the update added to its weights. moe: mixture-of-experts checkpoint (Mixtral or "
+            "Qwen-MoE) for transformers, vLLM and others. bundle: any adapter, loaded by "
+            "coterie.load without the run. auto: the first of them that is exact.",
+        ),
+    ] = "auto",
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Repository on the Hugging Face hub, such as anna/model, to which the folder is "
+            "uploaded. A new repository is private.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an earlier export in the folder.")
+    ] = False,
+) -> None:
+    """Export a client's model for use outside Coterie, or on another machine.
+
+    The exported folder is loaded again in another process, and its logits are compared with those
+    of the trained model; if they differ, nothing is exported. README.md in the folder is a model
+    card, with the code that loads the model.
+
+    For example:
+
+        coterie export runs/us --client anna --to models/anna
+
+        coterie export runs/us --client anna --to models/anna --format bundle --push anna/mine
+    """
+    check_run(run)
+    if format not in FORMATS:
+        raise CoterieError(f"--format {format}: choose one of {', '.join(FORMATS)}.")
+    from coterie.exports import export
+
+    done = export(run, client, to, format=format, force=force, push=push)
+    reason = "" if done.reason is None else f" ({done.reason})"
+    terminal.say(
+        f"{to} contains {done.content}{reason}.",
+        f"The largest difference of logits is {done.difference:.2g} (of logits up to "
+        f"{done.largest:.3g}).",
+        *done.notes,
+        f"{to / 'README.md'} shows how to load it.",
+    )
+    if done.url is not None:
+        terminal.say(f"It was uploaded to {done.url}")

@@ -1,0 +1,43 @@
+"""Bundles: the adapter with its layout, for any method; loaded by Coterie without the run."""
+
+from pathlib import Path
+
+from coterie.adapters.portable import packed
+from coterie.exports.format import Format
+from coterie.exports.source import Source
+from coterie.inference.bundle import ADAPTER
+
+
+def _write(source: Source, folder: Path) -> None:
+    if source.adapter is not None:
+        (folder / ADAPTER).write_bytes(packed(source.adapter).encode())
+
+
+def _usage(source: Source, folder: str, base: str) -> str:
+    """Return the code; `base` is named only if Coterie cannot find the base by its name."""
+    option = "" if base == source.public.name else f", base={base!r}"
+    return (
+        "import coterie\n\n"
+        f"model = coterie.load({folder!r}{option})\n"
+        f"tokenizer = coterie.tokenizer({folder!r})\n"
+    )
+
+
+def _notes(source: Source) -> list[str]:
+    name = source.public.name
+    text = f"The bundle needs Coterie, and its base {name}, which the folder does not contain"
+    if name == source.spec.name:
+        return [f"{text}."]
+    return [f"{text}: pass the folder of the base as `base` to coterie.load."]
+
+
+BUNDLE = Format(
+    name="bundle",
+    content="a bundle, which Coterie loads without the run",
+    library="coterie",
+    refusal=lambda source: None,
+    write=_write,
+    usage=_usage,
+    notes=_notes,
+    alone=False,
+)

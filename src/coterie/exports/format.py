@@ -1,0 +1,37 @@
+"""The description of a format in which a model can be exported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.exports.source import Source
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format, which represents some adapters exactly.
+
+    Args:
+        name: The name in the option `--format`.
+        content: A phrase that says what the folder contains, for messages and the model card.
+        library: The name of the library that loads the folder, as the hub knows it.
+        refusal: Function that returns a phrase that says why the format cannot represent a model
+            exactly, or None if it can.
+        write: Function that writes a model's files into a folder, without tokenizer and model card.
+            It may change the model in memory.
+        usage: Function that returns the Python code that loads a folder as `model` and `tokenizer`.
+            The arguments are the source, the folder, and the place of the base.
+        notes: Function that returns sentences for the user and the model card.
+        alone: Whether the folder is loaded without Coterie.
+        tolerance: The largest permitted difference of logits, as a share of the largest logit.
+    """
+
+    name: str
+    content: str
+    library: str
+    refusal: Callable[[Source], str | None]
+    write: Callable[[Source, Path], None]
+    usage: Callable[[Source, str, str], str]
+    notes: Callable[[Source], list[str]]
+    alone: bool = True
+    tolerance: float = 5e-5

@@ -1,0 +1,101 @@
+"""The comparison of an exported model with the trained model, in another process."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coterie.errors import CoterieError
+from coterie.evaluation.generation import context_length
+from coterie.exports.format import Format
+from coterie.exports.source import Source
+from coterie.seeding import generator
+
+TOKENS = 64
+"""The number of tokens whose logits are compared."""
+PROGRAM = """
+import sys
+{block}
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+torch.set_num_threads({threads})
+{usage}
+if {floats}:
+    model.float()
+with torch.no_grad():
+    logits = model.eval()(load_file(sys.argv[1])["ids"]).logits
+save_file({{"logits": logits.float().contiguous()}}, sys.argv[2])
+"""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The largest difference between two models' logits."""
+
+    difference: float
+    largest: float
+    """The largest absolute logit of the trained model."""
+    tokens: int
+
+
+@torch.no_grad()
+def reference(source: Source) -> tuple[Tensor, Tensor]:
+    """Return the token ids of the comparison (1, n), and the trained model's logits for them."""
+    model = source.attach()
+    embedding = source.base.model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    count = min(TOKENS, context_length(model) or TOKENS)
+    chance = generator(0, "export")
+    ids = torch.randint(len(embedding), (1, count), generator=chance)
+    return ids, model(ids).logits.float()
+
+
+def measure(format: Format, source: Source, folder: Path, ids: Tensor, logits: Tensor) -> Parity:
+    """Compare the model in an exported folder with the trained model.
+
+    The exported model is loaded in another process by the code that the model card shows. Unless
+    the format needs Coterie, this process cannot import it.
+
+    Args:
+        format: The format of the folder.
+        source: The exported model.
+        folder: The folder.
+        ids: The token ids from `reference`.
+        logits: The logits from `reference`.
+
+    Raises:
+        CoterieError: The exported model cannot be loaded, or its outputs have another shape.
+    """
+    program = PROGRAM.format(
+        block="sys.modules['coterie'] = None" if format.alone else "",
+        threads=torch.get_num_threads(),
+        usage=format.usage(source, str(folder), source.place),
+        floats=not source.spec.quantised,
+    )
+    with TemporaryDirectory() as temporary:
+        files = [Path(temporary) / name for name in ("ids", "logits")]
+        save_file({"ids": ids}, files[0])
+        process = subprocess.run(
+            [sys.executable, "-c", program, *map(str, files)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            cwd=temporary,
+        )
+        if process.returncode:
+            reason = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
+            raise CoterieError(f"The exported model could not be loaded again: {reason}")
+        exported = load_file(files[1])["logits"]
+    if exported.shape != logits.shape:
+        raise CoterieError("The exported model's outputs have another shape than the model's.")
+    difference = (exported - logits).abs().max().item()
+    return Parity(difference, logits.abs().max().item(), ids.shape[1])

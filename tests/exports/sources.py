@@ -1,0 +1,55 @@
+"""Models to export that no run has trained: small random bases with random adapters."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from architectures import small_model
+from transformers import PreTrainedModel
+
+from coterie.adapters import Adapter, Layout, Trainable
+from coterie.bases import Base, BaseSpec
+from coterie.config.run import RunConfig
+from coterie.exports.source import Source
+from coterie.runs import RunFolder
+
+IDS = torch.tensor([[5, 9, 33, 71, 20, 6, 41, 100, 3, 77]])
+
+
+def randomise(adapter: Trainable) -> None:
+    """Give every tensor of an adapter random values, and every router widely different scores."""
+    torch.manual_seed(1)
+    for name, tensor in adapter.tensors().items():
+        tensor.data.normal_(std=1.0 if name.startswith("router") else 0.2)
+
+
+def source_of(model: PreTrainedModel, adapter: Trainable | None, config: RunConfig) -> Source:
+    """A source with a given model; the configuration is that of any run."""
+    base = Base(model, cast(Any, None), "fp32", torch.device("cpu"))
+    attach = (adapter or Trainable(())).attach
+    return Source(
+        folder=RunFolder(Path("nowhere")),
+        config=config,
+        client="poet",
+        base=base,
+        spec=BaseSpec(name="somebody/base"),
+        digest=None,
+        dtype=torch.float32,
+        adapter=adapter,
+        attach=lambda: attach(model),
+        tokenizer=cast(Any, None),
+    )
+
+
+def random_source(name: str, layout: Layout, config: RunConfig, **settings: Any) -> Source:
+    """A source with a random adapter on a small random base of an architecture."""
+    model = small_model(name, **settings)
+    adapter = Adapter(model, layout, 0, "poet", lambda _: True)
+    randomise(adapter)
+    return source_of(model, adapter, config)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """The logits for IDS, without those of a soft prompt."""
+    return model.eval()(IDS).logits[:, -IDS.shape[1] :].float()

@@ -1,0 +1,270 @@
+"""Whole exports: the format that `auto` chooses, the folder, and everything that can go wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from every_method import marks
+from safetensors.torch import load_file, save_file
+from sources import logits
+from transformers import AutoModelForCausalLM
+
+import coterie
+from coterie import CoterieError
+from coterie.bases import EMBEDDED
+from coterie.exports import exporting, moe
+from coterie.exports.parity import Parity
+from coterie.runs import RunFolder
+
+AUTO = {
+    ("fedit", "llama"): "peft",
+    ("fedit", "gpt2"): "peft",
+    ("exact", "llama"): "peft",
+    ("fedprompt", "llama"): "peft",
+    ("local-full", "gpt2"): "merged",
+    ("pretrained", "llama"): "merged",
+    ("comigs-1g1s", "llama"): "moe",
+    ("two sets", "llama"): "moe",
+    ("comigs-1g1s", "gpt2"): "bundle",
+    ("fedamole", "llama"): "bundle",
+    ("beside", "llama"): "bundle",
+}
+FAST = [
+    ("fedit", "llama"),
+    ("comigs-1g1s", "llama"),
+    ("comigs-1g1s", "gpt2"),
+    ("fedamole", "llama"),
+]
+Finished = Callable[..., Path]
+
+
+@pytest.mark.parametrize(
+    ("method", "base"), [pytest.param(*key, marks=marks(key, FAST, AUTO)) for key in AUTO]
+)
+def test_auto_chooses_the_first_exact_format(
+    method: str, base: str, finished: Finished, in_this_process, tmp_path
+) -> None:
+    run, expected = finished(method, base), AUTO[method, base]
+    done = coterie.export(run, "poet", tmp_path / "out")
+    assert done.format == expected
+    assert (done.reason is None) == (expected == "peft")
+    assert done.difference <= 2e-5 * done.largest
+    described = json.loads((done.path / "coterie.json").read_text())
+    assert described["export"] == expected
+    assert described["method"] == RunFolder(run).description["config"]["method"]["name"]
+    private_words_are_absent(done.path, run, base)
+
+
+def private_words_are_absent(folder: Path, run: Path, base: str) -> None:
+    """No file names a path of this machine or a client, and the card has all that it should."""
+    for file in folder.rglob("*"):
+        data = file.read_bytes()
+        for word in (str(run.parent), "/tmp", "/work", "poet", "whaler"):
+            assert word.encode() not in data or file.name == "tokenizer.json", (file.name, word)
+    card = (folder / "README.md").read_text()
+    _, metadata, text = card.split("---\n", 2)
+    assert yaml.safe_load(metadata)["license"] == "unknown"
+    for expected in (f"Base: {base}; licence of the base: unknown", "with 3 clients", "perplexity"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("format", "method"),
+    [
+        ("moe", "comigs-1g1s"),
+        pytest.param("peft", "fedit", marks=pytest.mark.slow),
+        pytest.param("merged", "fedit", marks=pytest.mark.slow),
+        pytest.param("bundle", "fedamole", marks=pytest.mark.slow),
+    ],
+)
+def test_another_process_loads_the_folder(format: str, method: str, finished, tmp_path) -> None:
+    done = coterie.export(finished(method), "poet", tmp_path / "out", format=format)
+    assert done.format == format
+    assert 0 <= done.difference <= 2e-5 * done.largest
+
+
+def test_the_other_process_cannot_import_coterie(finished, monkeypatch, tmp_path) -> None:
+    usage = moe.MOE.usage
+    needy = replace(moe.MOE, usage=lambda *facts: f"import coterie\n{usage(*facts)}")
+    monkeypatch.setitem(exporting.FORMATS, "moe", needy)
+    with pytest.raises(CoterieError, match=r"loaded again: ModuleNotFoundError: import of coterie"):
+        coterie.export(finished("comigs-1g1s"), "poet", tmp_path / "out", format="moe")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bundle_opens_without_the_run(finished, in_this_process, tmp_path) -> None:
+    run = shutil.copytree(finished("fedamole"), tmp_path / "run")
+    base = RunFolder(run).description["config"]["base"]
+    expected = logits(coterie.load(run, "poet"))
+    done = coterie.export(run, "poet", tmp_path / "out", format="bundle")
+    shutil.rmtree(run)
+    there = done.path.rename(tmp_path / "elsewhere")
+    assert torch.equal(logits(coterie.load(there, base=base)), expected)
+    assert coterie.tokenizer(there).get_vocab()
+    with pytest.raises(CoterieError, match=r"export it with `coterie export` or coterie.export"):
+        coterie.load(there, base=base).save_pretrained(tmp_path / "saved")
+    with pytest.raises(CoterieError, match=r"The base 'llama' could not be loaded"):
+        coterie.load(there)
+    other = shutil.copytree(base, tmp_path / "llama")
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(
+        {**tensors, name: tensors[name] * 1.001}, other / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CoterieError, match=r"is not the base that the model in .* was trained on"):
+        coterie.load(there, base=str(other))
+    described = json.loads((there / "coterie.json").read_text())
+    (there / "coterie.json").write_text(json.dumps(described | {"format": 9}))
+    with pytest.raises(CoterieError, match=r"coterie\.json is damaged: format"):
+        coterie.load(there, base=base)
+
+
+def test_a_folder_that_is_no_bundle_needs_a_client(finished) -> None:
+    with pytest.raises(CoterieError, match=r"is not a bundle; name the client"):
+        coterie.load(finished("fedit"))
+
+
+def test_a_format_that_computes_something_else_is_refused(finished, tmp_path) -> None:
+    for method, format, exact in [
+        ("comigs-1g1s", "peft", "moe and bundle"),
+        ("comigs-1g1s", "merged", "moe and bundle"),
+        ("fedit", "moe", "peft and merged and bundle"),
+        ("fedamole", "merged", "bundle"),
+    ]:
+        with pytest.raises(
+            CoterieError, match=rf"as {format}, because .*; exact formats are {exact}"
+        ):
+            coterie.export(finished(method), "poet", tmp_path / "out", format=format)
+    with pytest.raises(CoterieError, match=r"no format 'onnx'; choose one of auto, peft, merged"):
+        coterie.export(finished("fedit"), "poet", tmp_path / "out", format="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_lost_updates_of_experts_are_noticed(
+    finished, in_this_process, monkeypatch, tmp_path
+) -> None:
+    """As in tools that merged Mixtral without its experts' updates; nothing is left behind."""
+    expert = moe._expert
+
+    def without_update(mixture: Any, experts: Any) -> Any:
+        monkeypatch.setattr(mixture, "gain", 0.0)
+        return expert(mixture, experts)
+
+    monkeypatch.setattr(moe, "_expert", without_update)
+    with pytest.raises(CoterieError, match=r"logits differ .* nothing was exported as moe"):
+        coterie.export(finished("comigs-1g1s"), "poet", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_untrained_base_that_was_kept_is_exported(finished, in_this_process, tmp_path) -> None:
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 1.0}
+    run = finished("fedit-ft", "tiny-llama", training=training, evaluation={"keep": "best"})
+    assert (RunFolder(run).result or {})["kept"]["poet"] == 0
+    done = coterie.export(run, "poet", tmp_path / "out")
+    assert done.format == "merged"
+    assert "the model is the base itself" in done.notes[0]
+    exported = AutoModelForCausalLM.from_pretrained(done.path)
+    base = AutoModelForCausalLM.from_pretrained(EMBEDDED / "tiny-llama", dtype=torch.float32)
+    assert torch.equal(logits(exported), logits(base))
+    assert "licence of the base: apache-2.0" in (done.path / "README.md").read_text()
+
+
+def test_a_base_in_bf16_is_exported_in_float32(finished, bases, in_this_process, tmp_path) -> None:
+    """So that small updates are not lost."""
+    shutil.copytree(bases / "llama", bases / "llama-bf16", dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(bases / "llama", dtype=torch.bfloat16)
+    model.save_pretrained(bases / "llama-bf16")
+    training = {"steps": 1, "batch": 2, "precision": "bf16", "learning_rate": 1e-4}
+    run = finished("comigs-2g", "llama-bf16", training=training)
+    done = coterie.export(run, "poet", tmp_path / "out")
+    assert done.difference <= 2e-5 * done.largest
+    exported = load_file(done.path / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
+    name = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
+    before = load_file(bases / "llama-bf16" / "model.safetensors")
+    change = exported[name] - before["model.layers.0.mlp.up_proj.weight"].float()
+    rounded = exported[name].bfloat16() - before["model.layers.0.mlp.up_proj.weight"]
+    assert change.norm() > 0
+    assert (rounded.float() - change).norm() > 0.05 * change.norm()
+
+
+def test_a_run_that_cannot_be_exported_says_why(finished, tmp_path) -> None:
+    run = shutil.copytree(finished("fedit"), tmp_path / "run")
+    with pytest.raises(CoterieError, match=r"has no client 'nobody'.*diarist, poet, whaler"):
+        coterie.export(run, "nobody", tmp_path / "out")
+    with pytest.raises(CoterieError, match=r"is not a run folder"):
+        coterie.export(tmp_path, "poet", tmp_path / "out")
+    described = json.loads((run / "run.json").read_text())
+    described["config"]["base"] = str(tmp_path / "gone")
+    (run / "run.json").write_text(json.dumps(described))
+    with pytest.raises(CoterieError, match=r"The base '.*gone' could not be loaded"):
+        coterie.export(run, "poet", tmp_path / "out")
+    (run / "result.json").unlink()
+    with pytest.raises(
+        CoterieError, match=r"is not finished; finish it with `coterie run --resume"
+    ):
+        coterie.export(run, "poet", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_others_are_never_replaced(finished, in_this_process, tmp_path) -> None:
+    run, out = finished("fedit"), tmp_path / "out"
+    out.mkdir()
+    first = coterie.export(run, "poet", out, format="bundle")  # an empty folder is accepted
+    with pytest.raises(CoterieError, match=r"already contains an export; .*--force"):
+        coterie.export(run, "poet", out)
+    second = coterie.export(run, "poet", out, force=True)
+    assert (first.format, second.format) == ("bundle", "peft")
+    assert not (out / "adapter.safetensors").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("Dear Anna")
+    (tmp_path / "file").write_text("Dear Ben")
+    for name in ("mine", "file"):
+        with pytest.raises(CoterieError, match=r"exists and is not an export"):
+            coterie.export(run, "poet", tmp_path / name, force=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "mine", "file"}
+
+
+@pytest.mark.parametrize("format", ["peft", "merged", "bundle"])
+def test_a_full_disk_leaves_the_earlier_export(format: str, finished, limited, tmp_path) -> None:
+    run, out = finished("fedit"), tmp_path / "out"
+    with limited(None):
+        coterie.export(run, "poet", out, format="bundle")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    with limited(2000), pytest.raises(CoterieError, match=rf"Could not write {out}"):
+        coterie.export(run, "poet", out, format=format, force=True)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.fixture
+def limited(in_this_process) -> Any:
+    """A context in which no file may be longer than a number of bytes, as on a full disk."""
+    import resource
+    import signal
+    from contextlib import contextmanager
+
+    @contextmanager
+    def limit(size: int | None) -> Any:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if size is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limit
+
+
+def test_a_difference_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(CoterieError, match=r"by up to nan"):
+        exporting._check(exporting.MOE, Parity(float("nan"), 17.0, 64))
