@@ -46,7 +46,7 @@ def test_it_reads_well_in_a_sentence(spec, words) -> None:
 @pytest.mark.parametrize(
     ("base", "said"),
     [
-        (3, "base: give a name, or a mapping with the keys `name`, `weights` and `revision`."),
+        (3, "base: give a name, or a mapping with the key `name` and, optionally, `weights`, "),
         ({"weights": "nf4"}, "base.name is missing."),
         ({"name": "gpt2", "wieghts": "nf4"}, "Did you mean 'base.weights'?"),
         ({"name": "gpt2", "weights": "int4"}, "base.weights should be 'fp32', 'bf16', 'int8' or"),

@@ -63,14 +63,14 @@ def check_files(folder: Path) -> None:
             the folder contains a PEFT adapter.
     """
     if (folder / ADAPTER).exists():
-        config = _json_object(folder / ADAPTER)
+        config = read_object(folder / ADAPTER)
         raise CoterieError(
             f"{folder} contains a PEFT adapter of {config.get('base_model_name_or_path')!r}, not a "
-            "base; merge the adapter into the model that it adapts (PEFT's merge_and_unload) and "
-            "save the result, or set `base` to the model that the adapter adapts."
+            "base; set `base` to the model that the adapter adapts and, if the adapter is LoRA, "
+            "`adapter` to this folder."
         )
     for name in (*TOKENIZER_FILES, *OTHER_FILES):
-        check = _json_object if name.endswith(".json") else _refuse_pointer
+        check = read_object if name.endswith(".json") else refuse_pointer
         if (folder / name).is_file():
             check(folder / name)
 
@@ -93,7 +93,7 @@ def check_weights(folder: Path) -> None:
     for name in files:
         if not (folder / name).is_file():
             raise CoterieError(f"{folder} lacks the weight file {name}; download it.")
-        _refuse_pointer(folder / name)
+        refuse_pointer(folder / name)
         try:
             with safe_open(folder / name, "pt"):
                 pass
@@ -107,7 +107,7 @@ def check_weights(folder: Path) -> None:
 
 def _shards(index: Path) -> Mapping[str, str]:
     """Read an index file's mapping from tensor names to the names of weight files."""
-    content = _json_object(index)
+    content = read_object(index)
     shards = content.get("weight_map")
     if not (
         isinstance(shards, dict)
@@ -131,7 +131,8 @@ def _without_weights(folder: Path) -> str:
     return f"{folder} stores its weights in {others[0]}; convert them to model.safetensors."
 
 
-def _refuse_pointer(file: Path) -> None:
+def refuse_pointer(file: Path) -> None:
+    """Raise CoterieError if a file is a Git LFS pointer."""
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise CoterieError(
@@ -140,8 +141,13 @@ def _refuse_pointer(file: Path) -> None:
             )
 
 
-def _json_object(file: Path) -> dict[str, Any]:
-    _refuse_pointer(file)
+def read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        CoterieError: The file is a Git LFS pointer, is not valid JSON, or contains another value.
+    """
+    refuse_pointer(file)
     try:
         content = parse_json(file.read_bytes())
     except ValueError as error:

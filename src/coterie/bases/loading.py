@@ -34,10 +34,12 @@ from coterie.bases.checks import (
 )
 from coterie.bases.devices import Device, devices_of, placement
 from coterie.bases.gguf import SMOLLM2, converted, find_gguf, packaged_smollm2
+from coterie.bases.lora import merge_lora, read_lora
 from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec
 from coterie.bases.weights import format_of, settle
 from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
+from coterie.files import expanded
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Loading options that forbid running Python code shipped with a base. By default, transformers
@@ -107,6 +109,8 @@ def load_base(
     checkpoint, but float16 becomes bfloat16. After loading, if `precision` is bf16, linear layers
     in float32 are cast to bfloat16.
 
+    If `base` has an adapter, the adapter is merged into the loaded weights (see `merge_lora`).
+
     Args:
         base: A built-in base, a folder, or a name on the Hugging Face hub.
         precision: Precision of training. If None, the base is used in the format in which it was
@@ -117,8 +121,8 @@ def load_base(
 
     Raises:
         CoterieError: The base or a device does not exist, the base is incomplete (see
-            `coterie.bases.checks`), the base's context is shorter than the window, or memory runs
-            out.
+            `coterie.bases.checks`), the adapter does not fit it, the base's context is shorter than
+            the window, or memory runs out.
     """
     spec = BaseSpec.model_validate(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
@@ -139,6 +143,8 @@ def load_base(
         check_loaded(spec.name, model, report)
         check_vocabulary(spec.name, tokenizer, model)
         settle(model)
+        if spec.adapter is not None:
+            merge_lora(model, spec, root / expanded(spec.adapter), precision)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and window > longest:
         raise CoterieError(
@@ -173,10 +179,12 @@ def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
 
 
 def check_base(base: BaseSpec, root: Path = Path()) -> None:
-    """Check a base's configuration.
+    """Check a base's configuration, and the configuration of the adapter to merge into it.
 
     If the base is a local folder, also check the headers of the weight files.
     """
+    if base.adapter is not None:
+        read_lora(root / expanded(base.adapter))
     _config(base, root)
     if folder := _folder(base, root):
         check_weights(folder)

@@ -1,4 +1,4 @@
-"""The specification of a base in a run file: its name, weight format and revision.
+"""The specification of a base in a run file: its name, weight format, revision and adapter.
 
 This module does not import torch.
 """
@@ -12,7 +12,7 @@ Weights = Literal["fp32", "bf16", "int8", "nf4"]
 
 
 class BaseSpec(BaseModel, frozen=True, extra="forbid"):
-    """A base in a run file: a name, or a mapping with the keys `name`, `weights` and `revision`."""
+    """A base in a run file: a name, or a mapping of the keys below."""
 
     name: str
     """base model: a built-in base, a local folder, a GGUF file, or a name on the Hugging Face hub;
@@ -22,6 +22,9 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
     checkpoint's format"""
     revision: str | None = None
     """branch, tag or commit of a base on the hub; default: the latest commit"""
+    adapter: str | None = None
+    """folder of an existing LoRA adapter in PEFT's format, which is merged into the base's weights
+    when the base is loaded; `adapter: FOLDER` beside `base` is short for this key"""
 
     @model_validator(mode="before")
     @classmethod
@@ -31,20 +34,23 @@ class BaseSpec(BaseModel, frozen=True, extra="forbid"):
             return {"name": values}
         if not isinstance(values, Mapping | BaseSpec):
             raise ValueError(
-                "give a name, or a mapping with the keys `name`, `weights` and `revision`"
+                "give a name, or a mapping with the key `name` and, optionally, `weights`, "
+                "`revision` and `adapter`"
             )
         return values
 
     @model_serializer
     def _short(self) -> str | dict[str, str]:
-        """Serialise a base as a plain name if neither `weights` nor `revision` is set."""
+        """Serialise a base as a plain name if no other key is set."""
         values = {key: value for key, value in dict(self).items() if value is not None}
         return self.name if values.keys() == {"name"} else values
 
     def __str__(self) -> str:
         """Format the base as a phrase for messages, such as "gpt2 in bf16 at revision main"."""
         format = f" in {self.weights}" if self.weights else ""
-        return f"{self.name}{format}{f' at revision {self.revision}' if self.revision else ''}"
+        revision = f" at revision {self.revision}" if self.revision else ""
+        adapter = f" with the adapter {self.adapter}" if self.adapter else ""
+        return f"{self.name}{format}{revision}{adapter}"
 
     @property
     def quantised(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -73,6 +73,12 @@ Data = Annotated[
         help="This client's texts: a .txt, .jsonl or .parquet file, or a folder of such files; "
         "split on this machine into training, validation and test text."
     ),
+]
+LocalBase = Annotated[
+    str | None, typer.Option(help="Local copy of the base, if the run's base is a folder.")
+]
+LocalAdapter = Annotated[
+    str | None, typer.Option(help="Local copy of the LoRA adapter, if the run's base has one.")
 ]
 Agreed = Annotated[
     Path | None, typer.Option(help="Run file that you agree to; any other run is declined.")
@@ -183,9 +189,8 @@ def client(
     test: Annotated[
         str | None, typer.Option(help="Test text; needs --train. Default: a part of --train.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Local copy of the base, if the run's base is a folder.")
-    ] = None,
+    base: LocalBase = None,
+    adapter: LocalAdapter = None,
     public: Annotated[str | None, typer.Option(help="Local copy of the run's public text.")] = None,
     run: Agreed = None,
     yes: Yes = False,
@@ -219,8 +224,9 @@ def client(
         from coterie.deployment.site import Site
 
     agreed, limit = terms_of(run, credentials.name, epsilon)
-    local = {"base": _absolute(base), "public": _absolute(public), "device": devices}
-    site = Site(credentials.name, texts, out, agreed=agreed, limit=limit, **local)
+    folders = {"base": base, "adapter": adapter, "public": public}
+    local: Any = {key: _absolute(path) for key, path in folders.items()}
+    site = Site(credentials.name, texts, out, agreed=agreed, limit=limit, device=devices, **local)
     if check:
         return check_client(server, credentials, site)
     if not (run or yes or sys.stdin.isatty()):

@@ -196,6 +196,7 @@ class NodeConfig(BaseModel):
     validation: str | None = None
     test: str | None = None
     base: str | None = None
+    adapter: str | None = None
     public: str | None = None
     run: Path | None = None
     """The run file that this client agrees to."""
@@ -233,7 +234,7 @@ def site_of(node: Mapping[str, Any]) -> Site:
             wrong = error.errors()[0]
             message = f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg'].lower()}."
         raise CoterieError(f"The SuperNode's --node-config is invalid: {message}") from None
-    local: Any = {"agreed": agreed, "limit": limit, "device": device}
+    local: Any = {"adapter": keys.adapter, "agreed": agreed, "limit": limit, "device": device}
     return Site(keys.name, texts, keys.out, keys.base, keys.public, **local)
 
 

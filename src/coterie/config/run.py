@@ -14,6 +14,7 @@ from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.registry import TRANSFORMS
 from coterie.aggregation.spec import TransformSpec
 from coterie.aggregation.transform import TRAIN, Transform
+from coterie.bases.lora import lora_digest
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
@@ -22,6 +23,7 @@ from coterie.data.kind import DATA_KINDS
 from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS, Metric
+from coterie.files import expanded
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.privacy.ledger import Budget
@@ -134,6 +136,22 @@ class RunConfig(Sections[Method]):
         if name == SERVER and self.server is not None:
             return self.server.base or self.base
         return self.base if self.pooled else self.bases.get(name, self.base)
+
+    def adapters(self) -> dict[str, dict[str, str]]:
+        """Hash the existing LoRA adapters that the run merges into its bases.
+
+        Returns:
+            A mapping with the hash of each adapter's files, by the adapter's folder, under the key
+            `adapters`; an empty mapping if the run has no such adapter.
+
+        Raises:
+            CoterieError: A folder contains no LoRA adapter.
+        """
+        server = () if self.server is None or self.server.base is None else (self.server.base,)
+        paths = {spec.adapter for spec in (self.base, *self.bases.values(), *server)}
+        folders = sorted(path for path in paths if path is not None)
+        digests = {path: lora_digest(self.root / expanded(path)) for path in folders}
+        return {"adapters": digests} if digests else {}
 
     def training_of(self, name: str) -> TrainingSpec:
         """Return the training settings of a client or of the server.

@@ -172,6 +172,22 @@ class Sections(BaseModel, Generic[M]):
 
     @model_validator(mode="before")
     @classmethod
+    def _place_adapter(cls, values: Any) -> Any:
+        """Move the key `adapter` into the section `base`."""
+        if not isinstance(values, Mapping) or "adapter" not in values:
+            return values
+        rest = {key: value for key, value in values.items() if key != "adapter"}
+        base = rest.get("base", cls.model_fields["base"].default)
+        section = {"name": base} if isinstance(base, str) else base
+        if not isinstance(section, Mapping | BaseSpec):
+            return rest  # validation of the fields rejects it
+        section = dict(section)
+        if section.get("adapter") not in (None, values["adapter"]):
+            raise ValueError("`adapter` and `base.adapter` contradict; remove one of the two")
+        return {**rest, "base": {**section, "adapter": values["adapter"]}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _inline_templates(cls, values: Any) -> Any:
         """Replace the path of any template file by the content of the file.
 

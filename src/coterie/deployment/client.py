@@ -257,7 +257,7 @@ class SiteRun:
                 "agreed": requested_terms(order),
                 "device": names_of(config.device),
             }
-            extra |= described_templates(config, {config.base: base.tokenizer})
+            extra |= described_templates(config, {config.base: base.tokenizer}) | config.adapters()
             clients = {site.name: participant.described()}
             description = describe(config.as_dict(), clients, config.plugins, **extra)
             return RunFolder.create(folder.path, description)

@@ -41,6 +41,9 @@ class Site:
     """The privacy budget for all runs together; None: only each run's own budget is a limit."""
     device: Device = "auto"
     """The device that the base runs on, as in a run file."""
+    adapter: str | None = None
+    """The folder of this machine's copy of the LoRA adapter that the run merges into its base; None
+    if there is no copy."""
 
     def config(self, order: Order) -> RunConfig:
         """Return the run that an order to join describes, after adapting the run to this client.
@@ -82,6 +85,12 @@ class Site:
                     "The server's run sets training.dpo.reference to a run folder; in a "
                     "deployment, only the reference 'base' is allowed."
                 )
+        has_adapter = base.get("adapter") is not None
+        if has_adapter and self.adapter is None:
+            raise CoterieError(
+                "The run merges a LoRA adapter into its base; give this machine's copy of the "
+                "adapter with --adapter."
+            )
         if self.base is None and is_local(name):
             raise CoterieError(
                 f"The run's base is called {name!r}, and so is a folder or file on this machine; "
@@ -91,7 +100,11 @@ class Site:
             {
                 **described,
                 "clients": [{"name": self.name, **self.texts}],
-                "base": {**base, "name": self.base or name},
+                "base": {
+                    **base,
+                    "name": self.base or name,
+                    "adapter": self.adapter if has_adapter else None,
+                },
                 "data": {**data, "public": None if order.public is None else self.public},
                 "data_root": "",
                 "device": self.device,

@@ -148,7 +148,7 @@ class Session:
         templates = described_templates(config, tokenizers)
         reference = {} if (hash := reference_digest(config)) is None else {"reference": hash}
         engine = {"engine": self.engine, "device": names_of(config.device)}
-        details = {**reference, **engine, **templates, **server_data}
+        details = {**reference, **config.adapters(), **engine, **templates, **server_data}
         return describe(config.as_dict(), clients, config.plugins, **details)
 
     def finish(

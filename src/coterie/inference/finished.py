@@ -292,12 +292,18 @@ def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
         The configuration, with a device that is available on this machine.
 
     Raises:
-        CoterieError: The folder contains no run, or a plugin of the run is not loaded or has
-            changed.
+        CoterieError: The folder contains no run, a plugin of the run is not loaded or has changed,
+            or the LoRA adapter that the run began with is missing or has changed.
     """
     values, plugins = folder.description["config"], dict(folder.description.get("plugins", {}))
     if method is not None:
         plugins.pop(method.name, None)
     check_plugins(f"The run in {folder.path}", plugins)
     config = parse({**values, "method": method or values["method"]})
+    adapters = folder.description.get("adapters")
+    if adapters is not None and config.adapters() != {"adapters": adapters}:
+        raise CoterieError(
+            f"The LoRA adapter that `adapter` names has changed since the run in {folder.path} "
+            "began; restore it, or start a new run."
+        )
     return config.model_copy(update={"device": available(config.device)})

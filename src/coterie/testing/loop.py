@@ -104,12 +104,14 @@ def site(run: RunConfig, name: str, out: Path) -> Site:
         name: The client's name.
         out: The folder in which the client's run folder is created.
     """
-    [spec] = [client for client in run.clients if client.name == name]
+    [client] = [client for client in run.clients if client.name == name]
     root = run.root
-    texts = {k: str(root / v) for k, v in spec.model_dump().items() if k != "name" and v}
+    texts = {k: str(root / v) for k, v in client.model_dump().items() if k != "name" and v}
     public = None if run.data.public is None else str(root / run.data.public)
-    base = run.base_of(name).name
-    return Site(name, texts, out, base=base if is_local(base) else None, public=public)
+    spec = run.base_of(name)
+    base = spec.name if is_local(spec.name) else None
+    adapter = None if spec.adapter is None else str(root / spec.adapter)
+    return Site(name, texts, out, base=base, public=public, adapter=adapter)
 
 
 def workers(run: RunConfig, out: Path) -> dict[str, Worker]:
