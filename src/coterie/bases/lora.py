@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS = "adapter_model.safetensors"
+FILES = (ADAPTER, WEIGHTS)
 NOT_PLAIN = (
     "use_dora",
     "use_qalora",
@@ -58,7 +59,7 @@ def read_lora(folder: Path) -> "LoraConfig":
     """
     if not folder.is_dir():
         raise CoterieError(f"There is no folder {folder}, which `adapter` names.")
-    for name in (ADAPTER, WEIGHTS):
+    for name in FILES:
         if not (folder / name).is_file():
             raise CoterieError(
                 f"{folder} contains no LoRA adapter that Coterie can read: the file {name} is "
@@ -100,7 +101,7 @@ def lora_digest(folder: Path) -> str:
     """
     read_lora(folder)
     digest = sha256()
-    for name in (ADAPTER, WEIGHTS):
+    for name in FILES:
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 

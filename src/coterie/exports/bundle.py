@@ -1,16 +1,24 @@
 """Bundles: the adapter with its layout, for any method; loaded by Coterie without the run."""
 
 from pathlib import Path
+from shutil import copyfile
 
 from coterie.adapters.portable import packed
+from coterie.bases.lora import FILES
 from coterie.exports.format import Format
 from coterie.exports.source import Source
-from coterie.inference.bundle import ADAPTER
+from coterie.files import expanded
+from coterie.inference.bundle import ADAPTER, BASE_ADAPTER
 
 
 def _write(source: Source, folder: Path) -> None:
     if source.adapter is not None:
         (folder / ADAPTER).write_bytes(packed(source.adapter).encode())
+    if source.spec.adapter is not None:
+        merged = source.config.root / expanded(source.spec.adapter)
+        (folder / BASE_ADAPTER).mkdir()
+        for name in FILES:
+            copyfile(merged / name, folder / BASE_ADAPTER / name)
 
 
 def _usage(source: Source, folder: str, base: str) -> str:

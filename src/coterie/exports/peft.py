@@ -22,6 +22,8 @@ PREFIX = "base_model.model"
 
 
 def _refusal(source: Source) -> str | None:
+    if source.spec.adapter is not None:
+        return "the run merged another adapter into its base"
     if source.plain or isinstance(source.adapter, PromptAdapter):
         return None
     if source.adapter is None:

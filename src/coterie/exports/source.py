@@ -15,7 +15,7 @@ from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
-from coterie.inference.bundle import digest_of
+from coterie.inference.bundle import BASE_ADAPTER, digest_of
 from coterie.inference.finished import Loader, recorded, tokenizer
 from coterie.methods.contract import Method
 from coterie.runs import RunFolder
@@ -58,10 +58,12 @@ class Source:
     @property
     def public(self) -> BaseSpec:
         """The base without a path of this machine: a folder is named by its last component."""
-        path = self.config.root / self.spec.name
-        if is_shipped(self.spec.name) or not (path.is_dir() or find_gguf(path)):
-            return self.spec
-        return self.spec.model_copy(update={"name": path.stem if path.is_file() else path.name})
+        spec, path = self.spec, self.config.root / self.spec.name
+        if spec.adapter is not None:
+            spec = spec.model_copy(update={"adapter": BASE_ADAPTER})
+        if is_shipped(spec.name) or not (path.is_dir() or find_gguf(path)):
+            return spec
+        return spec.model_copy(update={"name": path.stem if path.is_file() else path.name})
 
     @property
     def plain(self) -> bool:

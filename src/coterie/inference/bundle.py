@@ -23,6 +23,8 @@ from coterie.runs import read
 DESCRIPTION = "coterie.json"
 """The file that describes an export, in every format."""
 ADAPTER = "adapter.safetensors"
+BASE_ADAPTER = "base-adapter"
+"""The subfolder with the LoRA adapter that the run merged into its base, if there was one."""
 FORMAT = 1
 """The version of bundles."""
 
@@ -64,6 +66,8 @@ def open_bundle(path: Path, base: str | None = None) -> tuple[Base, Trainable | 
     spec = BaseSpec.model_validate(described.base)
     if base is not None:
         spec = spec.model_copy(update={"name": base, "revision": None})
+    if spec.adapter is not None:
+        spec = spec.model_copy(update={"adapter": str((path / BASE_ADAPTER).absolute())})
     loaded = load_base(spec, described.precision, described.window)
     if described.digest not in (None, digest_of(loaded)):
         raise CoterieError(
