@@ -61,6 +61,18 @@ def check_run(folder: Path) -> None:
         raise CoterieError(f"{folder} is not a run folder (it has no run.json).")
 
 
+def check_model(folder: Path, client: str | None) -> None:
+    """Raise CoterieError if a folder is neither a run with a given client nor a bundle.
+
+    The check is fast, because it does not import torch.
+    """
+    if (folder / "coterie.json").is_file():
+        return
+    check_run(folder)
+    if client is None:
+        raise CoterieError(f"{folder} is a run; name the client whose model to use with --client.")
+
+
 def device_of(text: str) -> str | list[str]:
     """Convert the text of --device to the name of a device, or to a list of names."""
     return text.split(",") if "," in text else text

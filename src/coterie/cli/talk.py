@@ -13,7 +13,8 @@ from coterie.evaluation.generation import Sampling
 from coterie.files import append_line
 from coterie.inference.asking import BASE
 from coterie.inference.beside import find_beside
-from coterie.inference.finished import Loaded, Loader, recorded
+from coterie.inference.bundle import is_bundle
+from coterie.inference.finished import Loaded, Loader, load_bundle, recorded, tokenizer
 from coterie.inference.speaking import Speaker
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
@@ -108,13 +109,13 @@ class Talk:
 
 
 def speakers(
-    run: Path, client: str, others: Sequence[str], sampling: Sampling, system: str | None
+    run: Path, client: str | None, others: Sequence[str], sampling: Sampling, system: str | None
 ) -> dict[str, Speaker]:
     """Load the model of a client, and the models listed in `coterie chat --with`.
 
     Args:
-        run: The run folder.
-        client: The client's name.
+        run: The run folder, or a bundle, which contains a single model.
+        client: The client's name; ignored for a bundle.
         others: The names in `--with`.
         sampling: Settings with which answers are generated.
         system: The system prompt, if any.
@@ -125,6 +126,11 @@ def speakers(
     Raises:
         CoterieError: A model does not exist, or is listed twice.
     """
+    if client is None or is_bundle(run):
+        if others:
+            raise CoterieError("--with compares models of runs; give a run folder, not a bundle.")
+        template = chat_template(tokenizer(run), None)
+        return {run.name: Speaker(*load_bundle(run), template, sampling, system)}
     loader, folder = Loader(), RunFolder(run)
     loaded: dict[str, Speaker] = {}
     untrained: list[str] = []

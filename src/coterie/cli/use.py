@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli import terminal
-from coterie.cli.options import SamplingSeed, TopP, check_run, listed
+from coterie.cli.options import SamplingSeed, TopP, check_model, check_run, listed
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ Others = Annotated[
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    client: Annotated[str, typer.Option(help="Client whose model is used.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, or bundle of `coterie export`.")],
+    client: Annotated[
+        str | None, typer.Option(help="Client whose model is used; not needed for a bundle.")
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue; required without --field.")
     ] = None,
@@ -64,7 +66,7 @@ def generate(
 
         coterie generate runs/mine --client anna --field instruction="Name a sea."
     """
-    check_run(run)
+    check_model(run, client)
     if (prompt is None) == (not field):
         raise CoterieError(
             "Give either --prompt, or --field NAME=TEXT for each field of the template."
@@ -81,8 +83,10 @@ def generate(
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    client: Annotated[str, typer.Option(help="Client whose model answers.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, or bundle of `coterie export`.")],
+    client: Annotated[
+        str | None, typer.Option(help="Client whose model answers; not needed for a bundle.")
+    ] = None,
     others: Others = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
     tokens: Annotated[
@@ -115,14 +119,14 @@ def chat(
 
         echo "Name a sea." | coterie chat runs/mine --client anna --temperature 0
     """
-    check_run(run)
+    check_model(run, client)
     from coterie.cli.talk import Talk, speakers
     from coterie.evaluation.generation import Sampling
 
     sampling = Sampling(tokens, temperature, top_p, seed, think)
     talk = Talk(speakers(run, client, listed(others), sampling, system))
     if sys.stdin.isatty():
-        _chat(talk, f"{client} of {run}")
+        _chat(talk, str(run) if client is None else f"{client} of {run}")
     else:
         for line in sys.stdin:
             if line.strip() and not talk.take(line):
@@ -192,7 +196,7 @@ def _fields(options: Iterable[str]) -> dict[str, str]:
     return fields
 
 
-def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
+def write(run: Path, client: str | None, prompt: str, sampling: "Sampling") -> str:
     """Return the prompt, followed by the text that the client's model generates.
 
     Raises:
@@ -201,7 +205,8 @@ def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
     from coterie.api import tokenizer
     from coterie.runs import RunFolder
 
-    if RunFolder(run).description["config"]["data"].get("messages") is not None:
+    folder = RunFolder(run)
+    if folder.is_run and folder.description["config"]["data"].get("messages") is not None:
         terminal.complain(
             "Note: the run trained on conversations, but the model continues --prompt as plain "
             f"text. To chat with the model: coterie chat {run} --client {client}"
@@ -212,7 +217,7 @@ def write(run: Path, client: str, prompt: str, sampling: "Sampling") -> str:
     return encoder.decode(tokens, skip_special_tokens=True)
 
 
-def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Sampling") -> str:
+def answer(run: Path, client: str | None, fields: Mapping[str, str], sampling: "Sampling") -> str:
     """Fill in the run's prompt template, and return the answer of the client's model.
 
     Args:
@@ -236,7 +241,9 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
     from coterie.evaluation.generation import before_any, ends_of
     from coterie.runs import RunFolder
 
-    data = RunFolder(run).description["config"]["data"]
+    if not (folder := RunFolder(run)).is_run:
+        raise CoterieError(f"The bundle {run} has no prompt template; use --prompt.")
+    data = folder.description["config"]["data"]
     instructions = data.get("instructions")
     if instructions is None:
         raise CoterieError(
@@ -260,7 +267,7 @@ def answer(run: Path, client: str, fields: Mapping[str, str], sampling: "Samplin
 
 
 def _generate(
-    run: Path, client: str, ids: list[int], ends: list[int], sampling: "Sampling"
+    run: Path, client: str | None, ids: list[int], ends: list[int], sampling: "Sampling"
 ) -> list[int]:
     """Return the tokens `ids`, followed by the model's continuation up to a token in `ends`."""
     import torch
