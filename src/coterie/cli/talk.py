@@ -11,10 +11,10 @@ from coterie.data.chat import chat_template
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import Sampling
 from coterie.files import append_line
-from coterie.inference.asking import BASE
 from coterie.inference.beside import find_beside
 from coterie.inference.bundle import is_bundle
 from coterie.inference.finished import Loaded, Loader, load_bundle, recorded, tokenizer
+from coterie.inference.models import BASE
 from coterie.inference.speaking import Speaker
 from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder

@@ -1,15 +1,8 @@
 """Questions for the models of a finished run, and the models' answers."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
-
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
@@ -24,17 +17,10 @@ from coterie.data.templates import fields
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import generate_answers
 from coterie.federation.participants import EVERYONE
-from coterie.inference.finished import Loaded, Loader, recorded
-from coterie.methods.contract import SERVER
-from coterie.methods.pretrained import Pretrained, bare
-from coterie.runs import RunFolder
+from coterie.inference.models import RunModels, Step
 
-BASE = "base"
-"""The name of a run's base without an adapter, in `coterie ask` and in `coterie chat --with`."""
 TOKENS = 120
 """The maximum number of tokens of an answer if the run file does not set `evaluation.generate`."""
-Load = Callable[[str], Loaded]
-Step = Callable[[str, int, int], None]
 
 
 def read_questions(file: Path, owner: str) -> list[Record]:
@@ -93,8 +79,7 @@ def answers(
         questions: Records with the field `question`.
         clients: The names of the clients whose models answer; by default, all clients.
         tokens: The maximum number of tokens of an answer; by default, `evaluation.generate`.
-        step: Function that is called before each model is loaded. Its arguments are the name of the
-            model, the number of models loaded so far, and the number of all models.
+        step: Function that is called before each model is loaded; see `Step`.
 
     Returns:
         A mapping from the names of the models to their answers: first the base, then the models of
@@ -105,100 +90,28 @@ def answers(
         CoterieError: The run is not finished, has no such client, or did not train on
             conversations or instructions.
     """
-    folder = RunFolder(path)
-    config = recorded(folder)
+    models = RunModels(path)
+    config = models.config
     limit = tokens or config.evaluation.generate or TOKENS
-    items, methods = _items(config.data, questions), _methods(folder, config)
-    names = list(dict.fromkeys(chain.from_iterable(methods.values())))
-    for client in clients:
-        if client not in names:
-            raise CoterieError(
-                f"The run {path} has no client {client!r} (clients: {', '.join(names)})."
-            )
+    items = _items(config.data, questions)
+    models.check(clients)
 
     def wanted(client: str) -> bool:
         return not clients or client in (*clients, EVERYONE)
 
-    done, total = 0, sum(map(len, methods.values()))
-    texts: dict[tuple[int, str], list[str]] = {}
+    texts: dict[str, list[str]] = {}
+    digests: dict[str, dict[str, str]] = {}
+    for method, client, base, model, digest in models.attached(step=step):
+        digests.setdefault(method, {})[client] = digest
+        if wanted(client) and digest not in texts:
+            samples = _samples(items, base, config.data)
+            texts[digest] = generate_answers(base, model, samples, limit, len(items))
     named: dict[str, list[str]] = {}
-    for method, models in methods.items():
-        keys: dict[str, tuple[int, str]] = {}
-        for client, load in models.items():
-            step(f"{method}: {client}", done, total)
-            done += 1
-            base, attach = load(client)
-            frozen = {tensor.data_ptr() for _, tensor in _tensors(bare(base))}
-            model = attach()
-            keys[client] = key = (id(base), _digest(model, frozen))
-            if wanted(client) and key not in texts:
-                samples = _samples(items, base, config.data)
-                texts[key] = generate_answers(base, model, samples, limit, len(items))
-        is_shared = len(set(keys.values())) == 1
-        for client in filter(wanted, keys):
-            named[method if is_shared else f"{method}: {client}"] = texts[keys[client]]
+    for method, by_client in digests.items():
+        is_shared = len(set(by_client.values())) == 1
+        for client in filter(wanted, by_client):
+            named[method if is_shared else f"{method}: {client}"] = texts[by_client[client]]
     return named
-
-
-def _methods(folder: RunFolder, config: RunConfig) -> dict[str, dict[str, Load]]:
-    """Return, for the base and for each method of a run, the functions that load its models.
-
-    The method `pretrained` is left out, because its model is the base.
-
-    Returns:
-        A mapping from methods to mappings from clients to functions. The argument of a function is
-        the client's name.
-
-    Raises:
-        CoterieError: The run is not finished.
-    """
-    if folder.result is None:
-        raise CoterieError(
-            f"The run in {folder.path} is not finished; finish it with `coterie run --resume "
-            f"{folder.path}`."
-        )
-    loader = Loader()
-
-    def bare_base(client: str) -> Loaded:
-        base = loader.base(config, client)
-        return Loaded(base, partial(bare, base))
-
-    methods: dict[str, dict[str, Load]] = {
-        BASE: dict.fromkeys(_trained_by(folder, config), bare_base)
-    }
-    baselines = {name: RunFolder(folder.path / "baselines" / name) for name in config.baselines}
-    for name, run in {**baselines, config.label: folder}.items():
-        run_config = recorded(run)
-        if not isinstance(run_config.method, Pretrained):
-            load = partial(loader.load, run, run_config)
-            methods[name] = dict.fromkeys(_trained_by(run, run_config), load)
-    return methods
-
-
-def _trained_by(run: RunFolder, config: RunConfig) -> list[str]:
-    """Return the names of a run's clients, and "server" if the run scored a server's model."""
-    has_server = "server" in (run.result or {}) and not config.pooled
-    return [*run.description["clients"], *[SERVER] * has_server]
-
-
-def _digest(model: PreTrainedModel, frozen: Collection[int]) -> str:
-    """Return a hash of the tensors that an adapter adds to its base.
-
-    Args:
-        model: The base with the adapter attached.
-        frozen: The memory addresses of the base's own tensors.
-    """
-    digest = blake2b(digest_size=16)
-    for name, tensor in _tensors(model):
-        if tensor.data_ptr() not in frozen:
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
-            digest.update(data.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
 
 
 def _items(
