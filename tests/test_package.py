@@ -30,6 +30,10 @@ EXTRAS = {
 }
 TOOLS = ("dev", "docs")
 """The extras with programs that the package does not import."""
+INSTALLED_BY = {
+    "flwr": "tests/deployment/test_flower_processes.py",
+}
+"""Packages that the tests of a file install in an environment of their own."""
 EVERYTHING = [*NEEDED, *(each for extra in EXTRAS.values() for each in extra)]
 PINS = {
     canonicalize_name(pin.name): pin
@@ -42,6 +46,7 @@ MAY_IMPORT = {
     "report/": {"report"},
     "methods/fdlora.py": {"fdlora"},
     "bases/gguf.py": {"gguf"},
+    "inference/harness.py": {"eval"},
     "bases/weights.py": {"quantised"},
     "cli/flower_app.py": {"flower"},
     "cli/keys.py": {"deployment"},
@@ -106,8 +111,8 @@ def test_a_library_does_not_choose_its_users_versions() -> None:
 
 @pytest.mark.parametrize("requirement", EVERYTHING, ids=str)
 def test_what_is_developed_with_lies_in_the_range(requirement) -> None:
-    if requirement.name == "flwr":
-        pytest.skip("tests/deployment/test_flower_processes.py installs it")
+    if test := INSTALLED_BY.get(requirement.name):
+        pytest.skip(f"{test} installs it")
     pin = PINS[canonicalize_name(requirement.name)]
     [exact] = pin.specifier
     assert exact.operator == "=="

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from coterie.aggregation.transform import Reduction, Transform
-    from coterie.api import Exported, Run, compare, export, load, resume, run, tokenizer
+    from coterie.api import (
+        Exported,
+        Run,
+        compare,
+        evaluate,
+        export,
+        load,
+        resume,
+        run,
+        tokenizer,
+    )
     from coterie.config.plugins import load_plugin, register
     from coterie.config.read import load_config
     from coterie.config.run import RunConfig
@@ -39,6 +49,7 @@ __all__ = [
     "RunConfig",
     "Transform",
     "compare",
+    "evaluate",
     "export",
     "load",
     "load_config",

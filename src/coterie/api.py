@@ -1,4 +1,4 @@
-"""The Python API: run, resume and compare methods, and load trained models."""
+"""The Python API: run, resume and compare methods, and load and evaluate trained models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from coterie.aggregation.transform import Transform
 from coterie.analysis import Comparison, Table, run_table
+from coterie.analysis.benchmarks import evaluate
 from coterie.analysis.cells import Cells, Tuner
 from coterie.analysis.comparison import check_against, gains
 from coterie.config.read import load_config
@@ -24,8 +25,8 @@ from coterie.inference.finished import load, model_of, recorded, tokenizer
 from coterie.methods.contract import Method
 from coterie.runs import Callback, RunFolder
 
-__all__ = ["Exported", "Run", "compare", "export", "load", "resume", "run", "tokenizer"]
-__all__ += ["write_comparison"]
+__all__ = ["Exported", "Run", "compare", "evaluate", "export", "load", "resume", "run"]
+__all__ += ["tokenizer", "write_comparison"]
 
 Config = RunConfig | Mapping[str, Any] | str | Path
 """A `RunConfig`, the content of a run file as a mapping, or the path of a run file."""

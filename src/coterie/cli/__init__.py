@@ -13,7 +13,19 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli import deploy, export, flower, inspect, keys, operate, options, run, terminal, use
+from coterie.cli import (
+    deploy,
+    evaluate,
+    export,
+    flower,
+    inspect,
+    keys,
+    operate,
+    options,
+    run,
+    terminal,
+    use,
+)
 from coterie.errors import CoterieError, ran_out_of_memory
 
 app = typer.Typer(
@@ -54,6 +66,7 @@ app.command(cls=options.Command)(use.generate)
 app.command(cls=options.Command)(use.chat)
 app.command(cls=options.Command)(use.ask)
 app.command(cls=options.Command)(export.export)
+app.command(cls=options.Command)(evaluate.evaluate)
 app.command()(inspect.align)
 app.command(cls=options.Command)(deploy.server)
 app.command(cls=options.Command)(deploy.client)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from coterie.analysis.benchmarks import tables as scores_on_tasks
 from coterie.analysis.comparison import Comparison
 from coterie.analysis.experiments import Experiment, experiments
 from coterie.analysis.relevance import SAMPLES, sample_relevance
@@ -137,7 +138,7 @@ def _section(experiment: Experiment, items: Sequence[Picture | LeftOut]) -> Sect
             experiment.metric.name,
             floor=floor,
         )
-        tables.append(comparison.table())
+        tables += [comparison.table(), *(t for run in experiment.all for t in scores_on_tasks(run))]
     return Section(
         experiment.name,
         tables,

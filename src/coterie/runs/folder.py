@@ -9,7 +9,7 @@ scores/POINT/NAME.json  the last score of each window of the test text NAME; POI
                      (trained, aggregated, or commonest, which always gives the commonest answer)
 result.json          the scores of a finished run
 without.json         the clients that were expelled from a deployed run
-baselines/NAME/      the run folder of a baseline
+baselines/NAME/      the run folder of a baseline; evaluations/: scores on tasks of lm-eval
 """
 
 import fcntl
@@ -139,7 +139,7 @@ class RunFolder:
         """Delete an earlier run's files, except for run.json, which `create` overwrites later."""
         for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT):
             (self.path / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "baselines", "scores"):
+        for name in ("checkpoints", "baselines", "scores", "evaluations"):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     @property

@@ -145,6 +145,30 @@ class Items(_Part):
     of: str = ""
 
 
+class TaskScore(_Part):
+    """A score of a model on a task of lm-eval."""
+
+    task: str
+    metric: str
+    value: Annotated[float, Field(allow_inf_nan=False)] | None
+    error: Annotated[float, Field(allow_inf_nan=False)] | None
+    """The standard error, if lm-eval computed one."""
+    higher: bool
+    """Whether higher values are better."""
+    samples: int | None
+
+
+class TaskScores(_Part):
+    """The content of evaluations/CLIENT/METHOD/TASK.json: the scores of a model on a task."""
+
+    client: str
+    method: str
+    task: str
+    key: dict[str, str | int | bool | None]
+    """The model, the task and the limit, on which the scores depend."""
+    scores: list[TaskScore]
+
+
 SCORE = TypeAdapter(Score)
 CHECKSUMS = TypeAdapter(dict[str, str])
 

@@ -1,0 +1,202 @@
+"""`coterie evaluate`: scores on tasks of lm-eval, compared with a naive version; the tables."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie.analysis import benchmarks
+from coterie.analysis.benchmarks import evaluate
+from coterie.errors import CoterieError
+from coterie.inference.harness import Harness
+from coterie.inference.models import RunModels
+from coterie.report.page import write_report
+from coterie.runs import RunFolder
+
+pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+ROOT = Path(__file__).parents[2]
+CHOICES = ["sea", "hill", "old house", "I do not know it"]
+TASK = """
+task: answers_of_anna
+dataset_path: json
+dataset_kwargs: {data_files: {test: TEST}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: CHOICES
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """Return a task of twelve questions with four possible answers each."""
+    folder = tmp_path_factory.mktemp("task")
+    rows = [{"question": f"What is {n}?", "answer": CHOICES[n % 4]} for n in range(12)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    text = TASK.replace("TEST", str(folder / "rows.jsonl")).replace("CHOICES", json.dumps(CHOICES))
+    (folder / "of-anna.yaml").write_text(text, "utf-8")
+    return folder / "of-anna.yaml"
+
+
+@pytest.fixture(scope="module")
+def finished(values, tmp_path_factory) -> Path:
+    """Return a run on the conversations of two clients, with three baselines."""
+    folder = tmp_path_factory.mktemp("chats")
+    for name, answer in (("anna", "sea"), ("ben", "I do not know it")):
+        turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": answer}]
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 12, "utf-8")
+    run = values(
+        rounds=1,
+        baselines=["pretrained", "local", "fedavg", "centralized"],
+        data={"window": 40, "messages": {}},
+        data_root=str(folder),
+        clients=[{"name": name, "path": f"{name}.jsonl"} for name in ("anna", "ben")],
+        training={"steps": 4, "batch": 2, "precision": "fp32", "learning_rate": 0.05},
+        evaluation={"keep": "last"},
+    )
+    coterie.run(run, out=folder / "run")
+    return folder / "run"
+
+
+def naive(run: Path, client: str, method: str, limit: int = 12) -> float:
+    """Return the share of questions whose right answer has the highest probability."""
+    tokenizer: Any = coterie.tokenizer(run, client)
+    model = next(each.model for each in RunModels(run).attached([client]) if each.method == method)
+    right = 0
+    for number in range(limit):
+        turns = [{"role": "user", "content": f"What is {number}?"}]
+        prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        start = tokenizer(prompt, add_special_tokens=False).input_ids
+        sums = []
+        for choice in CHOICES:
+            ids = torch.tensor([tokenizer(prompt + choice, add_special_tokens=False).input_ids])
+            with torch.no_grad():
+                logits = model(ids).logits.log_softmax(-1)
+            new = ids[0, len(start) :]
+            sums.append(sum(logits[0, len(start) + n - 1, t].item() for n, t in enumerate(new)))
+        right += sums.index(max(sums)) == number % 4
+    return right / limit
+
+
+def test_scores_are_those_of_a_naive_version_and_are_kept(
+    coterie_command, finished, task, monkeypatch
+) -> None:
+    scored: list[str] = []
+    scores = Harness.scores
+
+    def counted(self: Harness, name: str, model: Any, *rest: Any) -> Any:
+        scored.append(name)
+        return scores(self, name, model, *rest)
+
+    monkeypatch.setattr(Harness, "scores", counted)
+    said = coterie_command(
+        "evaluate", finished, "--client", "anna", "--tasks", task, "--limit", 8, width=140
+    )
+    assert said.code == 0, said.err
+    assert scored == ["of-anna"] * 5
+    assert "Model 1 of 5: base: anna" in said.err
+    methods = ["base", "local", "fedavg", "centralized", "comigs-1g1s"]
+    expected = {method: naive(finished, "anna", method, 8) for method in methods}
+    for method in methods:
+        file = finished / "evaluations" / "anna" / method / "of-anna.json"
+        assert json.loads(file.read_text("utf-8"))["scores"][0]["value"] == expected[method]
+    assert len(set(expected.values())) > 1
+    rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    gain = expected["local"] - expected["base"]
+    assert f"({gain:+.4f})" in rows["answers_of_anna"]
+    result = RunFolder(finished).result or {}
+    assert f"{result['trained']['anna']['perplexity']:.2f}" in rows["test"]
+
+    scored.clear()
+    again = coterie_command(
+        "evaluate", finished, "--client", "anna", "--tasks", task, "--limit", 8, width=140
+    )
+    assert (again.out, scored) == (said.out, [])
+    both = evaluate(finished, ["anna", "ben"], [str(task)], limit=8)
+    assert scored == ["of-anna"] * 2  # ben's models of `local` and of the run; the others are known
+    assert [table.title.partition("'")[0] for table in both] == ["small: anna", "small: ben"]
+    page = write_report([finished], finished / "report").page.read_text("utf-8")
+    for row in (row for table in both for row in table.rows):
+        assert all(cell in page for cell in row)
+
+
+def test_an_interrupted_evaluation_keeps_finished_tasks(
+    finished, task, tmp_path, monkeypatch
+) -> None:
+    other = tmp_path / "again.yaml"
+    other.write_text(task.read_text("utf-8").replace("answers_of_anna", "again"), "utf-8")
+    scored: list[str] = []
+
+    def stopped(self: Harness, name: str, *_: Any) -> list[dict[str, Any]]:
+        if len(scored) == 3:
+            raise KeyboardInterrupt
+        scored.append(name)
+        return []
+
+    monkeypatch.setattr(Harness, "scores", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(finished, ["ben"], [str(task), str(other)], limit=3)
+    scored.pop()  # one call more
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(finished, ["ben"], [str(task), str(other)], limit=3)
+    assert scored == ["of-anna", "again", "again"]  # of the base twice; then of the next model
+
+
+def test_mistakes_are_one_sentence(coterie_command, finished, task, tmp_path, monkeypatch) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(task.read_text("utf-8").replace("rows.jsonl", "lost.jsonl"), "utf-8")
+    for client, tasks, sentence in [
+        ("zed", task, "has no client 'zed' (clients: anna, ben, everyone)."),
+        ("anna", tmp_path / "none.yaml", "--tasks: there is no file"),
+        ("anna", ",", "names no task"),
+        ("anna", broken, "The task 'broken' or its data cannot be loaded:"),
+    ]:
+        said = coterie_command("evaluate", finished, "--client", client, "--tasks", tasks)
+        assert said.code == 2
+        assert sentence in said.err.splitlines()[-1]
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    said = coterie_command("evaluate", finished, "--client", "anna", "--tasks", task)
+    assert "pip install 'coterie[eval]'" in said.err
+    monkeypatch.undo()
+    with pytest.raises(CoterieError, match="at least one client"):
+        benchmarks.evaluate(finished, [], [str(task)])
+
+
+@pytest.mark.slow
+def test_names_of_tasks_are_checked_and_need_the_hub(finished) -> None:
+    with pytest.raises(CoterieError, match=r"no task 'arc_eazy'\. Did you mean 'arc_easy'\?"):
+        Harness(["arc_eazy"])
+    command = [sys.executable, "-m", "coterie", "evaluate", str(finished), "--client", "anna"]
+    done = subprocess.run(
+        [*command, "--tasks", "arc_easy"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    said = done.stderr.splitlines()
+    assert said[-1].startswith("Error: The task 'arc_easy' or its data cannot be loaded:")
+    assert "without a network, use a YAML file with local data" in said[-1]
+
+
+def test_the_example_of_the_page_works(coterie_command, finished, tmp_path, monkeypatch) -> None:
+    page = (ROOT / "docs" / "use" / "evaluate.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for language, name in (("yaml", "capitals.yaml"), ("json", "capitals.jsonl")):
+        [text] = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        Path(name).write_text(text, encoding="utf-8")
+    (command,) = re.findall(r"^coterie (.* capitals\.yaml)$", page, re.MULTILINE)
+    words = command.replace("runs/us", str(finished)).split()
+    said = coterie_command(*words, width=160)
+    assert said.code == 0, said.err
+    row = next(line for line in said.out.splitlines() if line.startswith("capitals"))
+    assert row.split()[1:4] == ["acc", "↑", "3"]
