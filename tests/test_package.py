@@ -32,6 +32,7 @@ TOOLS = ("dev", "docs")
 """The extras with programs that the package does not import."""
 INSTALLED_BY = {
     "flwr": "tests/deployment/test_flower_processes.py",
+    "wandb": "tests/runs/test_trackers.py",
 }
 """Packages that the tests of a file install in an environment of their own."""
 EVERYTHING = [*NEEDED, *(each for extra in EXTRAS.values() for each in extra)]
@@ -47,6 +48,7 @@ MAY_IMPORT = {
     "methods/fdlora.py": {"fdlora"},
     "bases/gguf.py": {"gguf"},
     "inference/harness.py": {"eval"},
+    "runs/trackers.py": {"tensorboard", "wandb"},
     "bases/weights.py": {"quantised"},
     "cli/flower_app.py": {"flower"},
     "cli/keys.py": {"deployment"},

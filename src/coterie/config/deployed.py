@@ -57,7 +57,8 @@ def load_deployment(
     if not clients:
         raise CoterieError("The run has no clients left: --without excludes all of them.")
     evaluation = config.evaluation.model_copy(update={"questions": None})
-    config = config.model_copy(update={"clients": clients, "evaluation": evaluation})
+    update = {"clients": clients, "evaluation": evaluation, "trackers": ()}
+    config = config.model_copy(update=update)
     if (dpo := config.training.dpo) is not None and dpo.reference != "base":
         raise CoterieError(
             "training.dpo.reference names the folder of a run, which clients of a deployment do "

@@ -30,9 +30,12 @@ from coterie.privacy.ledger import Budget
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 
-NOT_IN_DIGEST = ("name", "baselines", "deployment", "device")
+NOT_IN_DIGEST = ("name", "baselines", "deployment", "device", "trackers")
 """Keys that do not affect the results of a run."""
-HIDDEN_KEYS = ("clients", "divide", "data_root", "baselines", "bases", "server", "device")
+HIDDEN_KEYS = (
+    *("clients", "divide", "data_root", "baselines", "bases", "server", "device"),
+    "trackers",
+)
 """Keys that the clients of a deployment do not receive, such as other clients' names and paths."""
 
 

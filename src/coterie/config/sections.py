@@ -5,7 +5,7 @@ This module does not import torch, so that mistakes are reported without delay.
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -157,6 +157,9 @@ class Sections(BaseModel, Generic[M]):
     training: TrainingSpec = TrainingSpec()
     aggregation: AggregationSpec = AggregationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """programs that also receive the metrics of the run and its baselines: tensorboard, wandb;
+    ignored in a deployment"""
     deployment: DeploymentSpec = DeploymentSpec()
 
     @model_validator(mode="before")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,6 +29,7 @@ from coterie.federation.reading import Reading
 from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER
 from coterie.runs import Callback, RunFolder, describe
+from coterie.runs.trackers import trackers
 
 Engine = Literal["local", "ray"]
 """The name of an engine: `local` (one process) or `ray` (several processes or machines)."""
@@ -110,9 +112,11 @@ class Session:
         """Check that the method of each run supports the clients of the run.
 
         Raises:
-            CoterieError: If a method does not support the clients of its run.
+            CoterieError: If a method does not support the clients of its run, or if the package of
+                a tracker is not installed.
         """
         for config in configs:
+            trackers(config.trackers, Path(), ())
             clients = self.participants(config)
             public = clients[0].public is not None
             check(config, tuple(client.name for client in clients), public)
@@ -132,7 +136,9 @@ class Session:
         """
         federation = self.federation(config)
         clients, server = federation.clients, federation.server
-        return self.rounds(config, self.base, clients, folder, callbacks, server)
+        # Trackers come first, because a later callback can stop the run after a complete round.
+        followers = [*trackers(config.trackers, folder.path, callbacks), *callbacks]
+        return self.rounds(config, self.base, clients, folder, followers, server)
 
     def description(self, config: RunConfig, participants: list[Participant]) -> dict[str, Any]:
         """Describe a run for run.json, so that the run can be repeated.

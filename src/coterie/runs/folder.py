@@ -139,7 +139,7 @@ class RunFolder:
         """Delete an earlier run's files, except for run.json, which `create` overwrites later."""
         for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT):
             (self.path / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "baselines", "scores", "evaluations"):
+        for name in ("checkpoints", "baselines", "scores", "evaluations", "tensorboard", "wandb"):
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     @property
