@@ -42,6 +42,15 @@ def test_a_table_for_a_notebook_escapes_every_text() -> None:
     assert "&lt;script&gt;" in html
 
 
+def test_a_table_aligns_numbers_and_is_short_in_a_shell() -> None:
+    table = Table("Scores", ["client", "local"], [["anna", "1.25 (3)"], ["ben", "11.50"]], "Note.")
+    html = table._repr_html_()
+    assert '<td style="text-align: left">anna</td>' in html
+    assert '<td style="text-align: right">11.50</td>' in html
+    assert repr(table) == "Table('Scores', rows=2)"
+    assert str(table) == table.markdown()
+
+
 MARKUP = ("<script>alert(1)</script>", '"><img src=x onerror=a()>')
 
 

@@ -24,7 +24,7 @@ NAMED = re.compile(r" \(\S+\)$")
 KEPT = "the round with the best validation score, whose model was kept (0: the untrained base)."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """A table whose cells are strings, with a title and an optional note.
 
@@ -82,11 +82,25 @@ class Table:
             block += group
         yield block
 
+    def __repr__(self) -> str:
+        """Return the table's title and the number of its rows."""
+        return f"Table({self.title!r}, rows={len(self.rows)})"
+
+    def __str__(self) -> str:
+        """Return the table as Markdown, so that `print` shows it."""
+        return self.markdown()
+
     def _repr_html_(self) -> str:
         """Return the table as HTML for a notebook, with every cell escaped."""
+        sides = ["left" if self._is_text(n) else "right" for n in range(len(self.columns))]
         rows = [("th", self.columns), *(("td", row) for row in self.rows)]
         lines = (
-            "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            "<tr>"
+            + "".join(
+                f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>'
+                for cell, side in zip(cells, sides, strict=True)
+            )
+            + "</tr>"
             for tag, cells in rows
         )
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
