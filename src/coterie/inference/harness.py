@@ -79,9 +79,9 @@ class Harness:
         from lm_eval.models.huggingface import HFLM
 
         tasks = self._loaded.get(name) or self._loaded.setdefault(name, self._load(name))
-        wrapped: Any = model
+        wrap: Any = HFLM
         with _quiet():
-            scored: Any = HFLM(pretrained=wrapped, tokenizer=tokenizer, batch_size=BATCH)
+            scored = wrap(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
             try:
                 results: Any = evaluate(
                     scored,
