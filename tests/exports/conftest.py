@@ -53,7 +53,8 @@ def in_this_process(monkeypatch) -> None:
     ) -> Parity:
         names: dict[str, Any] = {}
         exec(format.usage(source, str(folder), source.place), names)
-        exported = names["model"].float().eval()(ids).logits
+        model = names["model"] if source.spec.quantised else names["model"].float()
+        exported = model.eval()(ids).logits.float()
         assert names["tokenizer"].get_vocab() == source.tokenizer.get_vocab()
         difference = (exported - logits).abs().max().item()
         return Parity(difference, logits.abs().max().item(), ids.shape[1])

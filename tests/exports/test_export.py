@@ -13,7 +13,7 @@ import yaml
 from every_method import marks
 from safetensors.torch import load_file, save_file
 from sources import logits
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import coterie
 from coterie import CoterieError
@@ -21,6 +21,7 @@ from coterie.bases import EMBEDDED
 from coterie.exports import exporting, moe
 from coterie.exports.parity import Parity
 from coterie.runs import RunFolder
+from coterie.testing.small import write_tokenizer
 
 AUTO = {
     ("fedit", "llama"): "peft",
@@ -137,9 +138,10 @@ def test_a_format_that_computes_something_else_is_refused(finished, tmp_path) ->
         ("fedit", "moe", "peft and merged and bundle"),
         ("fedamole", "merged", "bundle"),
     ]:
-        with pytest.raises(
-            CoterieError, match=rf"as {format}, because .*; exact formats are {exact}"
-        ):
+        exact = (
+            f"the exact format is {exact}" if exact == "bundle" else f"exact formats are {exact}"
+        )
+        with pytest.raises(CoterieError, match=rf"as {format}, because .*; {exact}"):
             coterie.export(finished(method), "poet", tmp_path / "out", format=format)
     with pytest.raises(CoterieError, match=r"no format 'onnx'; choose one of auto, peft, merged"):
         coterie.export(finished("fedit"), "poet", tmp_path / "out", format="onnx")
@@ -213,6 +215,43 @@ def test_a_run_that_cannot_be_exported_says_why(finished, tmp_path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_base_that_has_changed_is_refused(values, bases, tmp_path) -> None:
+    base = shutil.copytree(bases / "llama", tmp_path / "base")
+    run = coterie.run(values(base=str(base), method="fedit", rounds=1), out=tmp_path / "run")
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: -tensors[name]}, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CoterieError, match=r"The base '.*base' has changed since the run in"):
+        coterie.export(run, "poet", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
+def test_an_adapter_of_a_quantised_base(
+    weights: str, values, bases, in_this_process, tmp_path
+) -> None:
+    """The card shows how to quantise the base in the same way."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    config = AutoConfig.from_pretrained(bases / "llama", **wide)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    write_tokenizer(tmp_path / "base")
+    base = {"name": str(tmp_path / "base"), "weights": weights}
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.05}
+    run = coterie.run(
+        values(base=base, method="fedit", training=training, evaluation={"keep": "last"}),
+        out=tmp_path / "run",
+    )
+    for format in ("peft", "bundle"):
+        done = coterie.export(run, "poet", tmp_path / format, format=format)
+        assert done.difference <= (exporting.QUANTISED if format == "peft" else 0) * done.largest
+    assert "quantization_config=BitsAndBytesConfig" in (tmp_path / "peft/README.md").read_text()
+    for format in ("merged", "moe"):
+        with pytest.raises(CoterieError, match=r"exact formats are peft and bundle"):
+            coterie.export(run, "poet", tmp_path / format, format=format)
+
+
 def test_folders_of_others_are_never_replaced(finished, in_this_process, tmp_path) -> None:
     run, out = finished("fedit"), tmp_path / "out"
     out.mkdir()
@@ -267,4 +306,4 @@ def limited(in_this_process) -> Any:
 
 def test_a_difference_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(CoterieError, match=r"by up to nan"):
-        exporting._check(exporting.MOE, Parity(float("nan"), 17.0, 64))
+        exporting._check(exporting.MOE, exporting.TOLERANCE, Parity(float("nan"), 17.0, 64))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from coterie.bases.loading import load_skeleton as load_skeleton
     from coterie.bases.loading import load_tokenizer as load_tokenizer
     from coterie.bases.loading import place as place
+    from coterie.bases.loading import weights_digest as weights_digest
 
 
 def __getattr__(name: str) -> object:

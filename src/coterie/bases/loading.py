@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -264,6 +264,17 @@ def _folder(base: BaseSpec, root: Path) -> Path | None:
     """Return the folder of a base on this machine, or None for a base on the hub."""
     location = place(base.name, root)
     return Path(location) if os.path.isdir(location) else None
+
+
+def weights_digest(base: BaseSpec, root: Path) -> str | None:
+    """Return a hash of the weight files of a base in a folder; None for a base on the hub."""
+    if (folder := _folder(base, root)) is None:
+        return None
+    digest = blake2b(digest_size=16)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _find(base: BaseSpec, location: str) -> None:

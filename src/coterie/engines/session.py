@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from coterie.bases import Base, Bases
+from coterie.bases import Base, Bases, weights_digest
 from coterie.bases.devices import names_of
 from coterie.config.plugins import check_importable
 from coterie.config.run import RunConfig
@@ -154,8 +154,9 @@ class Session:
         templates = described_templates(config, tokenizers)
         reference = {} if (hash := reference_digest(config)) is None else {"reference": hash}
         engine = {"engine": self.engine, "device": names_of(config.device)}
-        details = {**reference, **config.adapters(), **engine, **templates, **server_data}
-        return describe(config.as_dict(), clients, config.plugins, **details)
+        weights = {base.name: weights_digest(base, config.root) for base in self.bases}
+        details = {**reference, **config.adapters(), **engine, "weights": weights, **templates}
+        return describe(config.as_dict(), clients, config.plugins, **details, **server_data)
 
     def finish(
         self, folder: RunFolder, config: RunConfig, callbacks: Sequence[Callback] = ()

@@ -31,6 +31,10 @@ from coterie.runs import read
 FORMATS = {format.name: format for format in (PEFT, MERGED, MOE, BUNDLE)}
 """The formats in the order in which `auto` tries them."""
 AUTO = "auto"
+TOLERANCE = 5e-5
+"""The largest permitted difference of logits, as a share of the largest logit."""
+QUANTISED = 0.02
+"""The share for a quantised base, on which kernels of bitsandbytes may compute in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def export(
             source.tokenizer.save_pretrained(folder)
         (folder / DESCRIPTION).write_text(json.dumps(_description(source, chosen), indent=2))
         parity = measure(chosen, source, folder, ids, logits)
-        _check(chosen, parity)
+        _check(chosen, QUANTISED if source.spec.quantised else TOLERANCE, parity)
         card = model_card(source, chosen, parity, path.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
         parities.append(parity)
@@ -127,16 +131,17 @@ def _choose(source: Source, name: str) -> tuple[Format, str | None]:
         earlier = [f"not {name}, because {refusals[name]}" for name in before]
         return FORMATS[exact[0]], "; ".join(earlier) or None
     if (refusal := refusals[name]) is not None:
+        formats = "the exact format is" if len(exact) == 1 else "exact formats are"
         raise CoterieError(
-            f"The model cannot be exported as {name}, because {refusal}; exact formats are "
+            f"The model cannot be exported as {name}, because {refusal}; {formats} "
             f"{' and '.join(exact)}."
         )
     return FORMATS[name], None
 
 
-def _check(format: Format, parity: Parity) -> None:
+def _check(format: Format, tolerance: float, parity: Parity) -> None:
     """Raise CoterieError if the exported model computes something else than the trained model."""
-    if not parity.difference <= format.tolerance * parity.largest:
+    if not parity.difference <= tolerance * parity.largest:
         raise CoterieError(
             f"The exported model's logits differ from the trained model's by up to "
             f"{parity.difference:.2g} (of logits up to {parity.largest:.3g}), so nothing was "

@@ -23,7 +23,6 @@ class Format:
             The arguments are the source, the folder, and the place of the base.
         notes: Function that returns sentences for the user and the model card.
         alone: Whether the folder is loaded without Coterie.
-        tolerance: The largest permitted difference of logits, as a share of the largest logit.
     """
 
     name: str
@@ -34,4 +33,3 @@ class Format:
     usage: Callable[[Source, str, str], str]
     notes: Callable[[Source], list[str]]
     alone: bool = True
-    tolerance: float = 5e-5

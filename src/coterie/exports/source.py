@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import Adapter, Trainable, attached
 from coterie.adapters.beside import Beside
-from coterie.bases import Base, BaseSpec, Tokenizer, is_shipped, place
+from coterie.bases import Base, BaseSpec, Tokenizer, is_shipped, place, weights_digest
 from coterie.bases.gguf import find_gguf
 from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
@@ -93,8 +93,14 @@ def open_source(run: Path, client: str, method: Method | None) -> Source:
         raise CoterieError(
             f"The run in {run} is not finished; finish it with `coterie run --resume {run}`."
         )
+    spec = config.base_of(client)
+    weights = weights_digest(spec, config.root)
+    if weights != folder.description.get("weights", {}).get(spec.name, weights):
+        raise CoterieError(
+            f"The base {spec.name!r} has changed since the run in {run} began; restore the base."
+        )
     base, attach = Loader().load(folder, config, client)
-    dtype, digest, spec = base.model.dtype, digest_of(base), config.base_of(client)
+    dtype, digest = base.model.dtype, digest_of(base)
     if not spec.quantised:
         base.model.float()
     model = attach().eval()
