@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 TUTORIALS = {
     "research/compare-methods": ["first-layers", "95 %"],
     "deploy/three-sites": ["stays on the client", "The sea was"],
+    "use/export": ["contains a mixture-of-experts checkpoint", "The sea was", "contains a bundle"],
     "use/use-a-model": ["The sea was"],
 }
 """The pages in docs/, and words that their commands must print."""
