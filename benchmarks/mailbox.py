@@ -52,9 +52,9 @@ from coterie.messages.names import VALIDATION_LOSS
 from coterie.methods.adapter import AdapterServer
 from coterie.methods.contract import ServerContext
 from coterie.methods.registry import method_from
+from coterie.network.address import listen
 from coterie.network.client import Connection
 from coterie.network.keys import Credentials, Keys
-from coterie.network.listener import listen
 from coterie.network.mailbox import Mailbox
 from coterie.network.order_files import OrderFiles
 from coterie.network.server import MailboxServer

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coterie.errors import CoterieError
+from coterie.network.address import listen
 from coterie.network.client import keep_serving
 from coterie.network.keys import Credentials, Keys
 from coterie.network.link import Worker
-from coterie.network.listener import Listener, listen
+from coterie.network.listener import Listener
 from coterie.network.mailbox import Mailbox
 from coterie.network.protocol import DIGEST, PROTOCOL, SESSION, VERSION, Progress
 from coterie.network.server import MailboxServer

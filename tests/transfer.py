@@ -15,9 +15,9 @@ from pathlib import Path
 from lossy import Fault, LossyProxy
 from ports import free_port
 
+from coterie.network.address import listen
 from coterie.network.client import keep_serving
 from coterie.network.keys import Credentials, Keys
-from coterie.network.listener import listen
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
 

@@ -16,7 +16,7 @@ from coterie.deployment.seats import Seat
 from coterie.deployment.start import errors_logged, log
 from coterie.deployment.status import Monitor, ServerWatch, Status, awaited_uploads, named
 from coterie.errors import CoterieError, Unwritable
-from coterie.network.listener import listen
+from coterie.network.address import listen
 from coterie.runs import RunFolder
 from coterie.runs.progress import logged
 

@@ -19,8 +19,8 @@ from coterie.messages.envelope import Kind, Order, seal
 from coterie.network import client as client_module
 from coterie.network import mailbox as mailbox_module
 from coterie.network import server as server_module
+from coterie.network.address import listen
 from coterie.network.client import Connection, first_order
-from coterie.network.listener import listen
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
 

@@ -16,8 +16,9 @@ from mail import Post, is_closed, ping, post, wait
 
 from coterie.errors import CoterieError
 from coterie.network import listener as module
+from coterie.network.address import listen
 from coterie.network.keys import Keys
-from coterie.network.listener import listen, source_of
+from coterie.network.listener import source_of
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
 

@@ -26,9 +26,9 @@ from coterie.deployment.terms import (
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
+from coterie.network.address import listen
 from coterie.network.client import first_order
 from coterie.network.keys import Credentials, Keys
-from coterie.network.listener import listen
 
 JOIN_TIMEOUT = 30.0
 """Timeout in seconds for the server's order to join a run."""

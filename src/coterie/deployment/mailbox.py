@@ -11,10 +11,10 @@ from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.deployment.start import Serving
 from coterie.files import refuse_links
+from coterie.network.address import listen
 from coterie.network.client import keep_serving
 from coterie.network.keys import Credentials, Keys
 from coterie.network.link import Link, Seen
-from coterie.network.listener import listen
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
 from coterie.runs import RunFolder

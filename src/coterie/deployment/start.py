@@ -21,8 +21,8 @@ from coterie.federation.checks import check
 from coterie.federation.participants import Participant, served
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER
+from coterie.network.address import listen
 from coterie.network.link import Link
-from coterie.network.listener import listen
 from coterie.runs import RunFolder, describe
 from coterie.runs.progress import logged
 
