@@ -134,3 +134,14 @@ def test_a_gated_base_is_said_to_be_gated(monkeypatch) -> None:
     monkeypatch.setattr("coterie.bases.loading.AutoTokenizer.from_pretrained", refused)
     with pytest.raises(CoterieError, match=r"'some/base' is gated: accept its licence"):
         load_tokenizer("some/base")
+
+
+def test_the_head_of_one_sequence_copies_no_weight() -> None:
+    """The last position of one sequence counts as contiguous, but has the strides of the whole."""
+    model = load_base("tiny-llama", "fp32", 16).model
+    strides: list[tuple[int, ...]] = []
+    head = model.get_output_embeddings()
+    assert head is not None
+    head.register_forward_pre_hook(lambda _, inputs: strides.append(inputs[0].stride()))
+    model(input_ids=torch.arange(9)[None], logits_to_keep=1)
+    assert strides == [(192, 192, 1)]

@@ -45,9 +45,12 @@ def _contiguous(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
     """Make the input of an output head contiguous.
 
     The prefill of a generation passes only the last position of each sequence to the head. This
-    slice is not contiguous, and PyTorch would therefore copy a frozen weight once per sequence.
+    slice is not contiguous, and PyTorch would therefore copy a frozen weight once per sequence. The
+    slice of a single sequence counts as contiguous, but has the strides of the whole sequence, with
+    the same effect; flattening gives it the strides of its own shape.
     """
-    return inputs[0].contiguous(), *inputs[1:]
+    hidden = inputs[0].contiguous()
+    return hidden.flatten().view(hidden.shape), *inputs[1:]
 
 
 def cast_frozen(base: nn.Module, dtype: torch.dtype) -> None:
