@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from coterie.bases import Base, Tokenizer
+from coterie.bases import Base
 from coterie.data.chat import ChatTemplate
 from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
-from coterie.evaluation.generation import Sampling, before_any, context_length, ends_of, generated
+from coterie.evaluation.generation import Sampling, context_length, ends_of, generated
+from coterie.inference.streaming import StreamedText
 from coterie.seeding import generator
 
 
@@ -80,7 +80,7 @@ class Speaker:
         model = self.model()
         ids = self._prompt([*self._history, Turn("user", question)], context_length(model))
         ends, stops = ends_of(self.base.tokenizer, self.template.markers)
-        stream = _Stream(self.base.tokenizer, ends, stops, show)
+        stream = _Stream(StreamedText(self.base.tokenizer, ends, stops), show)
         stopping = {"stop_strings": stops, "tokenizer": self.base.tokenizer} if stops else {}
         prompt = torch.tensor([ids], device=self.base.device)
         seed = generator(self.sampling.seed, "chat", len(self._history)).initial_seed()
@@ -133,42 +133,23 @@ class Speaker:
 class _Stream(BaseStreamer):
     """A streamer that shows each piece of an answer when later tokens can no longer change it."""
 
-    tokenizer: Tokenizer
-    ends: Sequence[int]
-    stops: Sequence[str]
+    text: StreamedText
     show: Callable[[str], None]
-    ids: list[int] | None = None
-    shown: str = ""
+    has_prompt: bool = False
 
     def put(self, value: Tensor) -> None:
-        if self.ids is None:  # the first call passes the prompt (1, n), later calls a token (1,)
-            self.ids = []
-            return
-        self.ids += value.flatten().tolist()
-        text = self._text().rstrip("\ufffd")  # stands for an incomplete character
-        withheld = max((_partial_marker(stop, text) for stop in self.stops), default=0)
-        self._show(text[: len(text) - withheld].rstrip())
+        if self.has_prompt:
+            self._show(self.text.add(value.flatten().tolist()))
+        self.has_prompt = True  # the first call passes the prompt (1, n), later calls a token (1,)
 
     def end(self) -> None:
         pass  # `finish` does the work, as it also runs after an interruption
 
     def finish(self) -> str:
         """Show the rest of the answer, and return the whole answer."""
-        text = self._text().rstrip()
-        self._show(text)
-        return text
+        self._show(self.text.finish())
+        return self.text.shown
 
-    def _text(self) -> str:
-        ids = [token for token in self.ids or () if token not in self.ends]
-        text: Any = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return before_any(text, self.stops).lstrip()
-
-    def _show(self, text: str) -> None:
-        new, self.shown = text[len(self.shown) :], max(self.shown, text, key=len)
-        if new:
-            self.show(new)
-
-
-def _partial_marker(stop: str, text: str) -> int:
-    """Return how many of a text's last characters may be the beginning of the marker `stop`."""
-    return max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    def _show(self, piece: str) -> None:
+        if piece:
+            self.show(piece)
