@@ -3,7 +3,15 @@
 import torch
 from torch import nn
 
-from coterie.adapters import Adapter, Layout, Mixture, first_experts
+from coterie.adapters import (
+    Adapter,
+    Layout,
+    Mixture,
+    cast_factors,
+    expert_roles,
+    first_experts,
+    role_weights,
+)
 
 
 def test_first_experts_are_the_routers_highest_scores(base) -> None:
@@ -33,3 +41,38 @@ def test_without_a_router_there_is_none(base) -> None:
     adapter = Adapter(base, Layout(routed=False), seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
     assert first_experts(base) == {}
+
+
+def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
+    """With top-2 of three experts, unchosen experts count as 0."""
+    layout = Layout(generalists=1, specialists=2, top_k=2)
+    adapter = Adapter(base, layout, seed=0, client="a", common=lambda _: False)
+    adapter.attach(base)
+    for parameter in adapter.parameters().values():
+        if parameter.role == "router":
+            torch.nn.init.normal_(parameter.tensor)
+    base(input_ids=torch.arange(24).view(2, 12))
+    weights = role_weights(base)
+    assert expert_roles(base) == ("generalist", "specialist", "specialist")
+    assert {role: tuple(w.shape) for role, w in weights.items()} == {
+        "generalist": (24,),
+        "specialist": (24,),
+    }
+    means = torch.stack(list(adapter.routing().values())).mean(0)
+    torch.testing.assert_close(weights["generalist"].mean(), means[0])
+    torch.testing.assert_close(weights["specialist"].mean(), means[1:].sum())
+    assert weights["generalist"].std() > 0
+
+
+def test_casting_the_factors_changes_no_output(base) -> None:
+    base.to(torch.bfloat16)
+    adapter = Adapter(base, Layout(), seed=0, client="a", common=lambda _: False)
+    adapter.attach(base)
+    for parameter in adapter.parameters().values():
+        torch.nn.init.normal_(parameter.tensor, std=0.1)
+    ids = torch.arange(24).view(2, 12)
+    expected = base(input_ids=ids).logits
+    cast_factors(base)
+    pairs = [p for p in adapter.parameters().values() if p.factor is not None]
+    assert {p.tensor.dtype for p in pairs} == {torch.bfloat16}
+    assert torch.equal(base(input_ids=ids).logits, expected)

@@ -10,6 +10,7 @@ from coterie.adapters.amole import AmoleLayout as AmoleLayout
 from coterie.adapters.layout import Layout as Layout
 from coterie.adapters.layout import Role as Role
 from coterie.adapters.lora import LoraLinear as LoraLinear
+from coterie.adapters.lora import cast_factors as cast_factors
 from coterie.adapters.merging import merge as merge
 from coterie.adapters.merging import mergeable as mergeable
 from coterie.adapters.mixture import Mixture as Mixture
@@ -18,3 +19,5 @@ from coterie.adapters.parameter import Selects as Selects
 from coterie.adapters.parameter import of_roles as of_roles
 from coterie.adapters.parameter import pairs_of as pairs_of
 from coterie.adapters.parameter import trained as trained
+from coterie.adapters.routed import expert_roles as expert_roles
+from coterie.adapters.routed import role_weights as role_weights

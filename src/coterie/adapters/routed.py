@@ -188,9 +188,13 @@ class Routed(Router):
         return best.softmax(-1), chosen
 
     def routing(self) -> Tensor:
+        return self.token_routing().mean(0)
+
+    def token_routing(self) -> Tensor:
+        """Return the routing weights of each token of the last forward pass, shaped (tokens, n)."""
         logits = self._last_scores().detach()
         weights, chosen = self._weights(logits)
-        return torch.zeros_like(logits).scatter(1, chosen, weights).mean(0)
+        return torch.zeros_like(logits).scatter(1, chosen, weights)
 
     def first_experts(self) -> Tensor:
         """Return the index of each token's highest-scoring expert.
@@ -205,3 +209,39 @@ class Routed(Router):
         # On a GPU, bincount would force a synchronisation.
         f = F.one_hot(chosen, n).sum((0, 1)).to(logits.dtype) / chosen.numel()
         return f, logits.softmax(-1).mean(0)
+
+
+def expert_roles(model: nn.Module) -> tuple[str, ...]:
+    """Return the roles of the experts among which each router of a model chooses.
+
+    Args:
+        model: A base with an adapter attached.
+
+    Returns:
+        The role of each expert, such as "generalist"; empty if no module is routed.
+    """
+    return next((m.roles for m in _routed(model)), ())
+
+
+def role_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weight of each role of experts, for each token of the last forward pass.
+
+    A role's weight is the sum of the routing weights of the experts with this role, averaged over
+    all modules with a router.
+
+    Args:
+        model: A base with an adapter attached, and at least one module with a router.
+
+    Returns:
+        A mapping from the roles, such as "generalist", to weights shaped (tokens,).
+    """
+    weights = torch.stack([module.token_routing() for module in _routed(model)]).mean(0)
+    roles = expert_roles(model)
+    return {
+        role: weights[:, [n for n, other in enumerate(roles) if other == role]].sum(1)
+        for role in dict.fromkeys(roles)
+    }
+
+
+def _routed(model: nn.Module) -> list[Routed]:
+    return [m for m in model.modules() if isinstance(m, Routed) and m.router is not None]

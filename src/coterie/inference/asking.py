@@ -114,6 +114,19 @@ def answers(
     return named
 
 
+def question_prompt(question: str, base: Base, data: DataSpec) -> list[int]:
+    """Return the token ids of a question, rendered as the prompts that a run trained on.
+
+    Args:
+        question: The question.
+        base: The base of the model that answers.
+        data: The run's data, which are instructions or conversations.
+    """
+    items = _items(data, [Record("The question", {"question": question})])
+    [prompt] = _samples(items, base, data).prompts(base)
+    return prompt.tolist()
+
+
 def _items(
     data: DataSpec, questions: Sequence[Record]
 ) -> Sequence[Instruction] | Sequence[Conversation]:

@@ -49,14 +49,15 @@ class RunModels:
 
     Args:
         path: The run folder.
+        loader: The loader of the models. By default, it is a new loader.
 
     Raises:
         CoterieError: The run is not finished, or a plugin of the run is not loaded.
     """
 
-    def __init__(self, path: Path) -> None:
-        folder = RunFolder(path)
-        self.path, self.config, loader = path, recorded(folder), Loader()
+    def __init__(self, path: Path, loader: Loader | None = None) -> None:
+        folder, loader = RunFolder(path), loader or Loader()
+        self.path, self.config = path, recorded(folder)
         if folder.result is None:
             raise CoterieError(
                 f"The run in {path} is not finished; finish it with `coterie run --resume {path}`."
@@ -67,17 +68,22 @@ class RunModels:
             return Loaded(base, partial(bare, base))
 
         owners = _trained_by(folder, self.config)
-        self._methods = {BASE: (self.config, dict.fromkeys(owners, bare_base))}
+        self.methods = {BASE: (self.config, dict.fromkeys(owners, bare_base))}
+        """The configuration of each method's run, and functions that load its clients' models.
+
+        The base comes first, and the run's own method last. The argument of a function is the name
+        of the client.
+        """
         baselines = {name: RunFolder(path / "baselines" / name) for name in self.config.baselines}
         for name, run in {**baselines, self.config.label: folder}.items():
             config = recorded(run)
             if not isinstance(config.method, Pretrained):
                 load = partial(loader.load, run, config)
-                self._methods[name] = (config, dict.fromkeys(_trained_by(run, config), load))
+                self.methods[name] = (config, dict.fromkeys(_trained_by(run, config), load))
 
     def check(self, clients: Collection[str]) -> None:
         """Raise CoterieError if the run has no model of one of these clients."""
-        owners = (loaders for _, loaders in self._methods.values())
+        owners = (loaders for _, loaders in self.methods.values())
         names = list(dict.fromkeys(chain.from_iterable(owners)))
         for client in clients:
             if client not in names:
@@ -97,16 +103,15 @@ class RunModels:
         """
         chosen = [
             (method, client, load, config.base_of(client).model_dump_json())
-            for method, (config, loaders) in self._methods.items()
+            for method, (config, loaders) in self.methods.items()
             for client, load in loaders.items()
             if not clients or client in (*clients, EVERYONE)
         ]
         for done, (method, client, load, name) in enumerate(chosen):
             step(f"{method}: {client}", done, len(chosen))
             base, attach = load(client)
-            frozen = {tensor.data_ptr() for _, tensor in _tensors(bare(base))}
-            model = attach()
-            yield Attached(method, client, base, model, _digest(name, model, frozen))
+            digest = adapter_digest(base, attach, name)
+            yield Attached(method, client, base, attach(), digest)
 
 
 def _trained_by(run: RunFolder, config: RunConfig) -> list[str]:
@@ -115,19 +120,20 @@ def _trained_by(run: RunFolder, config: RunConfig) -> list[str]:
     return [*run.description["clients"], *[SERVER] * has_server]
 
 
-def _digest(base: str, model: PreTrainedModel, frozen: Collection[int]) -> str:
+def adapter_digest(base: Base, attach: Callable[[], PreTrainedModel], name: str = "") -> str:
     """Return a hash of a base's name and of the tensors that an adapter adds to the base.
 
     Args:
-        base: The base's name and format.
-        model: The base with the adapter attached.
-        frozen: The memory addresses of the base's own tensors.
+        base: The base.
+        attach: Function that attaches the adapter to the base and returns the model.
+        name: The base's name and format.
     """
-    digest = blake2b(base.encode(), digest_size=16)
-    for name, tensor in _tensors(model):
+    frozen = {tensor.data_ptr() for _, tensor in _tensors(bare(base))}
+    digest = blake2b(name.encode(), digest_size=16)
+    for path, tensor in _tensors(attach()):
         if tensor.data_ptr() not in frozen:
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(f"{name} {tuple(tensor.shape)}".encode())
+            digest.update(f"{path} {tuple(tensor.shape)}".encode())
             digest.update(data.numpy().tobytes())
     return digest.hexdigest()
 
