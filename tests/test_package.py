@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "bases/weights.py": {"quantised"},
     "cli/flower_app.py": {"flower"},
     "cli/keys.py": {"deployment"},
+    "serve/": {"serve"},
     "testing/": {"testing"},
 }
 """Which extras' packages a part of the source may import."""

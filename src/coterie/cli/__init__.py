@@ -23,6 +23,7 @@ from coterie.cli import (
     operate,
     options,
     run,
+    serve,
     terminal,
     use,
 )
@@ -67,6 +68,7 @@ app.command(cls=options.Command)(use.chat)
 app.command(cls=options.Command)(use.ask)
 app.command(cls=options.Command)(export.export)
 app.command(cls=options.Command)(evaluate.evaluate)
+app.command(cls=options.Command)(serve.serve)
 app.command()(inspect.align)
 app.command(cls=options.Command)(deploy.server)
 app.command(cls=options.Command)(deploy.client)

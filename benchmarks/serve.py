@@ -1,0 +1,142 @@
+"""Tokens per second of `coterie serve`, beside `generate` with a PEFT LoRA adapter.
+
+    python benchmarks/serve.py runs/assistants --plugin examples/lindenhof.py
+
+The requests go through HTTP on this machine. PEFT's adapter has rank 8 on all linear layers of the
+same base, in the same process, and answers one request after another. All contestants take turns,
+so that the ratios are of one time. The answers are of equal length, whatever the models say.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from aiohttp import web
+from common import options_of, show, take_turns, write
+from peft import LoraConfig, get_peft_model
+
+from coterie.adapters import detach
+from coterie.bases import load_base
+from coterie.config.plugins import load_plugin
+from coterie.config.run import RunConfig
+from coterie.evaluation.generation import Sampling, ends_of
+from coterie.inference.finished import recorded
+from coterie.runs import RunFolder
+from coterie.serve import app
+from coterie.serve.models import Models
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = ((1, 1), (4, 1), (16, 1), (4, 4), (16, 4))
+"""Numbers of concurrent requests, and of models that they ask for."""
+
+
+def main() -> None:
+    options = parser().parse_args()
+    torch.set_num_threads(options.threads)
+    for plugin in options.plugin:
+        load_plugin(plugin)
+    config = recorded(RunFolder(options.run))
+    models = Models([options.run])
+    own = [model.name for model in models.by_name.values() if model.own]
+    app.ends_of = lambda *_: ([-1], [])  # no answer ends before its last token
+    address = serving(models)
+    peft = peft_generate(config, options)
+    work: dict[str, Any] = {"PEFT": peft}
+    for requests, asked in CASES:
+        names = [own[number % asked] for number in range(requests)]
+        work[f"{requests}/{asked}"] = lambda names=names: answered(address, names, options)
+    seconds = take_turns(work, options.rounds)
+    alone = options.tokens / statistics.median(seconds["PEFT"])
+    speeds = {"PEFT": alone}
+    rows = [["generate with PEFT's LoRA", "1", "1", f"{alone:.1f}", "1.00"]]
+    for requests, asked in CASES:
+        name = f"{requests}/{asked}"
+        speeds[name] = requests * options.tokens / statistics.median(seconds[name])
+        cells = [str(requests), str(asked), f"{speeds[name]:.1f}", f"{speeds[name] / alone:.2f}"]
+        rows.append(["coterie serve", *cells])
+    columns = ["", "requests", "models", "tokens/s", "ratio"]
+    show("Throughput", columns, rows, f"Medians of {options.rounds} rounds.")
+    write(options, speeds=speeds, seconds=seconds)
+
+
+def parser() -> argparse.ArgumentParser:
+    form = options_of(__doc__)
+    form.add_argument("run", type=Path, help="finished run on conversations, of four clients")
+    form.add_argument("--plugin", action="append", default=[], help="plugin of the run")
+    form.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    form.add_argument("--rounds", type=int, default=3)
+    return form
+
+
+def prompts(count: int) -> list[str]:
+    """Questions of different lengths, the same at every call."""
+    draw = random.Random(0)
+    words = ["when", "do", "you", "close", "who", "can", "help", "with", "the", "old", "boiler"]
+    return [" ".join(draw.choices(words, k=draw.randint(4, 20))) + "?" for _ in range(count)]
+
+
+def serving(models: Models) -> str:
+    """Serve models in a thread of this process, and return the address."""
+    started, address = threading.Event(), ""
+
+    async def serve() -> None:
+        nonlocal address
+        runner = web.AppRunner(app.application(models, "127.0.0.1", [], app.Limits()))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        started.set()
+        await asyncio.Event().wait()
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
+    started.wait()
+    return address
+
+
+def answered(address: str, names: list[str], options: argparse.Namespace) -> None:
+    """Ask all questions at the same time, and wait for the answers."""
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=address, timeout=600) as client:
+            bodies = [
+                {
+                    "model": name,
+                    "messages": [{"role": "user", "content": prompt}],
+                    "max_tokens": options.tokens,
+                    "temperature": 0,
+                }
+                for name, prompt in zip(names, prompts(len(names)), strict=True)
+            ]
+            posts = [client.post("/v1/chat/completions", json=body) for body in bodies]
+            for reply in await asyncio.gather(*posts):
+                assert reply.json()["usage"]["completion_tokens"] == options.tokens
+
+    asyncio.run(ask())
+
+
+def peft_generate(config: RunConfig, options: argparse.Namespace) -> Any:
+    """Return a function that generates one answer with a PEFT adapter on a base of its own."""
+    base = load_base(config.base, None, config.data.window, config.root)
+    detach(base.model)
+    lora: Any = LoraConfig(r=8, target_modules=LINEARS, task_type="CAUSAL_LM")
+    model: Any = get_peft_model(base.model, lora).eval()
+    text = f"<|im_start|>user\n{prompts(1)[0]}<|im_end|>\n<|im_start|>assistant\n"
+    ids: Any = base.tokenizer(text, return_tensors="pt")
+
+    @torch.no_grad()
+    def generate() -> None:
+        sampling = Sampling(options.tokens).config(ends_of(base.tokenizer, ())[0])
+        sampling.min_new_tokens = options.tokens
+        model.generate(**ids, generation_config=sampling)
+
+    return generate
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A server for the models of finished runs, with the interface of OpenAI's API, and a web page."""

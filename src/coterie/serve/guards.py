@@ -1,0 +1,109 @@
+"""Checks of every HTTP request, and the form in which errors are reported."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
+from typing import Any
+
+from aiohttp import web
+
+from coterie.serve.protocol import ApiError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BODY_SECONDS = 30.0
+"""The maximum time for receiving a request's body."""
+log = logging.getLogger(__name__)
+
+
+async def body_of(request: web.Request) -> bytes:
+    """Receive the body of a request.
+
+    A content type other than JSON is refused: a browser sends JSON to another site only if the
+    site allows it, so foreign web pages cannot use the server.
+    """
+    if request.content_type != "application/json":
+        raise ApiError(415, "The content type must be application/json.")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, "The body did not arrive in time.") from None
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Report errors in OpenAI's form, and never log the content of a request."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return web.json_response(error.body(), status=error.status)
+    except web.HTTPException as error:
+        message = {404: "There is no such address.", 405: "The method is not allowed."}
+        text = message.get(error.status, f"{error.reason}.")
+        return web.json_response(ApiError(error.status, text).body(), status=error.status)
+    except (ConnectionError, web.RequestPayloadError):
+        raise web.HTTPBadRequest from None  # the client has disconnected
+    except Exception as error:
+        report(error)
+        failure = ApiError(500, "The server failed; its log names the error.")
+        return web.json_response(failure.body(), status=500)
+
+
+def only_known_hosts(host: str) -> Any:
+    """Return a middleware against DNS rebinding, if the server listens on loopback only.
+
+    A web page whose domain resolves to the loopback address would otherwise count as the server's
+    own page. Its requests name the domain in the header `Host`.
+
+    Args:
+        host: The IP address on which the server listens.
+    """
+    known = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if is_loopback(host) and re.sub(r":[0-9]+$", "", request.host.lower()) not in known:
+            raise ApiError(403, "The header Host must name this machine, such as localhost.")
+        return await handler(request)
+
+    return check
+
+
+def only_with_key(keys: Sequence[str]) -> Any:
+    """Return a middleware that refuses requests to the API without one of the keys.
+
+    Args:
+        keys: The keys; if empty, all requests are accepted.
+    """
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if digests and request.path != "/":
+            kind, _, key = request.headers.get("Authorization", "").partition(" ")
+            digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
+            known = [hmac.compare_digest(digest, other) for other in digests]
+            if kind.lower() != "bearer" or not any(known):
+                message = "The API key is wrong or missing; send it as `Authorization: Bearer KEY`."
+                raise ApiError(401, message, code="invalid_api_key")
+        return await handler(request)
+
+    return check
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an IP address can be reached from this machine only."""
+    return ip_address(host).is_loopback
+
+
+def report(error: Exception) -> None:
+    """Log where an unexpected error occurred, without its message, which may contain a text."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f" in {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+    log.error("%s%s", type(error).__name__, where)
