@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "report/": {"report"},
     "methods/fdlora.py": {"fdlora"},
     "bases/gguf.py": {"gguf"},
+    "exports/gguf.py": {"gguf"},
     "inference/harness.py": {"eval"},
     "runs/trackers.py": {"tensorboard", "wandb"},
     "bases/weights.py": {"quantised"},
@@ -82,8 +83,8 @@ def _imported(path: Path) -> set[str]:
     return {PARTS.get(name, name) for name in found}
 
 
-USED_IF_THERE = {"scikit-learn"}
-"""Other packages bring it, and something simpler is done without."""
+USED_IF_THERE = {"scikit-learn", "llama-cpp"}
+"""Other packages or the user bring it, and something simpler is done without."""
 SOURCE = ROOT / "src" / "coterie"
 IMPORTED = {
     path.relative_to(SOURCE).as_posix(): _imported(path) for path in sorted(SOURCE.rglob("*.py"))
