@@ -50,14 +50,17 @@ def test_a_model_is_exported(
     assert said.code == 0
     first, second, *_, last = said.out.splitlines()
     assert first.startswith(f"{out} contains a mixture-of-experts checkpoint (not peft, because a")
-    assert second == "The largest difference of logits is 1.7e-05 (of logits up to 17)."
+    assert second == (
+        "The largest difference of logits is 1.7e-05 (of logits up to 17), computed with "
+        "transformers."
+    )
     assert last == f"{out / 'README.md'} shows how to load it."
     assert "So?" not in (out / "README.md").read_text()
     again = coterie_command("export", finished, "--client", "anna", "--to", out)
     assert again.code == 2
     assert "already contains an export" in again.err
     said = coterie_command("export", finished, "--client", "anna", "--to", out, "--format", "gif")
-    assert "--format gif: choose one of auto, peft, merged, moe, bundle." in said.err
+    assert "--format gif: choose one of auto, peft, merged, moe, bundle, gguf." in said.err
 
 
 def test_a_bundle_generates_and_chats(

@@ -55,6 +55,7 @@ def test_auto_chooses_the_first_exact_format(
     done = coterie.export(run, "poet", tmp_path / "out")
     assert done.format == expected
     assert (done.reason is None) == (expected == "peft")
+    assert done.difference is not None
     assert done.difference <= 2e-5 * done.largest
     described = json.loads((done.path / "coterie.json").read_text())
     assert described["export"] == expected
@@ -87,6 +88,7 @@ def private_words_are_absent(folder: Path, run: Path, base: str) -> None:
 def test_another_process_loads_the_folder(format: str, method: str, finished, tmp_path) -> None:
     done = coterie.export(finished(method), "poet", tmp_path / "out", format=format)
     assert done.format == format
+    assert done.difference is not None
     assert 0 <= done.difference <= 2e-5 * done.largest
 
 
@@ -185,6 +187,7 @@ def test_a_base_in_bf16_is_exported_in_float32(finished, bases, in_this_process,
     training = {"steps": 1, "batch": 2, "precision": "bf16", "learning_rate": 1e-4}
     run = finished("comigs-2g", "llama-bf16", training=training)
     done = coterie.export(run, "poet", tmp_path / "out")
+    assert done.difference is not None
     assert done.difference <= 2e-5 * done.largest
     exported = load_file(done.path / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}
@@ -245,6 +248,7 @@ def test_an_adapter_of_a_quantised_base(
     )
     for format in ("peft", "bundle"):
         done = coterie.export(run, "poet", tmp_path / format, format=format)
+        assert done.difference is not None
         assert done.difference <= (exporting.QUANTISED if format == "peft" else 0) * done.largest
     assert "quantization_config=BitsAndBytesConfig" in (tmp_path / "peft/README.md").read_text()
     for format in ("merged", "moe"):

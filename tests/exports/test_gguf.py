@@ -11,6 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+import coterie
 from coterie.errors import CoterieError
 from coterie.exports.gguf import converter, correct_flags, to_gguf
 
@@ -121,3 +122,11 @@ def test_without_the_package_its_extra_is_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(CoterieError, match=r"install the extra: pip install 'coterie\[gguf\]'"):
         to_gguf(tmp_path, tmp_path / "model.gguf")
+
+
+def test_an_export_without_a_converter_leaves_nothing(finished, monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CoterieError, match=r"needs llama.cpp's convert_hf_to_gguf.py"):
+        coterie.export(finished("comigs-1g1s"), "poet", tmp_path / "out", format="gguf")
+    assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from coterie.cli import terminal
 from coterie.cli.options import check_run
 from coterie.errors import CoterieError
 
-FORMATS = ("auto", "peft", "merged", "moe", "bundle")
+FORMATS = ("auto", "peft", "merged", "moe", "bundle", "gguf")
 
 
 def export(
@@ -28,7 +28,9 @@ def export(
             help="Format of the folder. peft: adapter for PEFT. merged: transformers model with "
             "the update added to its weights. moe: mixture-of-experts checkpoint (Mixtral or "
             "Qwen-MoE) for transformers, vLLM and others. bundle: any adapter, loaded by "
-            "coterie.load without the run. auto: the first of them that is exact.",
+            "coterie.load without the run. gguf: file for llama.cpp and Ollama, written by "
+            "llama.cpp's own converter, whose folder the environment variable LLAMA_CPP names. "
+            "auto: the first of them that is exact.",
         ),
     ] = "auto",
     push: Annotated[
@@ -62,10 +64,16 @@ def export(
 
     done = export(run, client, to, format=format, force=force, push=push)
     reason = "" if done.reason is None else f" ({done.reason})"
+    compared = (
+        "Its outputs were not compared with those of the trained model; to compare them, install "
+        "llama-cpp-python."
+        if done.difference is None
+        else f"The largest difference of logits is {done.difference:.2g} (of logits up to "
+        f"{done.largest:.3g}), computed with {done.tool}."
+    )
     terminal.say(
         f"{to} contains {done.content}{reason}.",
-        f"The largest difference of logits is {done.difference:.2g} (of logits up to "
-        f"{done.largest:.3g}).",
+        compared,
         *done.notes,
         f"{to / 'README.md'} shows how to load it.",
     )

@@ -23,13 +23,13 @@ COUNTS = ("tokens", "bytes", "samples")
 """Entries of a client's scores that count test text."""
 
 
-def model_card(source: Source, format: Format, parity: Parity, name: str) -> str:
+def model_card(source: Source, format: Format, parity: Parity | None, name: str) -> str:
     """Return the content of README.md for an exported folder.
 
     Args:
         source: The exported model.
         format: The format of the folder.
-        parity: The comparison of the exported model with the trained model.
+        parity: The comparison of the exported model with the trained model, if there was one.
         name: The folder's name, which the example uses.
     """
     config, base = source.config, source.public
@@ -49,9 +49,7 @@ def model_card(source: Source, format: Format, parity: Parity, name: str) -> str
         f"- Base: {base}; licence of the base: {licence}.",
         f"- Training data: private text that never left its owner's machine; each record is "
         f"{config.data.declared.summary}.",
-        f"- Exactness: the largest difference between the logits of this folder and of the trained "
-        f"model is {parity.difference:.2g} on {parity.tokens} tokens, of logits up to "
-        f"{parity.largest:.3g}.",
+        f"- Exactness: {_exactness(parity)}",
         *(f"- {note}" for note in format.notes(source)),
     ]
     paragraphs = [
@@ -64,6 +62,17 @@ def model_card(source: Source, format: Format, parity: Parity, name: str) -> str
         f"## Use\n\n```python\n{format.usage(source, name, base.name)}```",
     ]
     return "\n\n".join(paragraphs) + "\n"
+
+
+def _exactness(parity: Parity | None) -> str:
+    """Return a sentence on the comparison with the trained model."""
+    if parity is None:
+        return "the outputs of this folder were not compared with those of the trained model."
+    return (
+        f"the largest difference between the logits of this folder, loaded with {parity.tool}, and "
+        f"of the trained model is {parity.difference:.2g} on {parity.tokens} tokens, of logits up "
+        f"to {parity.largest:.3g}."
+    )
 
 
 def _scores(source: Source) -> list[str]:

@@ -16,6 +16,7 @@ from coterie.errors import CoterieError, Unwritable
 from coterie.exports.bundle import BUNDLE
 from coterie.exports.card import model_card
 from coterie.exports.format import Format
+from coterie.exports.gguf import GGUF
 from coterie.exports.hub import push as upload
 from coterie.exports.merged import MERGED
 from coterie.exports.moe import MOE
@@ -28,7 +29,7 @@ from coterie.messages.formats import VERSION
 from coterie.methods.contract import Method
 from coterie.runs import read
 
-FORMATS = {format.name: format for format in (PEFT, MERGED, MOE, BUNDLE)}
+FORMATS = {format.name: format for format in (PEFT, MERGED, MOE, BUNDLE, GGUF)}
 """The formats in the order in which `auto` tries them."""
 AUTO = "auto"
 TOLERANCE = 5e-5
@@ -47,10 +48,15 @@ class Exported:
     """A description of the folder, such as "a PEFT adapter"."""
     reason: str | None
     """The reasons why `auto` chose no earlier format; None if it chose the first one."""
-    difference: float
-    """The largest difference between the logits of the exported and of the trained model."""
+    difference: float | None
+    """The largest difference between the logits of the exported and of the trained model.
+
+    It is None if no installed tool can load the folder.
+    """
     largest: float
     """The largest absolute logit of the trained model."""
+    tool: str | None
+    """The tool that loaded the folder for the comparison; None if no installed tool can."""
     notes: tuple[str, ...]
     """Sentences that the user of the folder should know."""
     url: str | None = None
@@ -78,7 +84,8 @@ def export(
         to: The folder to create.
         format: "peft" (an adapter for PEFT), "merged" (a transformers model with the update in its
             weights), "moe" (a mixture-of-experts checkpoint), "bundle" (a folder for
-            `coterie.load`), or "auto", which chooses the first of them that is exact.
+            `coterie.load`), "gguf" (a file for llama.cpp and Ollama), or "auto", which chooses the
+            first of them that is exact.
         method: The run's method, if its class is not registered.
         force: Whether to replace an earlier export in the folder.
         push: A name on the Hugging Face hub, such as "anna/model", to which the folder is uploaded.
@@ -101,7 +108,7 @@ def export(
     chosen, reason = _choose(source, format)
     notes = tuple(chosen.notes(source))
     ids, logits = reference(source)
-    parities: list[Parity] = []
+    parities: list[Parity | None] = []
 
     def fill(folder: Path) -> None:
         with _disk_errors(path):
@@ -109,7 +116,8 @@ def export(
             source.tokenizer.save_pretrained(folder)
         (folder / DESCRIPTION).write_text(json.dumps(_description(source, chosen), indent=2))
         parity = measure(chosen, source, folder, ids, logits)
-        _check(chosen, QUANTISED if source.spec.quantised else TOLERANCE, parity)
+        if parity is not None:
+            _check(chosen, QUANTISED if source.spec.quantised else TOLERANCE, parity)
         card = model_card(source, chosen, parity, path.name)
         (folder / "README.md").write_text(card, encoding="utf-8")
         parities.append(parity)
@@ -117,8 +125,10 @@ def export(
     _replace(path, fill)
     [parity] = parities
     url = None if push is None else upload(path, push)
+    difference, tool = (None, None) if parity is None else (parity.difference, parity.tool)
+    largest = logits.abs().max().item()
     return Exported(
-        path, chosen.name, chosen.content, reason, parity.difference, parity.largest, notes, url
+        path, chosen.name, chosen.content, reason, difference, largest, tool, notes, url
     )
 
 

@@ -1,10 +1,22 @@
 """The description of a format in which a model can be exported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from coterie.exports.source import Source
+
+
+class Outputs(NamedTuple):
+    """The outputs of an exported model that another tool has loaded."""
+
+    tool: str
+    """The tool that computed the logits."""
+    logits: Tensor
+    """A tensor of shape (tokens, vocabulary) in float32."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,8 @@ class Format:
             The arguments are the source, the folder, and the place of the base.
         notes: Function that returns sentences for the user and the model card.
         alone: Whether the folder is loaded without Coterie.
+        outputs: Function that computes the logits of a folder for token ids, or returns None if no
+            installed tool can; if it is None, the code of `usage` loads the folder instead.
     """
 
     name: str
@@ -33,3 +47,4 @@ class Format:
     usage: Callable[[Source, str, str], str]
     notes: Callable[[Source], list[str]]
     alone: bool = True
+    outputs: Callable[[Path, Sequence[int]], Outputs | None] | None = None

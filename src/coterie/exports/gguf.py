@@ -15,7 +15,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +25,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from coterie.bases.checks import read_object
 from coterie.errors import CoterieError, imports_for
+from coterie.exports.format import Format, Outputs
+from coterie.exports.merged import MERGED
+from coterie.exports.moe import MOE
+from coterie.exports.source import Source
 
+FILE = "model.gguf"
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
 """Environment variable with the folder of llama.cpp."""
@@ -40,15 +45,6 @@ SAMPLE = (
 """Texts for which llama.cpp must find the same tokens."""
 DRAWN = 2000
 """Number of random tokens whose text is compared besides the sample."""
-
-
-class GGUFLogits(NamedTuple):
-    """The outputs of a GGUF file."""
-
-    tool: str
-    """The tool that computed the logits."""
-    logits: Tensor
-    """A tensor of shape (tokens, vocabulary) in float32."""
 
 
 def converter() -> Path:
@@ -90,7 +86,7 @@ def to_gguf(checkpoint: Path, file: Path) -> None:
     with imports_for("The format gguf", "gguf"):
         import gguf  # noqa: F401
     script, config = converter(), read_object(checkpoint / "config.json")
-    if (reason := _refusal(config)) is not None:
+    if (reason := _unequal(config)) is not None:
         raise CoterieError(f"The model cannot be exported as gguf, because {reason}.")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
@@ -101,7 +97,7 @@ def to_gguf(checkpoint: Path, file: Path) -> None:
         corrected.replace(file)
 
 
-def _refusal(config: Mapping[str, Any]) -> str | None:
+def _unequal(config: Mapping[str, Any]) -> str | None:
     """Return why llama.cpp would compute something else than a configuration says, or None.
 
     The sum of the chosen experts' weights is always 1 in llama.cpp's Qwen3-MoE, and is never
@@ -227,7 +223,7 @@ def check_tokens(file: Path, tokenizer: Tokenizer) -> None:
             )
 
 
-def gguf_logits(file: Path, ids: Sequence[int]) -> GGUFLogits | None:
+def gguf_logits(file: Path, ids: Sequence[int]) -> Outputs | None:
     """Compute the outputs of a GGUF file, in float32 and on the CPU.
 
     Args:
@@ -247,7 +243,7 @@ def gguf_logits(file: Path, ids: Sequence[int]) -> GGUFLogits | None:
         arch = _contents(reader, "general.architecture")
         if _contents(reader, f"{arch}.expert_count"):
             return None
-        return GGUFLogits(f"transformers {transformers.__version__}", _read_back(file, ids))
+        return Outputs(f"transformers {transformers.__version__}", _read_back(file, ids))
     with redirect_stderr(StringIO()):  # warnings about the context
         model: Any = llama_cpp.Llama(
             str(file),
@@ -262,7 +258,7 @@ def gguf_logits(file: Path, ids: Sequence[int]) -> GGUFLogits | None:
         )
     model.eval(list(ids))
     logits = torch.tensor(model.scores[: len(ids)], dtype=torch.float32)
-    return GGUFLogits(f"llama.cpp ({LLAMA_CPP} {llama_cpp.__version__})", logits)
+    return Outputs(f"llama.cpp ({LLAMA_CPP} {llama_cpp.__version__})", logits)
 
 
 @torch.no_grad()
@@ -274,3 +270,43 @@ def _read_back(file: Path, ids: Sequence[int]) -> Tensor:
     with redirect_stderr(StringIO()):  # a progress bar
         model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
     return model(torch.tensor([list(ids)])).logits[0].float()
+
+
+def _checkpoint_format(source: Source) -> Format:
+    """Return the format of the checkpoint that is converted."""
+    return MERGED if MERGED.refusal(source) is None else MOE
+
+
+def _write(source: Source, folder: Path) -> None:
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir()
+    _checkpoint_format(source).write(source, checkpoint)
+    source.tokenizer.save_pretrained(checkpoint)
+    to_gguf(checkpoint, folder / FILE)
+    shutil.rmtree(checkpoint)
+
+
+def _usage(source: Source, folder: str, base: str) -> str:
+    """Return the code that loads the file with llama-cpp-python."""
+    del source, base
+    return f"from llama_cpp import Llama\n\nmodel = Llama({f'{folder}/{FILE}'!r})\n"
+
+
+def _notes(source: Source) -> list[str]:
+    return [
+        *_checkpoint_format(source).notes(source),
+        f"llama.cpp loads {FILE} with `llama-cli -m {FILE}`; in a Modelfile of Ollama, write "
+        f"`FROM ./{FILE}`.",
+    ]
+
+
+GGUF = Format(
+    name="gguf",
+    content="a GGUF file for llama.cpp, Ollama and LM Studio",
+    library="gguf",
+    refusal=lambda source: _checkpoint_format(source).refusal(source),
+    write=_write,
+    usage=_usage,
+    notes=_notes,
+    outputs=lambda folder, ids: gguf_logits(folder / FILE, ids),
+)

@@ -45,6 +45,8 @@ class Parity:
     largest: float
     """The largest absolute logit of the trained model."""
     tokens: int
+    tool: str = "transformers"
+    """The tool that loaded the exported model."""
 
 
 @torch.no_grad()
@@ -59,7 +61,9 @@ def reference(source: Source) -> tuple[Tensor, Tensor]:
     return ids, model(ids).logits.float()
 
 
-def measure(format: Format, source: Source, folder: Path, ids: Tensor, logits: Tensor) -> Parity:
+def measure(
+    format: Format, source: Source, folder: Path, ids: Tensor, logits: Tensor
+) -> Parity | None:
     """Compare the model in an exported folder with the trained model.
 
     The exported model is loaded in another process by the code that the model card shows. Unless
@@ -72,9 +76,15 @@ def measure(format: Format, source: Source, folder: Path, ids: Tensor, logits: T
         ids: The token ids from `reference`.
         logits: The logits from `reference`.
 
+    Returns:
+        The comparison, or None if no installed tool can load the folder.
+
     Raises:
         CoterieError: The exported model cannot be loaded, or its outputs have another shape.
     """
+    if format.outputs is not None:
+        outputs = format.outputs(folder, ids[0].tolist())
+        return None if outputs is None else compared(outputs.logits[None], logits, outputs.tool)
     program = PROGRAM.format(
         block="sys.modules['coterie'] = None" if format.alone else "",
         threads=torch.get_num_threads(),
@@ -95,7 +105,21 @@ def measure(format: Format, source: Source, folder: Path, ids: Tensor, logits: T
             reason = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
             raise CoterieError(f"The exported model could not be loaded again: {reason}")
         exported = load_file(files[1])["logits"]
+    return compared(exported, logits)
+
+
+def compared(exported: Tensor, logits: Tensor, tool: str = "transformers") -> Parity:
+    """Compare logits of an exported and of the trained model.
+
+    Args:
+        exported: The exported model's logits, shaped (1, tokens, vocabulary).
+        logits: The trained model's logits, with the same shape.
+        tool: The tool that loaded the exported model.
+
+    Raises:
+        CoterieError: The shapes differ.
+    """
     if exported.shape != logits.shape:
         raise CoterieError("The exported model's outputs have another shape than the model's.")
     difference = (exported - logits).abs().max().item()
-    return Parity(difference, logits.abs().max().item(), ids.shape[1])
+    return Parity(difference, logits.abs().max().item(), logits.shape[1], tool)
