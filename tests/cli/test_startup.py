@@ -56,6 +56,8 @@ def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[st
         ("chat --help", "Chat with a client's model"),
         ("chat nowhere --client a", "nowhere"),
         ("export nowhere --client a --to b", "nowhere"),
+        ("serve --help", "coterie serve runs/mine"),
+        ("serve nowhere", "no folder nowhere"),
         ("report nowhere", "nowhere"),
         ("server nofile.yaml", "coterie keys init"),
         ("client --server host:1 --key nokey --data texts", "nokey"),

@@ -1,5 +1,6 @@
 """The command `coterie serve`."""
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -49,23 +50,20 @@ def serve(
     for run in runs:
         check_run(run)
     keys = [] if key_file is None else read_keys(key_file)
-    with imports_for("A server", "serve"):
-        import aiohttp  # noqa: F401
-
     from coterie.network.address import listen
 
     with listen(address) as listening:
         host = listening.getsockname()[0]
-        from coterie.serve.app import Limits
-        from coterie.serve.app import serve as start
-        from coterie.serve.guards import is_loopback
-        from coterie.serve.models import Models
-
-        if not keys and not is_loopback(host):
+        if not keys and not ip_address(host).is_loopback:
             raise CoterieError(
                 f"--address {address} is reachable from other machines; add --key-file FILE, with "
                 "one key per line."
             )
+        with imports_for("A server", "serve"):
+            from coterie.serve.app import Limits
+            from coterie.serve.app import serve as start
+        from coterie.serve.models import Models
+
         with terminal.progress("loading") as (task, move):
 
             def show(model: str, done: int, total: int) -> None:

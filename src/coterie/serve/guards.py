@@ -66,7 +66,10 @@ def only_known_hosts(host: str) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if is_loopback(host) and re.sub(r":[0-9]+$", "", request.host.lower()) not in known:
+        if (
+            ip_address(host).is_loopback
+            and re.sub(r":[0-9]+$", "", request.host.lower()) not in known
+        ):
             raise ApiError(403, "The header Host must name this machine, such as localhost.")
         return await handler(request)
 
@@ -93,11 +96,6 @@ def only_with_key(keys: Sequence[str]) -> Any:
         return await handler(request)
 
     return check
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an IP address can be reached from this machine only."""
-    return ip_address(host).is_loopback
 
 
 def report(error: Exception) -> None:
