@@ -12,13 +12,15 @@ import asyncio
 import random
 import statistics
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 from aiohttp import web
-from common import options_of, show, take_turns, write
+from common import options_of, show, write
 from peft import LoraConfig, get_peft_model
 
 from coterie.adapters import detach
@@ -32,7 +34,7 @@ from coterie.serve import app
 from coterie.serve.models import Models
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-CASES = ((1, 1), (4, 1), (16, 1), (4, 4), (16, 4))
+CASES = ("1/1", "4/1", "16/1", "4/4", "16/4")
 """Numbers of concurrent requests, and of models that they ask for."""
 
 
@@ -46,19 +48,27 @@ def main() -> None:
     own = [model.name for model in models.by_name.values() if model.own]
     app.ends_of = lambda *_: ([-1], [])  # no answer ends before its last token
     address = serving(models)
-    peft = peft_generate(config, options)
+    peft = peft_generate(config)
     work: dict[str, Any] = {"PEFT": peft}
-    for requests, asked in CASES:
+    for case in options.cases:
+        requests, asked = map(int, case.split("/"))
         names = [own[number % asked] for number in range(requests)]
-        work[f"{requests}/{asked}"] = lambda names=names: answered(address, names, options)
-    seconds = take_turns(work, options.rounds)
+        work[case] = partial(answered, address, names)
+    for generate in work.values():
+        generate(2)  # to warm up
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(options.rounds):
+        for name, generate in work.items():
+            start = time.perf_counter()
+            generate(options.tokens)
+            seconds[name].append(time.perf_counter() - start)
     alone = options.tokens / statistics.median(seconds["PEFT"])
     speeds = {"PEFT": alone}
     rows = [["generate with PEFT's LoRA", "1", "1", f"{alone:.1f}", "1.00"]]
-    for requests, asked in CASES:
-        name = f"{requests}/{asked}"
-        speeds[name] = requests * options.tokens / statistics.median(seconds[name])
-        cells = [str(requests), str(asked), f"{speeds[name]:.1f}", f"{speeds[name] / alone:.2f}"]
+    for case in options.cases:
+        requests, asked = case.split("/")
+        speeds[case] = int(requests) * options.tokens / statistics.median(seconds[case])
+        cells = [requests, asked, f"{speeds[case]:.1f}", f"{speeds[case] / alone:.2f}"]
         rows.append(["coterie serve", *cells])
     columns = ["", "requests", "models", "tokens/s", "ratio"]
     show("Throughput", columns, rows, f"Medians of {options.rounds} rounds.")
@@ -71,6 +81,9 @@ def parser() -> argparse.ArgumentParser:
     form.add_argument("--plugin", action="append", default=[], help="plugin of the run")
     form.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     form.add_argument("--rounds", type=int, default=3)
+    form.add_argument(
+        "--cases", nargs="+", default=CASES, help="numbers of requests and models; default: all"
+    )
     return form
 
 
@@ -99,7 +112,7 @@ def serving(models: Models) -> str:
     return address
 
 
-def answered(address: str, names: list[str], options: argparse.Namespace) -> None:
+def answered(address: str, names: list[str], tokens: int) -> None:
     """Ask all questions at the same time, and wait for the answers."""
 
     async def ask() -> None:
@@ -108,19 +121,19 @@ def answered(address: str, names: list[str], options: argparse.Namespace) -> Non
                 {
                     "model": name,
                     "messages": [{"role": "user", "content": prompt}],
-                    "max_tokens": options.tokens,
+                    "max_tokens": tokens,
                     "temperature": 0,
                 }
                 for name, prompt in zip(names, prompts(len(names)), strict=True)
             ]
             posts = [client.post("/v1/chat/completions", json=body) for body in bodies]
             for reply in await asyncio.gather(*posts):
-                assert reply.json()["usage"]["completion_tokens"] == options.tokens
+                assert reply.json()["usage"]["completion_tokens"] == tokens
 
     asyncio.run(ask())
 
 
-def peft_generate(config: RunConfig, options: argparse.Namespace) -> Any:
+def peft_generate(config: RunConfig) -> Any:
     """Return a function that generates one answer with a PEFT adapter on a base of its own."""
     base = load_base(config.base, None, config.data.window, config.root)
     detach(base.model)
@@ -130,9 +143,9 @@ def peft_generate(config: RunConfig, options: argparse.Namespace) -> Any:
     ids: Any = base.tokenizer(text, return_tensors="pt")
 
     @torch.no_grad()
-    def generate() -> None:
-        sampling = Sampling(options.tokens).config(ends_of(base.tokenizer, ())[0])
-        sampling.min_new_tokens = options.tokens
+    def generate(tokens: int) -> None:
+        sampling = Sampling(tokens).config(ends_of(base.tokenizer, ())[0])
+        sampling.min_new_tokens = tokens
         model.generate(**ids, generation_config=sampling)
 
     return generate
