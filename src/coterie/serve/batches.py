@@ -90,8 +90,7 @@ class Forward:
             inputs = {"inputs_embeds": torch.cat([prompt.to(embedded.dtype), embedded], dim=1)}
         start, end = first and first + self.virtual, row.read + self.virtual
         positions = torch.arange(start, end, device=ids.device)[None]
-        mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
-        scored = self._scored(self._run(row.cache, mask, positions, **inputs), roles)
+        scored = self._scored(self._run(row.cache, None, positions, **inputs), roles)
         return scored if row.read == len(row.ids) else None
 
     def reread(self, row: Row, roles: bool) -> Scored:
