@@ -103,7 +103,8 @@ def test_scores_are_those_of_a_naive_version_and_are_kept(
     )
     assert said.code == 0, said.err
     assert scored == ["of-anna"] * 5
-    assert "Model 1 of 5: base: anna" in said.err
+    assert said.err.splitlines()[0] == "Model 1 of 5: base: anna"
+    assert said.err.count("\n") == 5
     methods = ["base", "local", "fedavg", "centralized", "comigs-1g1s"]
     expected = {method: naive(finished, "anna", method, 8) for method in methods}
     for method in methods:
@@ -200,3 +201,33 @@ def test_the_example_of_the_page_works(coterie_command, finished, tmp_path, monk
     assert said.code == 0, said.err
     row = next(line for line in said.out.splitlines() if line.startswith("capitals"))
     assert row.split()[1:4] == ["acc", "↑", "3"]
+
+
+@pytest.mark.parametrize("method", ["fedprompt", "comigs-1g1s"])
+def test_generated_answers_are_those_of_the_loaded_model(method, values, tmp_path) -> None:
+    """The task's right answers are what the client's model generates, so its score is 1."""
+    run = values(method=method, rounds=1, evaluation={"keep": "last"})
+    coterie.run(run, out=tmp_path / "run")
+    model, tokenizer = coterie.load(tmp_path / "run", "poet"), coterie.tokenizer(tmp_path / "run")
+    rows = []
+    for prompt in ("The sea", "I do not know what the old house was", "A hill"):
+        inputs: Any = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=5, do_sample=False)
+        answer = tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+        rows.append({"question": prompt, "answer": answer})
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+    text = TASK.replace("TEST", str(tmp_path / "rows.jsonl"))
+    text = text.replace("multiple_choice", "generate_until").replace("{metric: acc}", "{metric: M}")
+    text = re.sub("doc_to_choice.*", "generation_kwargs: {until: [], max_gen_toks: 5}", text)
+    (tmp_path / "say.yaml").write_text(text.replace("M}", "exact_match}"), "utf-8")
+    (table,) = evaluate(tmp_path / "run", ["poet"], [str(tmp_path / "say.yaml")])
+    assert table.rows[1][-1].startswith("1.0000")
+
+
+def test_a_damaged_file_of_scores_is_reported(finished, task) -> None:
+    evaluate(finished, ["ben"], [str(task)], limit=1)
+    file = finished / "evaluations" / "ben" / "base" / "of-anna.json"
+    file.write_text(file.read_text("utf-8").replace('"higher"', '"lower"'), "utf-8")
+    with pytest.raises(CoterieError, match=r"of-anna\.json is damaged"):
+        evaluate(finished, ["ben"], [str(task)], limit=1)
+    file.unlink()

@@ -1,7 +1,5 @@
 """The command `coterie evaluate`, which scores trained models on tasks of lm-eval."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -45,8 +43,6 @@ def evaluate(
     names = listed(tasks)
     if not names:
         raise CoterieError("--tasks names no task; give names of tasks, or files.")
-    if not sys.stderr.isatty():  # read when tqdm and datasets are imported
-        os.environ.update(TQDM_DISABLE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
     from coterie.analysis.benchmarks import evaluate
 
     def step(model: str, done: int, total: int) -> None:

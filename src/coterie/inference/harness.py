@@ -3,8 +3,9 @@
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from hashlib import blake2b
+from io import StringIO
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -139,12 +140,16 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide lm-eval's messages inside the with block, and keep its prints out of stdout."""
+    """Keep lm-eval's output out of stdout inside the with block.
+
+    On a terminal, lm-eval's progress bars are shown on stderr. Its other messages are hidden.
+    """
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
+    shown = sys.stderr if sys.stderr.isatty() else StringIO()
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(shown), redirect_stderr(shown):
             yield
     finally:
         logger.setLevel(level)
