@@ -208,7 +208,8 @@ def test_generated_answers_are_those_of_the_loaded_model(method, values, tmp_pat
     """The task's right answers are what the client's model generates, so its score is 1."""
     run = values(method=method, rounds=1, evaluation={"keep": "last"})
     coterie.run(run, out=tmp_path / "run")
-    model, tokenizer = coterie.load(tmp_path / "run", "poet"), coterie.tokenizer(tmp_path / "run")
+    model: Any = coterie.load(tmp_path / "run", "poet")
+    tokenizer = coterie.tokenizer(tmp_path / "run")
     rows = []
     for prompt in ("The sea", "I do not know what the old house was", "A hill"):
         inputs: Any = tokenizer(prompt, return_tensors="pt")

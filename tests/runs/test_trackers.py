@@ -59,14 +59,15 @@ def events(folder: Path) -> Series:
 
     A record is a length, its checksum, the data, and their checksum.
     """
-    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto import event_pb2
 
+    module: Any = event_pb2
     series: Series = {}
     for file in sorted(folder.glob("*tfevents*")):
         data = file.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
-            event = Event.FromString(data[12 : 12 + length])
+            event = module.Event.FromString(data[12 : 12 + length])
             data = data[16 + length :]
             for value in event.summary.value:
                 steps = series.setdefault(value.tag, {})
