@@ -10,11 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import coterie
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.bases.gguf import SMOLLM2, converted, packaged_smollm2
 from coterie.errors import CoterieError
@@ -27,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no llama.cpp"),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]
+ARCH = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}
+"""The architecture of a GGUF file, where it has another name than in transformers."""
 PROMPTS = ("The capital of France is", "It's 2024, and")
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -69,18 +73,16 @@ def compare(checkpoint: Path, file: Path, new: int = 24) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("llama", {}),
-        ("mixtral", {"num_local_experts": 2}),
-        ("mixtral", {"num_local_experts": 3}),
-        ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}),
-        ("qwen3_moe", {"num_experts": 5, "norm_topk_prob": True}),
-    ],
-    ids=str,
+    ("name", "experts", "used"),
+    [("llama", 0, 0), ("mixtral", 2, 2), ("mixtral", 3, 2), ("mixtral", 2, 1), ("qwen3_moe", 5, 2)],
 )
-def test_a_small_model_of_each_architecture(name, settings, tmp_path) -> None:
-    compare(small(tmp_path / name, name, **settings), tmp_path / "model.gguf")
+def test_a_small_model_of_each_architecture(name, experts, used, tmp_path) -> None:
+    numbers = {"num_local_experts": experts, "num_experts": experts, "num_experts_per_tok": used}
+    settings = {**numbers, "norm_topk_prob": True} if experts else {}
+    file = tmp_path / "model.gguf"
+    compare(small(tmp_path / name, name, **settings), file)
+    field = gguf.GGUFReader(file).get_field(f"{ARCH.get(name, name)}.expert_count")
+    assert (None if field is None else field.contents()) == (experts or None)
 
 
 def test_smollm2_and_its_answer(smollm2, tmp_path) -> None:
@@ -113,3 +115,20 @@ def test_without_llama_cpp_python_transformers_reads_the_file(tmp_path, monkeypa
     assert gguf_logits(tmp_path / "mixtral.gguf", range(30)) is None
     with pytest.raises(CoterieError, match=r"unknown whether llama\.cpp splits text"):
         to_gguf(EMBEDDED / "tiny-llama", tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "fedit"])
+def test_a_run_s_model_is_exported(method, values, tmp_path) -> None:
+    base = small(tmp_path / "base", "llama", initializer_range=0.02)
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.02}
+    run = values(base=str(base), method=method, training=training, evaluation={"keep": "last"})
+    path = coterie.run(run, out=tmp_path / "run").path
+    done = coterie.export(path, "poet", tmp_path / "exported", format="gguf")
+    assert done.tool is not None
+    assert done.tool.startswith("llama.cpp (llama-cpp-python 0.")
+    print(f"{method}: {done.difference:.2g} of {done.largest:.3g}")
+    assert done.difference is not None
+    assert done.difference < 5e-5 * done.largest
+    card = (done.path / "README.md").read_text(encoding="utf-8")
+    assert "logits of this folder, loaded with llama.cpp" in card
+    assert f"{done.path.name}/model.gguf" in card

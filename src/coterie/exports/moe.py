@@ -205,17 +205,6 @@ def _expert(mixture: Mixture, expert: nn.Module) -> tuple[Tensor, Tensor]:
     return torch.cat([weights[name] for name in mixture.shape.up]), weights[mixture.shape.down]
 
 
-def _notes(source: Source) -> list[str]:
-    assert isinstance(source.adapter, Adapter)
-    experts = source.adapter.layout.experts
-    notes = [rounding_note()]
-    if experts & (experts - 1):
-        notes.append(
-            f"llama.cpp and mergekit expect a power of two as the number of experts, not {experts}."
-        )
-    return notes
-
-
 MOE = Format(
     name="moe",
     content="a mixture-of-experts checkpoint",
@@ -223,5 +212,5 @@ MOE = Format(
     refusal=_refusal,
     write=_write,
     usage=usage,
-    notes=_notes,
+    notes=lambda source: [rounding_note()],
 )
