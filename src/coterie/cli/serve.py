@@ -12,7 +12,7 @@ from coterie.errors import CoterieError, imports_for
 
 
 def serve(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of finished runs.")],
     address: Annotated[
         str, typer.Option(help="IP address and port to listen on.")
     ] = "127.0.0.1:8000",

@@ -125,8 +125,8 @@ def export(
     _replace(path, fill)
     [parity] = parities
     url = None if push is None else upload(path, push)
+    largest = logits.abs().max().item() if parity is None else parity.largest
     difference, tool = (None, None) if parity is None else (parity.difference, parity.tool)
-    largest = logits.abs().max().item()
     return Exported(
         path, chosen.name, chosen.content, reason, difference, largest, tool, notes, url
     )
