@@ -124,7 +124,7 @@ def _results(run: ReportedRun) -> dict[str, Result]:
 
     The result of the base is empty if `pretrained` is not among the methods.
     """
-    folders = {name: run.path / "baselines" / name for name in run.config["baselines"]}
+    folders = {name: run.path / "baselines" / name for name in run.config.get("baselines", ())}
     results: dict[str, Result] = {BASE: {}}
     for name, path in {**folders, run.method: run.path}.items():
         results[BASE if name == UNTRAINED else name] = RunFolder(path).result or {}
