@@ -1,7 +1,7 @@
 """Test the papers' claims (claims.yaml) on finished runs, and write their tables in docs/research.
 
 `python -m reproduce.verdicts DATA` reads the runs that `python -m reproduce` or `reproduce.measure`
-left in runs/, in every regime; tests without runs are left out. DATA is the folder of data that
+left in runs/, in every regime; tests without runs keep their row. DATA is the folder of data that
 they had. Where answers are chosen from a list, rows that are not better than always giving the
 commonest answer get no verdict.
 """
@@ -253,10 +253,17 @@ def main(
 
 
 def with_tests(page: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a page with these rows as its table of tests."""
+    """Return a page whose table of tests contains these rows.
+
+    The page's earlier rows are kept, except those of the same claim, regime, column and test.
+    """
     before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    table = Table("Every test, with 95 % intervals", HEADINGS, rows).markdown()
+    earlier, _, after = rest.partition(END)
+    cells = (line.strip("| ").split(" | ") for line in earlier.splitlines())
+    known = {tuple(row[:4]): row for row in cells if row[0].isdecimal() and len(row) > 1}
+    merged = known | {tuple(row[:4]): row for row in rows}
+    ordered = sorted(merged.values(), key=lambda row: int(row[0]))
+    table = Table("Every test, with 95 % intervals", HEADINGS, ordered).markdown()
     return f"{before}{START}\n\n{table}\n{END}{after}"
 
 

@@ -34,7 +34,7 @@ def test_a_claim_names_rows_columns_and_clients_that_there_are(claim) -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_papers_page_keeps_its_text_around_the_table_of_tests(paper) -> None:
+def test_a_papers_page_keeps_its_text_and_the_tests_that_are_not_repeated(paper) -> None:
     text = (verdicts.PAGES / f"{paper.lower()}.md").read_text(encoding="utf-8")
     rows = [["1", "full", "News", "a better than b", "1.00, 2.00", "-1.00", "", "1", "holds"]]
     written = verdicts.with_tests(text, rows)
@@ -42,6 +42,9 @@ def test_a_papers_page_keeps_its_text_around_the_table_of_tests(paper) -> None:
     assert written.count("a better than b") == 1
     around = [text.split(verdicts.START)[0], text.split(verdicts.END)[1]]
     assert [written.split(verdicts.START)[0], written.split(verdicts.END)[1]] == around
+    assert all(line in written for line in text.splitlines())
+    again = verdicts.with_tests(written, [[*rows[0][:-1], "leans"]])
+    assert again == written.replace("| -1.00 |  | 1 | holds |", "| -1.00 |  | 1 | leans |")
 
 
 def result(**nats: list[float]) -> list[dict[str, Any]]:
