@@ -97,7 +97,7 @@ def test_a_changed_adapter_stops_a_resumed_run_and_loading(
         words = "LoRA adapter that `adapter` names has changed since the run in"
     else:
         folder.rename(tmp_path / "elsewhere")
-        words = "There is no folder .*, which `adapter` names"
+        words = "`adapter`: there is no folder .*; correct the path"
     with pytest.raises(CoterieError, match=words):
         coterie.resume(tmp_path / "run")
     with pytest.raises(CoterieError, match=words):

@@ -51,8 +51,8 @@ def test_a_model_is_exported(
     first, second, *_, last = said.out.splitlines()
     assert first.startswith(f"{out} contains a mixture-of-experts checkpoint (not peft, because a")
     assert second == (
-        "The largest difference of logits is 1.7e-05 (of logits up to 17), computed with "
-        "transformers."
+        "The logits differ from the trained model's by at most 1.7e-05 (largest logit: 17), as "
+        "computed with transformers."
     )
     assert last == f"{out / 'README.md'} shows how to load it."
     assert "So?" not in (out / "README.md").read_text()

@@ -113,7 +113,7 @@ def test_without_llama_cpp_python_transformers_reads_the_file(tmp_path, monkeypa
     torch.testing.assert_close(read.logits, expected, atol=1e-4, rtol=0)
     to_gguf(small(tmp_path / "mixtral", "mixtral"), tmp_path / "mixtral.gguf")
     assert gguf_logits(tmp_path / "mixtral.gguf", range(30)) is None
-    with pytest.raises(CoterieError, match=r"unknown whether llama\.cpp splits text"):
+    with pytest.raises(CoterieError, match=r"cannot check whether llama\.cpp tokenizes text"):
         to_gguf(EMBEDDED / "tiny-llama", tmp_path / "model.gguf")
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import LIMITS, served
+from serving import LIMITS, chat_values, served
 
+import coterie
 from coterie.data.items import Turn
 from coterie.errors import CoterieError
 from coterie.serve.app import Limits
@@ -48,6 +49,14 @@ def test_lists_every_model(server: httpx.Client) -> None:
     assert described["id"] == "comigs-1g1s:ben"
     assert described["coterie"]["routing"]
     assert server.get("/v1/models/nobody").status_code == 404
+
+
+def test_the_model_of_a_pooled_run_is_shared_by_all(tmp_path: Path) -> None:
+    run = coterie.run(chat_values(method="centralized", baselines=[]), out=tmp_path / "run").path
+    assert {m.name: m.kind for m in Models([run]).by_name.values()} == {
+        "base": "base",
+        "centralized:everyone": "averaged",
+    }
 
 
 def test_one_base_has_one_name_and_names_are_unique(talks: Path, monkeypatch) -> None:

@@ -58,7 +58,7 @@ def read_lora(folder: Path) -> "LoraConfig":
         CoterieError: The folder or one of its files is missing, or the adapter is not plain LoRA.
     """
     if not folder.is_dir():
-        raise CoterieError(f"There is no folder {folder}, which `adapter` names.")
+        raise CoterieError(f"`adapter`: there is no folder {folder}; correct the path.")
     for name in FILES:
         if not (folder / name).is_file():
             raise CoterieError(
@@ -194,11 +194,12 @@ def _attach(model: PreTrainedModel, config: "LoraConfig", folder: Path, base: st
             f"The adapter in {folder} does not fit the base {base!r}: {reason}"
         ) from error
     missing = [name for name in report.missing_keys if ".lora_" in name]
-    if names := sorted([*report.unexpected_keys, *missing]):
-        raise CoterieError(
-            f"The adapter in {folder} does not fit the base {base!r}: {names[0]} is in only one of "
-            "the two."
-        )
+    unfit = f"The adapter in {folder} does not fit the base {base!r}:"
+    if report.unexpected_keys:
+        name = min(report.unexpected_keys)
+        raise CoterieError(f"{unfit} the tensor {name} of {WEIGHTS} belongs to no layer.")
+    if missing:
+        raise CoterieError(f"{unfit} {WEIGHTS} lacks the tensor {min(missing)}.")
     return peft_model
 
 

@@ -47,9 +47,9 @@ def export(
 ) -> None:
     """Export a client's model for use outside Coterie, or on another machine.
 
-    The exported folder is loaded again in another process, and its logits are compared with those
-    of the trained model; if they differ, nothing is exported. README.md in the folder is a model
-    card, with the code that loads the model.
+    The exported folder is loaded again, and its logits are compared with those of the trained
+    model; if they differ by more than rounding error, nothing is exported. README.md in the folder
+    is a model card, with the code that loads the model.
 
     For example:
 
@@ -68,8 +68,8 @@ def export(
         "Its outputs were not compared with those of the trained model; to compare them, install "
         "llama-cpp-python."
         if done.difference is None
-        else f"The largest difference of logits is {done.difference:.2g} (of logits up to "
-        f"{done.largest:.3g}), computed with {done.tool}."
+        else f"The logits differ from the trained model's by at most {done.difference:.2g} "
+        f"(largest logit: {done.largest:.3g}), as computed with {done.tool}."
     )
     terminal.say(
         f"{to} contains {done.content}{reason}.",

@@ -1,4 +1,4 @@
-"""Exports of trained models in standard formats: one file for each format.
+"""Exports of trained models in standard formats: one module for each format.
 
 The package is not called `export`, because importing it would then replace `coterie.export`.
 """

@@ -1,6 +1,6 @@
 """The model card of an exported folder: README.md with metadata that the hub reads.
 
-The card contains no text of the training data, no client's name and no path of this machine.
+The card contains no text of the training data and no path of this machine.
 """
 
 import os
@@ -42,21 +42,21 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
     }
     if "/" in base.name:
         metadata["base_model"] = base.name
-    owner = "the server's model" if source.client == SERVER else "one client's personal model"
+    owner = "the server's model" if source.client == SERVER else "the model of one client"
     clients = plural(len(source.folder.description["clients"]), "client")
     facts = [
         f"- Method: `{config.label}`, with {clients} and {plural(config.rounds, 'round')}.",
         f"- Base: {base}; licence of the base: {licence}.",
-        f"- Training data: private text that never left its owner's machine; each record is "
-        f"{config.data.declared.summary}.",
+        "- Training data: the clients' own texts, which this folder does not contain; each record "
+        f"is {config.data.declared.summary}.",
         f"- Exactness: {_exactness(parity)}",
         *(f"- {note}" for note in format.notes(source)),
     ]
     paragraphs = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {name}",
-        f"This folder contains {format.content}: {owner}, trained with Coterie, which fine-tunes "
-        "language models together while every text stays on its owner's machine.",
+        f"This folder contains {format.content}: {owner}, trained with Coterie, a library for "
+        "federated fine-tuning of language models.",
         "\n".join(facts),
         *_scores(source),
         f"## Use\n\n```python\n{format.usage(source, name, base.name)}```",
@@ -110,5 +110,5 @@ def licence_of(source: Source) -> str:
             return UNKNOWN
         data = HfApi().model_info(name, revision=source.spec.revision, timeout=10).card_data
         return str((data and data.get("license")) or UNKNOWN)
-    except Exception:  # the licence is a courtesy: neither a bad card nor the network stops it
+    except Exception:  # neither a damaged card nor the network must stop the export
         return UNKNOWN

@@ -75,8 +75,9 @@ def export(
 ) -> Exported:
     """Export a client's model into a folder, in a format that represents it exactly.
 
-    The folder is loaded again in another process, and its logits for 64 tokens are compared with
-    those of the trained model. If they differ, nothing is exported.
+    The folder is loaded again, if possible in another process, and its logits for 64 tokens are
+    compared with those of the trained model. If they differ by more than rounding error, nothing is
+    exported.
 
     Args:
         run: The run folder, or a finished `Run`.
@@ -152,10 +153,11 @@ def _choose(source: Source, name: str) -> tuple[Format, str | None]:
 def _check(format: Format, tolerance: float, parity: Parity) -> None:
     """Raise CoterieError if the exported model computes something else than the trained model."""
     if not parity.difference <= tolerance * parity.largest:
+        hint = "" if format.name == BUNDLE.name else "; try --format bundle"
         raise CoterieError(
-            f"The exported model's logits differ from the trained model's by up to "
-            f"{parity.difference:.2g} (of logits up to {parity.largest:.3g}), so nothing was "
-            f"exported as {format.name}; use the format bundle."
+            f"The logits of the exported and the trained model differ by up to "
+            f"{parity.difference:.2g} (the largest logit is {parity.largest:.3g}), so nothing was "
+            f"exported as {format.name}{hint}."
         )
 
 

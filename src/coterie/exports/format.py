@@ -21,7 +21,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A format, which represents some adapters exactly.
+    """A format in which a model can be exported.
 
     Args:
         name: The name in the option `--format`.

@@ -1,7 +1,8 @@
 """GGUF files for llama.cpp, Ollama and LM Studio, written by llama.cpp's own converter.
 
-The converter is not a package: the user provides a folder of llama.cpp. Its files are corrected so
-that llama.cpp splits text into the same tokens as the checkpoint's tokenizer.
+The converter is not distributed as a package, so the user provides llama.cpp's source. Coterie then
+corrects the metadata of the converted file, so that llama.cpp splits text into the same tokens as
+the checkpoint's tokenizer.
 """
 
 import json
@@ -146,7 +147,9 @@ def _convert(script: Path, checkpoint: Path, file: Path) -> None:
 
 
 def correct_flags(file: Path, corrected: Path, tokenizer: Tokenizer) -> None:
-    """Copy a GGUF file with flags that make llama.cpp add what the tokenizer adds to a text.
+    """Copy a GGUF file, and set its flags for special tokens and the leading space.
+
+    With these flags, llama.cpp adds to a text what the tokenizer adds.
 
     Without these flags, llama.cpp may add a token at the beginning or the end of a text, and a
     space before its first word.
@@ -204,8 +207,8 @@ def check_tokens(file: Path, tokenizer: Tokenizer) -> None:
         if recognised or form is None or form["type"] == "Metaspace":
             return
         raise CoterieError(
-            "It is unknown whether llama.cpp splits text as the model's tokenizer does; install "
-            f"{LLAMA_CPP}, with which this is checked."
+            "Coterie cannot check whether llama.cpp tokenizes text as the model's tokenizer does; "
+            f"install {LLAMA_CPP}, and export again."
         ) from None
     with redirect_stderr(StringIO()):  # warnings about the context, which is not used
         model: Any = Llama(str(file), vocab_only=True, verbose=False)

@@ -50,7 +50,7 @@ def _refusal(source: Source) -> str | None:
         return "an update cannot be added exactly to quantised weights"
     stand_ins = [m for m in source.attach().modules() if isinstance(m, StandIn)]
     if not all(isinstance(module, LoraLinear | Mixture) for module in stand_ins):
-        return "the experts are not inside MLPs that are modules of their own"
+        return "the experts are not inside MLPs that are separate modules"
     if not all(_gated(module) for module in stand_ins if isinstance(module, Mixture)):
         return "the experts are inside MLPs that are not gated or have biases"
     if config.model_type not in ARCHITECTURES:

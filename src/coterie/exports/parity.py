@@ -127,6 +127,9 @@ def compared(exported: Tensor, logits: Tensor, tool: str = "transformers") -> Pa
         CoterieError: The shapes differ.
     """
     if exported.shape != logits.shape:
-        raise CoterieError("The exported model's outputs have another shape than the model's.")
+        raise CoterieError(
+            f"The exported model's logits have the shape {tuple(exported.shape)}, but the trained "
+            f"model's have {tuple(logits.shape)}; try --format bundle."
+        )
     difference = (exported - logits).abs().max().item()
     return Parity(difference, logits.abs().max().item(), logits.shape[1], tool)

@@ -28,7 +28,7 @@ def _refusal(source: Source) -> str | None:
         return None
     if source.adapter is None:
         return "the model is the untrained base, which needs no adapter"
-    return "a PEFT adapter holds one LoRA pair for each linear layer, or a soft prompt"
+    return "a PEFT adapter can hold only one LoRA pair per linear layer, or a soft prompt"
 
 
 def _write(source: Source, folder: Path) -> None:

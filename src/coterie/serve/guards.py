@@ -42,7 +42,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except ApiError as error:
         return web.json_response(error.body(), status=error.status)
     except web.HTTPException as error:
-        message = {404: "There is no such address.", 405: "The method is not allowed."}
+        message = {404: "There is no such endpoint.", 405: "The method is not allowed."}
         text = message.get(error.status, f"{error.reason}.")
         return web.json_response(ApiError(error.status, text).body(), status=error.status)
     except (ConnectionError, web.RequestPayloadError):
@@ -70,7 +70,7 @@ def only_known_hosts(host: str) -> Any:
             ip_address(host).is_loopback
             and re.sub(r":[0-9]+$", "", request.host.lower()) not in known
         ):
-            raise ApiError(403, "The header Host must name this machine, such as localhost.")
+            raise ApiError(403, "The Host header must be localhost or the server's address.")
         return await handler(request)
 
     return check

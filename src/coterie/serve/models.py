@@ -16,12 +16,13 @@ from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import context_length
+from coterie.federation.participants import EVERYONE
 from coterie.inference.asking import question_prompt
 from coterie.inference.finished import Loaded, Loader
 from coterie.inference.models import BASE, RunModels, adapter_digest
 
 Kind = Literal["base", "averaged", "personal"]
-"""Whether a model has no adapter, an adapter that all clients share, or a client's own adapter."""
+"""The kind of a model: the base, a model that all clients share, or a client's own model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class ServedModel:
         name: The model's name: METHOD:CLIENT, or `base` if all clients have one base.
         client: The client's name; None for the model `base`.
         method: The method's name.
-        kind: What distinguishes the model from the client's other models.
+        kind: The kind of the model; see `Kind`.
         own: Whether the method is the run's own method, instead of a baseline.
         weights: The model's weights.
         config: The configuration of the run.
@@ -161,7 +162,8 @@ class Models:
                 self._step(f"{method}: {client}", done, total)
                 weights[client] = self._unique(load(client))
                 done += 1
-            is_shared = len(weights) > 1 and len(set(map(id, weights.values()))) == 1
+            is_equal = len(weights) > 1 and len(set(map(id, weights.values()))) == 1
+            is_shared = is_equal or EVERYONE in weights
             kind: Kind = "base" if method == BASE else "averaged" if is_shared else "personal"
             for client, own in weights.items():
                 name, is_own = f"{method}:{client}", method == run.config.label
