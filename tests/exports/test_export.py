@@ -161,7 +161,7 @@ def test_lost_updates_of_experts_are_noticed(
         return expert(mixture, experts)
 
     monkeypatch.setattr(moe, "_expert", without_update)
-    with pytest.raises(CoterieError, match=r"trained model differ by .* nothing was exported as moe"):
+    with pytest.raises(CoterieError, match=r"model differ by .* nothing was exported as moe"):
         coterie.export(finished("comigs-1g1s"), "poet", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
