@@ -65,7 +65,9 @@ def test_one_base_has_one_name_and_names_are_unique(talks: Path, monkeypatch) ->
     assert list(models.by_name) == names
     numbers = map(str, count())
     monkeypatch.setattr("coterie.serve.models.adapter_digest", lambda *_: next(numbers))
-    with pytest.raises(CoterieError, match="both have a model base:anna; serve them at two"):
+    with pytest.raises(
+        CoterieError, match="both have a different model named base:anna; serve the"
+    ):
         Models([talks, talks])
 
 

@@ -158,8 +158,9 @@ def _write(source: Source, folder: Path) -> None:
         exported.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CoterieError(
-            f"{type(base).__name__} has weights that {type(exported).__name__} does not have, so "
-            "the model cannot be exported as moe."
+            f"The weights of {type(base).__name__} do not match those of "
+            f"{type(exported).__name__}, so the model cannot be exported as moe; use --format "
+            "bundle."
         ) from error
     exported.tie_weights()
     exported.generation_config = base.generation_config

@@ -101,7 +101,7 @@ class Harness:
         try:
             with _quiet():
                 loaded: Any = self._manager.load([spec])
-        except Exception as error:  # tasks are programs of many authors
+        except Exception as error:  # task definitions contain code that may raise anything
             raise CoterieError(
                 f"The task {name!r} or its data cannot be loaded: {_line(error)} The data of "
                 "lm-eval's own tasks come from the hub; without a network, use a YAML file with "

@@ -16,7 +16,7 @@ class StreamedText:
         tokenizer: The tokenizer that decodes the answer.
         ends: The token ids that end an answer.
         stops: Texts that end an answer. They are not part of the text.
-        strip: Whether white space around the answer is left out.
+        strip: Whether white space around the answer is stripped.
     """
 
     tokenizer: Tokenizer

@@ -18,9 +18,10 @@ Warn = Callable[[str], None]
 class Tracker(Callback):
     """A callback that writes the numbers among a run's metrics, and nothing else.
 
-    A round's numbers are written when the round is complete, so a run that is resumed continues its
-    series. Numbers that are recorded several times in a round, such as the loss of each training
-    step, are averaged. If writing fails, the tracker warns once, and the run continues without it.
+    Numbers are written only for complete rounds, so a resumed run continues its series without
+    duplicates. Numbers that are recorded several times in a round, such as the loss of each
+    training step, are averaged. If writing fails, the tracker warns once, and the run continues
+    without it.
 
     Args:
         folder: The folder for the tracker's files, inside the run folder.
@@ -124,7 +125,7 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A tracker that sends numbers to Weights & Biases, without facts about code or machine.
+    """A tracker that sends numbers to Weights & Biases, but nothing about the code or the machine.
 
     The environment variables of `wandb` choose the account and the project, which is `coterie` by
     default. With `WANDB_MODE=offline`, the numbers are only written to the run folder.
@@ -135,7 +136,7 @@ class WeightsAndBiases(Tracker):
     def __init__(self, folder: Path, warn: Warn) -> None:
         super().__init__(folder, warn)
         with imports_for("The tracker wandb", "wandb"):
-            import wandb  # pyright: ignore[reportMissingImports] - not for development
+            import wandb  # pyright: ignore[reportMissingImports] - not a development dependency
         self._wandb = wandb
 
     def open(self, run: RunStart) -> None:

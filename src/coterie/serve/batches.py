@@ -44,7 +44,7 @@ class Scored:
 
     Attributes:
         logits: The scores, shaped (rows, vocabulary), in float32 on the CPU.
-        roles: The weights of the roles of experts at the last token, shaped (rows,) each; empty
+        roles: The routing weight of each role of experts at the last token, shaped (rows,); empty
             unless they were requested.
     """
 
@@ -196,7 +196,9 @@ class Batch:
 
 @torch.inference_mode()
 def can_join(model: PreTrainedModel) -> bool:
-    """Return whether batches of a base can grow and shrink, by comparison with uncached passes.
+    """Return whether rows can join and leave a batch of a base, as a trial with the base shows.
+
+    The logits are compared with those of forward passes without a cache.
 
     Models with recurrent layers, for example, keep other states than keys and values.
 

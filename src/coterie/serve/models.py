@@ -124,7 +124,8 @@ class Models:
             the model, the number of models loaded so far, and the number of models of the run.
 
     Raises:
-        CoterieError: A folder contains no finished run, or two runs have models of equal names.
+        CoterieError: A folder contains no finished run, or two runs have different models with
+            the same name.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class Models:
                 earlier = self.by_name.setdefault(model.name, model)
                 if earlier.weights is not model.weights:
                     raise CoterieError(
-                        f"The run {run.path} and an earlier run both have a model {model.name}; "
-                        "serve them at two addresses."
+                        f"The run {run.path} and an earlier run both have a different model "
+                        f"named {model.name}; serve the runs in separate processes."
                     )
         bases = [model for model in self.by_name.values() if model.kind == "base"]
         if len({id(model.weights) for model in bases}) == 1:

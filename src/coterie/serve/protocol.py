@@ -230,7 +230,7 @@ def parse_request(kind: type[R], body: bytes) -> R:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"]))[:100]
-        raise ApiError(400, f"`{field}` is wrong: {first['msg'].lower()}.", field) from None
+        raise ApiError(400, f"`{field}` is invalid: {first['msg'].lower()}.", field) from None
 
 
 def _equal(value: Any, neutral: Any) -> bool:

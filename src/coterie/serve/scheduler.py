@@ -1,4 +1,4 @@
-"""The thread that computes: requests to one model in one batch, several models in turn."""
+"""The scheduler: a thread that decodes the requests to a model as a batch, and models in turn."""
 
 import threading
 import time
@@ -36,7 +36,8 @@ class Token:
         id: The token's id.
         logprob: Its log-probability at temperature 1; NaN unless log-probabilities are requested.
         top: The ids and log-probabilities of the most probable tokens, if requested.
-        roles: The weights of the roles of experts at the token before it, if requested.
+        roles: The routing weight of each role of experts at the position that predicts the token,
+            if requested.
     """
 
     id: int
@@ -133,8 +134,8 @@ class Request:
         self.ended = True
         self.deliver(Failure(status, message))
 
-    def goes_on(self, now: float) -> bool:
-        """Return whether the request still needs tokens; end it if its time is over."""
+    def is_active(self, now: float) -> bool:
+        """Return whether the request needs tokens; fail it if its deadline has passed."""
         if not self.ended and not self.cancelled and now >= self.deadline:
             self.fail(504, TIMED_OUT)
         return not self.ended and not self.cancelled
@@ -154,9 +155,9 @@ class Group:
         return [*self.running.values(), *self.waiting]
 
     def clear(self, now: float) -> None:
-        """Remove requests that have ended, that are cancelled, or whose time is over."""
-        self.waiting = deque(r for r in self.waiting if r.goes_on(now))
-        self.running = {row: r for row, r in self.running.items() if r.goes_on(now)}
+        """Remove requests that have ended, are cancelled, or have passed their deadline."""
+        self.waiting = deque(r for r in self.waiting if r.is_active(now))
+        self.running = {row: r for row, r in self.running.items() if r.is_active(now)}
         self.batch.keep(self.running.__contains__)
 
     def advance(self, forward: Forward) -> None:
@@ -223,7 +224,10 @@ class Scheduler:
                 request.fail(503, STOPPED)
 
     def submit(self, request: Request) -> bool:
-        """Add a request, and return whether the queue had a place for it."""
+        """Add a request to the queue; return False if the queue is full.
+
+        If the scheduler has been stopped, the request fails at once.
+        """
         with self._changed:
             self._requests = [r for r in self._requests if not (r.ended or r.cancelled)]
             if self._stopped:
@@ -253,7 +257,7 @@ class Scheduler:
         """Move new requests to their groups, and wait if there are no requests.
 
         Returns:
-            Whether the thread goes on.
+            False if the scheduler has been stopped.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._new or self._groups or self._stopped)
