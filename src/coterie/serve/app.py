@@ -87,10 +87,9 @@ def application(models: Models, host: str, keys: Sequence[str], limits: Limits) 
         limits: The limits on requests.
     """
     api = Api(models, limits)
-    app = web.Application(
-        middlewares=[errors_as_json, only_known_hosts(host), only_with_key(keys)],
-        client_max_size=BODY,
-    )
+    # A page of another site has no key, and a reverse proxy may pass on its own name.
+    check = only_with_key(keys) if keys else only_known_hosts(host)
+    app = web.Application(middlewares=[errors_as_json, check], client_max_size=BODY)
     app.router.add_get("/", page)
     app.router.add_get("/v1/models", api.list_models)
     app.router.add_get("/v1/models/{name}", api.show_model)

@@ -80,13 +80,13 @@ def only_with_key(keys: Sequence[str]) -> Any:
     """Return a middleware that refuses requests to the API without one of the keys.
 
     Args:
-        keys: The keys; if empty, all requests are accepted.
+        keys: The keys.
     """
     digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if digests and request.path != "/":
+        if request.path != "/":
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
             known = [hmac.compare_digest(digest, other) for other in digests]
