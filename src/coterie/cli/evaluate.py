@@ -29,9 +29,10 @@ def evaluate(
     """Score the base and a client's models on tasks of lm-eval.
 
     The table shows what a client has gained on its own test text, and what it has lost or gained on
-    other tasks. The base is scored first, then the client's models of the baselines and of the
-    run's method. Scores are written to the folder `evaluations` of the run and are not computed
-    again, so an interrupted command can be repeated. `coterie report` shows them, too.
+    other tasks. The base is scored first, then the models that the baselines and the run's own
+    method trained for the client. Scores are written to the folder `evaluations` of the run, and
+    existing scores are reused, so an interrupted command can be repeated. `coterie report` shows
+    them, too.
 
     For example:
 
