@@ -9,6 +9,8 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import file_digest
 from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
 from typing import IO, Annotated, Any
@@ -226,7 +228,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file atomically and durably; only its owner may read it."""
     write_bytes(path, data, mode=0o600)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -285,7 +287,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def _hand_over(descriptor: int, folder: Path) -> None:
@@ -302,13 +304,29 @@ def _hand_over(descriptor: int, folder: Path) -> None:
         os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a folder to disk, so that renames inside it survive a power failure."""
+def sync(path: Path) -> None:
+    """Flush a file to disk, or a folder, so that renames inside it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file.
+
+    A process reads a file only once, as long as the file's size and its time of change stay.
+    """
+    status = file.stat()
+    return _sha256_of(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache
+def _sha256_of(file: Path, size: int, modified: int) -> str:
+    del size, modified
+    with file.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
 
 
 def _client_name(name: str) -> str:

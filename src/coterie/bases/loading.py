@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b, file_digest
+from hashlib import blake2b
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -39,7 +39,7 @@ from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec
 from coterie.bases.weights import format_of, settle
 from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
-from coterie.files import expanded
+from coterie.files import expanded, sha256_of
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Loading options that forbid running Python code shipped with a base. By default, transformers
@@ -272,8 +272,7 @@ def weights_digest(base: BaseSpec, root: Path) -> str | None:
         return None
     digest = blake2b(digest_size=16)
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
 
 

@@ -33,8 +33,7 @@ from coterie.training.spec import TrainingSpec
 NOT_IN_DIGEST = ("name", "baselines", "deployment", "device", "trackers")
 """Keys that do not affect the results of a run."""
 HIDDEN_KEYS = (
-    *("clients", "divide", "data_root", "baselines", "bases", "server", "device"),
-    "trackers",
+    *("clients", "divide", "data_root", "baselines", "bases", "server", "device", "trackers"),
 )
 """Keys that the clients of a deployment do not receive, such as other clients' names and paths."""
 

@@ -23,7 +23,7 @@ from coterie.exports.moe import MOE
 from coterie.exports.parity import Parity, measure, reference
 from coterie.exports.peft import PEFT
 from coterie.exports.source import Source, open_source
-from coterie.files import write_folder, writing
+from coterie.files import sync, write_folder, writing
 from coterie.inference.bundle import DESCRIPTION, FORMAT
 from coterie.messages.formats import VERSION
 from coterie.methods.contract import Method
@@ -206,7 +206,7 @@ def _replace(path: Path, fill: Callable[[Path], None]) -> None:
     def fill_and_move(folder: Path) -> None:
         fill(folder)
         for file in folder.rglob("*"):
-            _sync(file)
+            sync(file)
         if path.exists():
             path.rename(aside)
 
@@ -218,15 +218,6 @@ def _replace(path: Path, fill: Callable[[Path], None]) -> None:
         raise
     finally:
         rmtree(aside.parent, ignore_errors=True)
-
-
-def _sync(file: Path) -> None:
-    """Flush a file or folder to disk."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
