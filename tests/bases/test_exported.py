@@ -67,7 +67,7 @@ def test_a_saved_model_is_a_base_with_its_score(config, bases, tmp_path) -> None
 
 
 def test_an_adapter_of_experts_and_gate_is_merged(mixture, tmp_path) -> None:
-    """As one of an exported mixture, whose base has copies of one MLP as experts."""
+    """The adapter changes the parameters of a mixture: the weights of its experts and its gate."""
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     settings = {"target_modules": ["q_proj"], "target_parameters": parameters}
     ranks = {"rank_pattern": {"mlp.experts.gate_up_proj": 8}, "lora_dropout": 0.0}

@@ -153,7 +153,7 @@ def test_a_format_that_computes_something_else_is_refused(finished, tmp_path) ->
 def test_lost_updates_of_experts_are_noticed(
     finished, in_this_process, monkeypatch, tmp_path
 ) -> None:
-    """As in tools that merged Mixtral without its experts' updates; nothing is left behind."""
+    """Some tools have merged Mixtral without the updates of its experts."""
     expert = moe._expert
 
     def without_update(mixture: Any, experts: Any) -> Any:

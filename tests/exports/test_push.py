@@ -15,7 +15,7 @@ from coterie import CoterieError
 
 
 class Hub:
-    """What the stand-in has received."""
+    """The requests and files that the stand-in for the hub has received."""
 
     def __init__(self) -> None:
         self.created: list[dict[str, Any]] = []
