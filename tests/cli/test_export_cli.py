@@ -35,7 +35,7 @@ def finished(values, bases, tmp_path_factory) -> Path:
 @pytest.fixture
 def measured(monkeypatch) -> None:
     """Compare nothing; the comparison is tested elsewhere."""
-    monkeypatch.setattr(exporting, "measure", lambda *_: Parity(1.7e-5, 17.04, 64))
+    monkeypatch.setattr(exporting, "measure", lambda *_: Parity(1.7e-5, 17.04, 64, "transformers"))
 
 
 def test_the_formats_of_the_option_are_those_of_the_function() -> None:

@@ -57,6 +57,6 @@ def in_this_process(monkeypatch) -> None:
         exported = model.eval()(ids).logits.float()
         assert names["tokenizer"].get_vocab() == source.tokenizer.get_vocab()
         difference = (exported - logits).abs().max().item()
-        return Parity(difference, logits.abs().max().item(), ids.shape[1])
+        return Parity(difference, logits.abs().max().item(), ids.shape[1], format.library)
 
     monkeypatch.setattr(exporting, "measure", measure)

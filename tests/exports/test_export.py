@@ -88,6 +88,7 @@ def private_words_are_absent(folder: Path, run: Path, base: str) -> None:
 def test_another_process_loads_the_folder(format: str, method: str, finished, tmp_path) -> None:
     done = coterie.export(finished(method), "poet", tmp_path / "out", format=format)
     assert done.format == format
+    assert done.tool == {"peft": "peft", "bundle": "coterie"}.get(format, "transformers")
     assert done.difference is not None
     assert 0 <= done.difference <= 2e-5 * done.largest
 
@@ -310,4 +311,4 @@ def limited(in_this_process) -> Any:
 
 def test_a_difference_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(CoterieError, match=r"by up to nan"):
-        exporting._check(exporting.MOE, exporting.TOLERANCE, Parity(float("nan"), 17.0, 64))
+        exporting._check(exporting.MOE, exporting.TOLERANCE, Parity(float("nan"), 17.0, 64, "peft"))

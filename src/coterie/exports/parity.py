@@ -53,7 +53,7 @@ class Parity:
     largest: float
     """The largest absolute logit of the trained model."""
     tokens: int
-    tool: str = "transformers"
+    tool: str
     """The tool that loaded the exported model."""
 
 
@@ -112,10 +112,10 @@ def measure(
             reason = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
             raise CoterieError(f"The exported model could not be loaded again: {reason}")
         exported = load_file(files[1])["logits"]
-    return compared(exported, logits)
+    return compared(exported, logits, format.library)
 
 
-def compared(exported: Tensor, logits: Tensor, tool: str = "transformers") -> Parity:
+def compared(exported: Tensor, logits: Tensor, tool: str) -> Parity:
     """Compare logits of an exported and of the trained model.
 
     Args:
