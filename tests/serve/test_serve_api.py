@@ -53,9 +53,10 @@ def test_lists_every_model(server: httpx.Client) -> None:
 
 def test_the_model_of_a_pooled_run_is_shared_by_all(tmp_path: Path) -> None:
     run = coterie.run(chat_values(method="centralized", baselines=[]), out=tmp_path / "run").path
-    assert {m.name: m.kind for m in Models([run]).by_name.values()} == {
-        "base": "base",
-        "centralized:everyone": "averaged",
+    models = Models([run]).by_name.values()
+    assert {m.name: (m.kind, m.client) for m in models} == {
+        "base": ("base", None),
+        "centralized:everyone": ("averaged", None),
     }
 
 

@@ -48,7 +48,7 @@ class ServedModel:
 
     Attributes:
         name: The model's name: METHOD:CLIENT, or `base` if all clients have one base.
-        client: The client's name; None for the model `base`.
+        client: The client's name; None for `base`, and for the single model of a pooled run.
         method: The method's name.
         kind: The kind of the model; see `Kind`.
         own: Whether the method is the run's own method, instead of a baseline.
@@ -168,7 +168,8 @@ class Models:
             kind: Kind = "base" if method == BASE else "averaged" if is_shared else "personal"
             for client, own in weights.items():
                 name, is_own = f"{method}:{client}", method == run.config.label
-                yield ServedModel(name, client, method, kind, is_own, own, run.config)
+                owner = None if client == EVERYONE else client
+                yield ServedModel(name, owner, method, kind, is_own, own, run.config)
 
     def _unique(self, loaded: Loaded) -> Weights:
         """Return the weights of a loaded model, or those of an earlier model if they are equal."""
