@@ -376,4 +376,5 @@ def test_ctrl_c_and_sigterm_end_everybody_with_a_sentence(long_run) -> None:
     how = "Stopped. Finished rounds are saved. To resume, run the same command with --resume.\n"
     assert again.text.count(how) == 2
     assert again.text.endswith(how)
-    assert not any("Traceback" in program.text for program in here.programs.values())
+    for name, program in here.programs.items():
+        assert "Traceback" not in program.text, name

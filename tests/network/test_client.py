@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import mail
 import pytest
 from lossy import Fault, LossyProxy
@@ -233,6 +234,27 @@ def test_a_client_is_present_while_it_trains(post: Post, monkeypatch: pytest.Mon
         assert reply_to(post.mailbox, ticket) == b"reply"
         assert post.mailbox.present() == session
     assert post.mailbox.present() == {}  # it has disconnected
+
+
+def test_no_thread_uses_or_closes_a_connection_of_another_thread(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[httpx.Client, set[int]] = {}
+
+    def noted(client: httpx.Client) -> None:
+        threads.setdefault(client, set()).add(threading.get_ident())
+
+    stream, close = httpx.Client.stream, httpx.Client.close
+    monkeypatch.setattr(httpx.Client, "stream", lambda c, *a, **k: noted(c) or stream(c, *a, **k))
+    monkeypatch.setattr(httpx.Client, "close", lambda c: noted(c) or close(c))
+    monkeypatch.setattr(client_module, "HEARTBEAT_SECONDS", 0.01)
+    with Connection(post.address, post.credentials()) as connection:
+        for count in (2, 4, 6):
+            connection.connect()
+            assert connection.next_order() is None
+            wait(lambda count=count: len(threads) == count)  # heartbeats over the new connection
+    assert all(len(users) == 1 for users in threads.values())
+    wait(lambda: all(client.is_closed for client in threads))
 
 
 def test_a_client_ends_when_its_worker_has_finished_and_the_reply_was_sent(post: Post) -> None:

@@ -3,10 +3,11 @@
 import hashlib
 import logging
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.request import getproxies, proxy_bypass
@@ -73,7 +74,10 @@ class Connection:
     ) -> None:
         self.server, self.credentials, self.reached = server, credentials, reached
         self.session = secrets.token_hex(16)
+        self.context: ssl.SSLContext | None = None
+        """The client's key and the certificates it trusts, as read from the key file last."""
         self.http: httpx.Client | None = None
+        """The connections of the thread that created this object."""
         self.offer: Offer | None = None
         """The order that the client is downloading or executing."""
         self.order = bytearray()
@@ -108,10 +112,13 @@ class Connection:
         Raises:
             CoterieError: The key file cannot be used.
         """
-        context = self.credentials.reload().context()
+        self.context = self.credentials.reload().context()
         self.disconnect()
+        self.http = self._open(self.context)
+
+    def _open(self, context: ssl.SSLContext) -> httpx.Client:
         proxied = not proxy_bypass(self.server.rpartition(":")[0])
-        self.http = httpx.Client(
+        return httpx.Client(
             base_url=f"https://{self.server}",
             transport=httpx.HTTPTransport(
                 verify=context,
@@ -125,7 +132,7 @@ class Connection:
         )
 
     def disconnect(self) -> None:
-        """Close all connections; the session remains."""
+        """Close all connections except that for heartbeats; the session remains."""
         if self.http is not None:
             self.http.close()
             self.http = None
@@ -239,13 +246,22 @@ class Connection:
             yield response
 
     def _beat(self) -> None:
-        """Send heartbeats to the server until the session ends; runs in a separate thread."""
-        while not self.stopped.wait(HEARTBEAT_SECONDS):
-            if (http := self.http) is not None:
-                with (
-                    suppress(httpx.HTTPError, RuntimeError),  # `disconnect` has closed `http`
-                    http.stream("POST", "/session") as response,
-                ):
+        """Send heartbeats to the server until the session ends; runs in a separate thread.
+
+        Heartbeats have connections of their own. If a thread closes a connection that another
+        thread uses, the other thread can read from, write to or close the next file or socket that
+        gets the same file descriptor.
+        """
+        context, http = None, None
+        with ExitStack() as opened:
+            while not self.stopped.wait(HEARTBEAT_SECONDS):
+                if self.http is None or self.context is None:
+                    continue
+                if http is None or context is not self.context:
+                    opened.close()
+                    context = self.context
+                    http = opened.enter_context(self._open(context))
+                with suppress(httpx.HTTPError), http.stream("POST", "/session") as response:
                     end_empty(response)
 
 
