@@ -63,6 +63,33 @@ def test_auto_chooses_the_first_exact_format(
     private_words_are_absent(done.path, run, base)
 
 
+def test_a_pooled_model_is_exported_under_any_name(finished, in_this_process, tmp_path) -> None:
+    run = finished("centralized")
+    for client in ("everyone", "poet"):
+        done = coterie.export(run, client, tmp_path / client)
+        card = (done.path / "README.md").read_text()
+        assert "one model, trained on the texts of all clients together" in card
+        assert "Method: `centralized`, with 3 clients" in card
+        assert ("perplexity" in card) == (client == "poet")  # the test text is a client's
+    assert weights(tmp_path / "everyone") == weights(tmp_path / "poet")
+
+
+def test_the_server_s_own_model_is_exported(teachers, in_this_process, tmp_path) -> None:
+    run = coterie.run(teachers(rounds=1), out=tmp_path / "run").path
+    done = coterie.export(run, "server", tmp_path / "out")
+    assert (done.format, done.difference is not None) == ("peft", True)
+    assert "the server's model" in (done.path / "README.md").read_text()
+    client = coterie.export(
+        run, next(iter(RunFolder(run).description["clients"])), tmp_path / "client"
+    )
+    assert weights(done.path) != weights(client.path)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The files with tensors in a folder."""
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
 def private_words_are_absent(folder: Path, run: Path, base: str) -> None:
     """No file names a path of this machine or a client, and the card has all that it should."""
     for file in folder.rglob("*"):

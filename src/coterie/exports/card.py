@@ -4,6 +4,7 @@ The card contains no text of the training data and no path of this machine.
 """
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
     }
     if "/" in base.name:
         metadata["base_model"] = base.name
-    owner = "the server's model" if source.client == SERVER else "the model of one client"
-    clients = plural(len(source.folder.description["clients"]), "client")
+    clients = plural(len(_clients(source)), "client")
     facts = [
         f"- Method: `{config.label}`, with {clients} and {plural(config.rounds, 'round')}.",
         f"- Base: {base}; licence of the base: {licence}.",
@@ -55,13 +55,26 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
     paragraphs = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {name}",
-        f"This folder contains {format.content}: {owner}, trained with Coterie, a library for "
+        f"This folder contains {format.content}: {_owner(source)}, trained with Coterie, a library for "
         "federated fine-tuning of language models.",
         "\n".join(facts),
         *_scores(source),
         f"## Use\n\n```python\n{format.usage(source, name, base.name)}```",
     ]
     return "\n\n".join(paragraphs) + "\n"
+
+
+def _owner(source: Source) -> str:
+    if source.config.pooled:
+        return "one model, trained on the texts of all clients together"
+    return "the server's model" if source.client == SERVER else "the model of one client"
+
+
+def _clients(source: Source) -> Collection[str]:
+    """Return the names of the clients on whose texts the model was trained."""
+    result = source.folder.result or {}
+    scored = result.get(source.config.method.reports, {})
+    return scored if source.config.pooled else source.folder.description["clients"]
 
 
 def _exactness(parity: Parity | None) -> str:
