@@ -128,7 +128,6 @@ def _config(config: PreTrainedConfig, adapter: Adapter) -> PreTrainedConfig:
         values |= {"attention_bias": config.attention_bias}
     if kind == "qwen2_moe":
         values |= {"shared_expert_intermediate_size": EMPTY}
-        values |= {"qkv_bias": config.model_type == "qwen2"}
     return AutoConfig.for_model(kind, **values)
 
 
@@ -154,6 +153,13 @@ def _write(source: Source, folder: Path) -> None:
         state |= {f"{path}.{name}": tensor for name, tensor in _block(mixture, config).items()}
     with torch.device("meta"):
         exported = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if config.model_type == "qwen2_moe" and base.config.model_type != "qwen2":
+        # vLLM reads biases of the attention even if config.json says that there are none.
+        state |= {
+            name: torch.zeros(bias.shape)
+            for name, bias in exported.state_dict().items()
+            if name.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias"))
+        }
     try:
         exported.load_state_dict(state, assign=True)
     except RuntimeError as error:
