@@ -8,7 +8,7 @@ import pytest
 from mail import Idle, Post, running, wait
 
 from coterie.network import client as client_module
-from coterie.network import order_files
+from coterie.network import faults, order_files
 from coterie.network import server as server_module
 
 
@@ -87,7 +87,7 @@ def test_a_second_process_with_a_key_waits_for_the_first(
         wait(lambda: "anna" in post.mailbox.present())
         session = post.mailbox.present()
         with running(post.address, post.credentials()) as second:
-            sentence = f"{post.address} {client_module.STATUS[409]}"
+            sentence = f"{post.address} {faults.STATUS[409]}"
             wait(lambda: ("away", sentence) in second)
             time.sleep(2)
             assert second == [("away", sentence)]

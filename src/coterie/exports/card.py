@@ -55,8 +55,8 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
     paragraphs = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {name}",
-        f"This folder contains {format.content}: {_owner(source)}, trained with Coterie, a library for "
-        "federated fine-tuning of language models.",
+        f"This folder contains {format.content}: {_owner(source)}, trained with Coterie, a "
+        "library for federated fine-tuning of language models.",
         "\n".join(facts),
         *_scores(source),
         f"## Use\n\n```python\n{format.usage(source, name, base.name)}```",

@@ -7,7 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.request import getproxies, proxy_bypass
@@ -19,8 +19,9 @@ from coterie.errors import CoterieError
 from coterie.messages import MessageError
 from coterie.messages.envelope import Order, unseal
 from coterie.messages.message import LARGEST_MESSAGE
-from coterie.network.keys import Credentials, clock_text
-from coterie.network.link import LONGEST_LINE, Seen, Worker
+from coterie.network.faults import is_refusal, reason_of
+from coterie.network.keys import Credentials
+from coterie.network.link import Seen, Worker
 from coterie.network.protocol import (
     DIGEST,
     HEARTBEAT_SECONDS,
@@ -44,14 +45,6 @@ REFUSED_SECONDS = 300.0
 """The time after which a client whose key or version the server refuses ends with an error."""
 LARGEST_JSON = 1 << 12
 """The maximum size of a JSON response in bytes."""
-STATUS = {
-    403: "has removed this key, or this client has too many connections",
-    409: "is connected to another process that uses this key; stop one of the two processes",
-    413: "refuses this client's reply because it is too large",
-    426: "uses another version of the protocol; install the same version of Coterie on both sides",
-    507: "could not store this client's reply; its disk may be full",
-}
-"""The predicate of an error message whose subject is the server, by status code."""
 CONNECTED = "connected"
 GONE = 410
 """The status code of a response about an order that is no longer valid."""
@@ -74,8 +67,6 @@ class Connection:
     ) -> None:
         self.server, self.credentials, self.reached = server, credentials, reached
         self.session = secrets.token_hex(16)
-        self.context: ssl.SSLContext | None = None
-        """The client's key and the certificates it trusts, as read from the key file last."""
         self.http: httpx.Client | None = None
         """The connections of the thread that created this object."""
         self.offer: Offer | None = None
@@ -89,8 +80,7 @@ class Connection:
         self.stopped = threading.Event()
 
     def __enter__(self) -> Self:
-        """Start the thread that regularly tells the server that this client is running."""
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        """Return this object; the first request connects."""
         return self
 
     def __exit__(
@@ -112,9 +102,10 @@ class Connection:
         Raises:
             CoterieError: The key file cannot be used.
         """
-        self.context = self.credentials.reload().context()
+        context = self.credentials.reload().context()
         self.disconnect()
-        self.http = self._open(self.context)
+        self.http = self._open(context)
+        threading.Thread(target=self._beat, args=(self.http, context), daemon=True).start()
 
     def _open(self, context: ssl.SSLContext) -> httpx.Client:
         proxied = not proxy_bypass(self.server.rpartition(":")[0])
@@ -132,7 +123,7 @@ class Connection:
         )
 
     def disconnect(self) -> None:
-        """Close all connections except that for heartbeats; the session remains."""
+        """Close all connections; the session remains."""
         if self.http is not None:
             self.http.close()
             self.http = None
@@ -245,23 +236,16 @@ class Connection:
             end_empty(response)
             yield response
 
-    def _beat(self) -> None:
-        """Send heartbeats to the server until the session ends; runs in a separate thread.
+    def _beat(self, http: httpx.Client, context: ssl.SSLContext) -> None:
+        """Tell the server regularly that this client is running, until `http` is closed.
 
-        Heartbeats have connections of their own. If a thread closes a connection that another
-        thread uses, the other thread can read from, write to or close the next file or socket that
-        gets the same file descriptor.
+        This method runs in a separate thread, which has connections of its own. If a thread closes
+        a connection that another thread uses, the other thread can read from, write to or close
+        the next file or socket that gets the same file descriptor.
         """
-        context, http = None, None
-        with ExitStack() as opened:
-            while not self.stopped.wait(HEARTBEAT_SECONDS):
-                if self.http is None or self.context is None:
-                    continue
-                if http is None or context is not self.context:
-                    opened.close()
-                    context = self.context
-                    http = opened.enter_context(self._open(context))
-                with suppress(httpx.HTTPError), http.stream("POST", "/session") as response:
+        with self._open(context) as own:
+            while not self.stopped.wait(HEARTBEAT_SECONDS) and self.http is http:
+                with suppress(httpx.HTTPError), own.stream("POST", "/session") as response:
                     end_empty(response)
 
 
@@ -357,59 +341,3 @@ def keep_serving(
                     raise CoterieError(f"{reason}.") from None
                 stop.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def is_refusal(error: Exception) -> bool:
-    """Return whether an error indicates that the server refuses the client's key or version."""
-    if isinstance(error, httpx.HTTPStatusError):
-        return error.response.status_code in (403, 426)
-    # A server that refuses a certificate closes the connection after the handshake.
-    return isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and any(
-        words in str(error)
-        for words in ("UNKNOWN_CA", "CERTIFICATE", "disconnected without", "reset by peer")
-    )
-
-
-def reason_of(server: str, error: Exception, was_connected: bool = False) -> str:
-    """Return the reason why a server cannot be reached, as a sentence without a full stop.
-
-    Args:
-        server: The server's address, HOST:PORT.
-        error: The error of a request.
-        was_connected: Whether the server responded to the previous request. If it did, a closed
-            connection is reported as interrupted, not as refused. If the server does refuse the
-            client, the next attempt to connect also fails, and is then reported as refused.
-    """
-    if isinstance(error, CoterieError):  # an error of the key file
-        return str(error).rstrip(".")
-    if isinstance(error, httpx.HTTPStatusError):
-        code = error.response.status_code
-        return f"{server} {STATUS.get(code, f'responded with status {code}')}"
-    text = str(error)
-    is_closed = is_refusal(error) or "peer closed" in text
-    if is_refusal(error) and not was_connected:
-        return (
-            f"{server} closed the connection; if this repeats, the server has removed or renewed "
-            "this key, and a new key file is needed"
-        )
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return f"{server} {_certificate_fault(text)}"
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"{server} is unreachable"
-    if isinstance(error, httpx.RemoteProtocolError | httpx.DecodingError) and not is_closed:
-        return f"{server} sent an invalid response ({text})"[:LONGEST_LINE]
-    return f"the connection to {server} was interrupted"
-
-
-def _certificate_fault(text: str) -> str:
-    """Describe the fault of the server's certificate that a TLS error message reports."""
-    if "has expired" in text:
-        return f"has a certificate that has expired, {clock_text()}"
-    if "not yet valid" in text:
-        return f"has a certificate that is not valid yet, {clock_text()}"
-    if "mismatch" in text:
-        return (
-            "has a certificate that is not valid for this host name or address; on the server, add "
-            "the name to the certificate with `coterie keys certify --host`"
-        )
-    return "has a certificate from an authority that this key file does not trust"
