@@ -1,5 +1,6 @@
 """Each token's first expert is the one that the router scores highest."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -7,9 +8,9 @@ from coterie.adapters import (
     Adapter,
     Layout,
     Mixture,
-    cast_factors,
     expert_roles,
     first_experts,
+    fix_factors,
     role_weights,
 )
 
@@ -64,15 +65,25 @@ def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
     assert weights["generalist"].std() > 0
 
 
-def test_casting_the_factors_changes_no_output(base) -> None:
-    base.to(torch.bfloat16)
-    adapter = Adapter(base, Layout(), seed=0, client="a", common=lambda _: False)
+@pytest.mark.parametrize("top_k", [None, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fixing_the_factors_changes_no_output(top_k, dtype, base) -> None:
+    base.to(dtype)
+    layout = Layout(generalists=1, specialists=2, top_k=top_k)
+    adapter = Adapter(base, layout, seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
     for parameter in adapter.parameters().values():
         torch.nn.init.normal_(parameter.tensor, std=0.1)
-    ids = torch.arange(24).view(2, 12)
-    expected = base(input_ids=ids).logits
-    cast_factors(base)
+    inputs = [torch.arange(24).view(2, 12), torch.arange(7)[None]]
+    expected = [base(input_ids=ids).logits for ids in inputs]
+    fix_factors(base)
     pairs = [p for p in adapter.parameters().values() if p.factor is not None]
-    assert {p.tensor.dtype for p in pairs} == {torch.bfloat16}
-    assert torch.equal(base(input_ids=ids).logits, expected)
+    assert {p.tensor.dtype for p in pairs} == {dtype}
+    for _ in range(2):
+        for ids, logits in zip(inputs, expected, strict=True):
+            assert torch.equal(base(input_ids=ids).logits, logits)
+    for parameter in pairs:
+        parameter.tensor.data.zero_()  # mixtures join the factors only once
+    assert not torch.equal(base(input_ids=inputs[0]).logits, expected[0])  # those of the attention
+    mixtures = [m for m in base.modules() if isinstance(m, Mixture)]
+    assert all(len(m.fixed or ()) == len(m.shape.linears) for m in mixtures)

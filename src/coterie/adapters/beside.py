@@ -51,7 +51,8 @@ class Beside(Routed):
         weights, choice = self._route(tokens)
         tokens = tokens.to(working_dtype(hidden_states))
         As, Bs = self._factors(BLOCK)
-        low = self._low(tokens, As).unflatten(1, (len(self.roles), -1))
+        A = torch.cat(As).to(tokens.dtype)
+        low = self._low(tokens, A).unflatten(1, (len(self.roles), -1))
         # (tokens, n, 1): the weight of each expert for each token, 0 for unchosen experts.
         shares = weights.transpose(0, 1) if choice is None else (weights * choice).sum(0)[..., None]
         B = torch.cat(Bs, dim=1).to(low.dtype)

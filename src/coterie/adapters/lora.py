@@ -97,23 +97,6 @@ def pairs_in(stand_in: StandIn) -> list[LoraPair]:
     return [m for name, m in modules if isinstance(m, LoraPair) and not name.startswith("base.")]
 
 
-def cast_factors(model: nn.Module) -> None:
-    """Cast a model's LoRA factors to the dtype of its base, in place, for inference only.
-
-    Without this cast, each forward pass casts them, with the same result. Nothing is cast if the
-    base has parameters of several dtypes, because the dtype of a layer's input is then unknown.
-
-    Args:
-        model: A base with an adapter attached.
-    """
-    pairs = [module for module in model.modules() if isinstance(module, LoraPair)]
-    trained = {id(tensor) for pair in pairs for tensor in pair.parameters()}
-    dtypes = {p.dtype for p in model.parameters() if not p.requires_grad and id(p) not in trained}
-    if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point:
-        for pair in pairs:
-            pair.to(next(iter(dtypes)))
-
-
 class LoraLinear(StandIn):
     """A linear layer with LoRA: `y = W x + b + g B A dropout(x)`."""
 

@@ -53,6 +53,8 @@ class Mixture(Routed):
             places[name] = f"{path}.{name}", sizes(linear), linear.weight
         super().__init__(base, path, layout, places)
         self.shape, self._ahead = shape, ahead
+        self.fixed: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] | None = None
+        """The results of `_joined`, by its arguments, if the factors no longer change."""
         # Falcon-H1 multiplies the gate and the output of its MLPs by constants.
         self._gate, self._out = (
             getattr(base, name, 1.0) for name in ("gate_multiplier", "down_multiplier")
@@ -79,8 +81,7 @@ class Mixture(Routed):
         if choice is not None:
             choice = choice.to(dtype)
         up = [t for name in self.shape.up for t in self._upward(name, tokens, choice)]
-        As, Bs = self._factors(self.shape.down)
-        A = self._per_slot(As, dim=0).to(dtype)
+        A, B = self._joined(self.shape.down, dtype)
         act = native(self._base_module(self.shape.act))
         masks = None
         if drops(self.dropout):
@@ -89,7 +90,6 @@ class Mixture(Routed):
         wide = WideExperts.apply(act, self.gain, stores, weights, A, masks, *up)
         total, low = cast(tuple[Tensor, Tensor], wide)
         y = self._down(total, weights)
-        B = torch.cat(Bs, dim=1).to(dtype)
         y = torch.addmm(y, self._from_slots(low, choice), B.t(), alpha=self.gain).view(x.shape)
         y = self._final_dropout(y if self._out == 1 else y * self._out)
         return y if residual is None else residual + y
@@ -100,14 +100,32 @@ class Mixture(Routed):
         For a fused up-projection, three tensors are yielded for the gate, followed by three tensors
         for the values that the gate multiplies.
         """
-        As, Bs = self._factors(name)
-        u, h = self._base_module(name)(tokens), self._to_slots(self._low(tokens, As), choice)
+        A, B = self._joined(name, tokens.dtype)
+        u, h = self._base_module(name)(tokens), self._to_slots(self._low(tokens, A), choice)
         if name == self.shape.up[0] and self._gate != 1:
             u, h = u * self._gate, h * self._gate
-        B = self._per_slot(Bs, dim=1).to(h.dtype)
         pieces = 2 if self.shape.fused else 1
         for wide, factor in zip(u.chunk(pieces, dim=1), B.chunk(pieces, dim=1), strict=True):
             yield from (wide, h, factor)
+
+    def _joined(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the factors of a layer's pairs, joined over experts or stacked over slots.
+
+        Returns:
+            For an up-projection, A shaped (n*r, in) and one B per slot; see `_per_slot`. For the
+            down-projection, one A per slot and B shaped (out, n*r).
+        """
+        if self.fixed is not None and (name, dtype) in self.fixed:
+            return self.fixed[name, dtype]
+        As, Bs = self._factors(name)
+        if name == self.shape.down:
+            A, B = self._per_slot(As, dim=0), torch.cat(Bs, dim=1)
+        else:
+            A, B = torch.cat(As), self._per_slot(Bs, dim=1)
+        joined = A.to(dtype), B.to(dtype)
+        if self.fixed is not None:
+            self.fixed[name, dtype] = joined
+        return joined
 
     def _final_dropout(self, y: Tensor) -> Tensor:
         """Apply the MLP's final dropout, if the MLP has a final dropout.

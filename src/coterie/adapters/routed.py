@@ -146,14 +146,19 @@ class Routed(Router):
         factors = [pair.factors(rank) for pair in pairs]
         return [A for A, _ in factors], [B for _, B in factors]
 
-    def _low(self, tokens: Tensor, As: list[Tensor]) -> Tensor:
+    def _low(self, tokens: Tensor, A: Tensor) -> Tensor:
         """Multiply tokens by every expert's A, and concatenate the products.
 
-        The tokens have the shape (tokens, in), and the result has the shape (tokens, n*r).
+        Args:
+            tokens: (tokens, in), the input.
+            A: (n*r, in), the factors A of all experts, in the dtype of the tokens.
+
+        Returns:
+            A tensor shaped (tokens, n*r).
         """
         if not drops(self.dropout):
-            return tokens @ torch.cat(As).to(tokens.dtype).t()
-        lows = [dropout(tokens, self.dropout) @ A.to(tokens.dtype).t() for A in As]
+            return tokens @ A.t()
+        lows = [dropout(tokens, self.dropout) @ one.t() for one in A.chunk(len(self.roles))]
         return torch.cat(lows, dim=1)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from coterie.adapters import cast_factors, expert_roles
+from coterie.adapters import expert_roles, fix_factors
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.data.chat import ChatTemplate, chat_template
@@ -178,7 +178,7 @@ class Models:
         if key not in self._weights:
             base.tokenizer("")  # the first call changes the tokenizer; later calls are thread-safe
             model = attach()
-            cast_factors(model)
+            fix_factors(model)
             routed = len(set(expert_roles(model))) > 1
             self._weights[key] = Weights(base, attach, context_length(model), routed)
         return self._weights[key]
