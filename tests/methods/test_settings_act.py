@@ -125,7 +125,10 @@ ROWS: dict[str, Row] = {
     **{f"{name}:router.load_balance_weight": to(1.0, mlp__specialists=3) for name in ALONE},
     "fedamole:router.top_k": to(1, 3),
     "fedamole:router.load_balance_weight": to(1.0),
-    **{f"{name}:lora.scale": to("sqrt") for name in ("fedit", "fedit-ft", "fdlora", *TEACHING)},
+    **{
+        f"{name}:lora.scale": to("sqrt")
+        for name in ("fedit", "fedit-ft", "fedsa", "fed-alora", "rolora", "fdlora", *TEACHING)
+    },
 }
 """By setting, or METHOD:SETTING. A new setting needs a row here."""
 

@@ -1,0 +1,97 @@
+"""Methods that share or train one factor of each LoRA pair: FedSA-LoRA, Fed-ALoRA and RoLoRA.
+
+FedSA-LoRA averages A over clients and leaves B on the client; Fed-ALoRA does the opposite. RoLoRA
+averages both, and trains only one of them in each exchange. All pairs start with B = 0 and with an
+A that is the same for all clients.
+"""
+
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from coterie.adapters import Adapter, Parameter, Role, Trainable
+from coterie.bases.sites import QUERY_VALUE
+from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.contract import ClientId
+from coterie.methods.settings import Attention, Lora
+from coterie.training.schedule import Level, learning_rate
+
+Factor = Literal["A", "B"]
+
+
+class SharedFactor(AdapterMethod):
+    """LoRA on query and value projections, of which one factor is averaged over the clients.
+
+    A client's model consists of the averaged factor and of the factor that stays on the client.
+    """
+
+    paper: ClassVar[str] = "arXiv 2410.01463"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+    factor: ClassVar[Factor]
+    """The factor that is averaged."""
+
+    attention: Attention = Attention(targets=QUERY_VALUE)
+    lora: Lora = Lora(scale="rank")
+
+    def shared(self, parameter: Parameter) -> bool:
+        return parameter.factor == self.factor
+
+    def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
+        # A private A also starts with equal values, or the average of B would mean nothing.
+        return Adapter(base, self.layout(client), seed, client, lambda parameter: True)
+
+
+class FedSA(SharedFactor):
+    """FedSA-LoRA: A is averaged, and B stays on the client."""
+
+    name: ClassVar[str] = "fedsa"
+    summary: ClassVar[str] = "A of each LoRA pair averaged; B stays on the client"
+    factor: ClassVar[Factor] = "A"
+
+
+class FedALora(SharedFactor):
+    """Fed-ALoRA: B is averaged, and A stays on the client.
+
+    Between rounds, clients keep their A, as in the paper. In the code that the authors released,
+    each round starts from the initial A.
+    """
+
+    name: ClassVar[str] = "fed-alora"
+    paper: ClassVar[str] = "arXiv 2509.25414"
+    summary: ClassVar[str] = "B of each LoRA pair averaged; A stays on the client"
+    factor: ClassVar[Factor] = "B"
+
+
+class RoLora(AdapterMethod):
+    """RoLoRA: clients train and average B and A in turn, beginning with B.
+
+    The factor that is not trained is equal on all clients, so the mean of the trained factor is the
+    mean of the products B A. Each factor keeps its optimiser's moments until its next turn.
+    """
+
+    name: ClassVar[str] = "rolora"
+    paper: ClassVar[str] = "arXiv 2502.01755"
+    summary: ClassVar[str] = "B and A of LoRA pairs are trained and averaged in turn"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+
+    attention: Attention = Attention(targets=QUERY_VALUE)
+    lora: Lora = Lora(scale="rank")
+
+    def sends(self, parameter: Parameter, exchange: int) -> bool:
+        return parameter.factor == "BA"[exchange % 2]
+
+    def levels(self, client: AdapterClient) -> list[Level]:
+        rate = learning_rate(client.context.training, client.context.rounds)
+
+        def level(factor: str, turn: int) -> Level:
+            return Level(
+                factor,
+                lambda parameter: parameter.factor == factor,
+                "train",
+                rate,
+                exchanges=lambda exchange: exchange % 2 == turn,
+            )
+
+        return [level(factor, turn) for turn, factor in enumerate("BA")]
