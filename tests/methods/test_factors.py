@@ -1,5 +1,6 @@
 """FedSA-LoRA, Fed-ALoRA and RoLoRA: which factor is sent, averaged, trained, and kept."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def means(tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([t[name].double() for t in tensors]).mean(0) for name in tensors[0]}
 
 
-def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def close(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     assert one.keys() == other.keys() != set()
     return all(torch.allclose(one[n].double(), other[n].double(), atol=1e-7) for n in one)
 

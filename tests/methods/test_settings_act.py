@@ -77,6 +77,7 @@ ROWS: dict[str, Row] = {
     "router.leftover_gradients": to(True),
     "exact": to(True),
     "mu": to(1.0),
+    "proximity": to(0.1),
     "gamma": to(0.5),
     "penalty_weight": to(1.0),
     "warmup": to(2),
@@ -127,7 +128,16 @@ ROWS: dict[str, Row] = {
     "fedamole:router.load_balance_weight": to(1.0),
     **{
         f"{name}:lora.scale": to("sqrt")
-        for name in ("fedit", "fedit-ft", "fedsa", "fed-alora", "rolora", "fdlora", *TEACHING)
+        for name in (
+            "fedit",
+            "fedit-ft",
+            "fedsa",
+            "fed-alora",
+            "rolora",
+            "ditto",
+            "fdlora",
+            *TEACHING,
+        )
     },
 }
 """By setting, or METHOD:SETTING. A new setting needs a row here."""

@@ -44,6 +44,7 @@ _CLASSES = {
     "factors:FedSA": "fedsa",
     "factors:FedALora": "fed-alora",
     "factors:RoLora": "rolora",
+    "ditto:Ditto": "ditto",
     "prompts:FedPrompt": "fedprompt fedprompt-ft",
     "prompts:FedPTuning": "fedptuning fedptuning-ft",
     "fdlora:FDLora": "fdlora",

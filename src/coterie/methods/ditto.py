@@ -1,0 +1,79 @@
+"""Ditto (arXiv 2012.04221): a personal adapter that stays near the averaged adapter.
+
+In each round, a client trains a copy of the averaged adapter w, which is sent and averaged as in
+FedAvg, and its personal adapter v, which never leaves the client. The loss of v has the additional
+term `lambda / 2 ||v - w||^2` (algorithm 1), with the w that the client received in this round.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.adapters import Role
+from coterie.bases.sites import QUERY_VALUE
+from coterie.messages import State
+from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.contract import ClientContext
+from coterie.methods.settings import Attention, Lora
+from coterie.methods.tensors import copied, copy
+from coterie.training.local import LocalTraining
+
+
+class Ditto(AdapterMethod):
+    """Ditto: personal LoRA pairs, drawn towards the averaged LoRA pairs.
+
+    Clients train as many steps on the personal as on the averaged pairs, so a round takes twice the
+    time of FedAvg.
+    """
+
+    name: ClassVar[str] = "ditto"
+    paper: ClassVar[str] = "arXiv 2012.04221"
+    summary: ClassVar[str] = "LoRA pairs averaged; personal pairs stay near the average"
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+
+    attention: Attention = Attention(targets=QUERY_VALUE)
+    lora: Lora = Lora(scale="rank")
+    proximity: float = Field(default=1.0, ge=0)
+    """weight of the term that draws the personal pairs towards the averaged pairs (lambda)"""
+
+    def client(self, context: ClientContext) -> "DittoClient":
+        return DittoClient(self, context)
+
+
+class DittoClient(AdapterClient[Ditto]):
+    """A client that trains the averaged and a personal adapter; the personal one is its model."""
+
+    def __init__(self, method: Ditto, context: ClientContext) -> None:
+        super().__init__(method, context)
+        self.personal = method.adapter(context.base.model, context.seed, context.name)
+        [level] = method.levels(self)
+        level = replace(level, name="personal", penalty=self._distance)
+        self.personal_training = LocalTraining(context, self.personal, [level])
+
+    def train(self, exchange: int) -> None:
+        self.received = copied(self.shared)
+        self.training.round(exchange)
+        self.personal_training.round(exchange)
+
+    def _distance(self) -> Tensor:
+        device, personal = self.context.base.device, self.personal.tensors()
+        squares = [(v - self.received[n]).square().sum().to(device) for n, v in personal.items()]
+        return self.method.proximity / 2 * torch.stack(squares).sum()
+
+    def model(self) -> PreTrainedModel:
+        return self.personal.attach(self.context.base.model)
+
+    def state(self) -> State:
+        state = super().state()
+        personal = State({"adapter": copied(self.personal.tensors())})
+        parts = {"personal": personal, "personal-training": self.personal_training.state()}
+        return replace(state, parts={**state.parts, **parts})
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        copy(state.parts["personal"]["adapter"], self.personal.tensors())
+        self.personal_training.restore(state.parts["personal-training"])
