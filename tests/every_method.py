@@ -25,6 +25,7 @@ AT_ONCE = {
     "validation_batches": 1,
     "public_batches": 1,
     "mixtures": MIXED,
+    "groups": {"diarist": "prose", "poet": "verse", "whaler": "prose"},
 }
 """Settings with which clients exchange after every round, for methods that have them."""
 UNEVEN = {"mlp": {"specialists": {"poet": 3, "others": 1}}, "router": {"every": 1, "steps": 1}}
@@ -44,6 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
 FEW = {
     "fedavg",  # averages all that is trained
     "comigs-1g1s",  # shared and private parameters, trained in turns
+    "grouped",  # clients receive different means
     "pcl-2",  # clients receive one another's uploads
     "fedamole",  # the server decides what each client holds
     "fedmkt",  # exchanges predictions between different bases

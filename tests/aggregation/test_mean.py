@@ -14,7 +14,7 @@ from torch import Tensor
 from coterie.aggregation.defaults import with_defaults
 from coterie.aggregation.ends import ClientTransforms
 from coterie.aggregation.low_rank import PaddedMean
-from coterie.aggregation.mean import Aggregation, weighted_mean
+from coterie.aggregation.mean import Aggregation, means_of, weighted_mean
 from coterie.aggregation.spec import AggregationSpec
 from coterie.aggregation.transform import Contribution, Reduction, Transform
 from coterie.messages import Field, Groups, Message, MessageError, Schema
@@ -192,6 +192,36 @@ class Largest(Reduction):
     def reduce(self, contributions: Any, clients: Any, memory: Any) -> Groups:
         found = [one.groups["g"]["x"] for one in contributions]
         return {"g": {"x": torch.stack(found).amax(0)}}
+
+
+@given(st.data())
+def test_means_of_rows_are_weighted_twice(data) -> None:
+    clients = [*"abcd"]
+    weight = st.sampled_from([0.0, 0.25, 1.0, 3.0])
+    rows = {
+        c: {k: data.draw(weight) for k in data.draw(st.sets(st.sampled_from(clients)))}
+        for c in clients
+    }
+    some = [k for k in clients if data.draw(st.booleans())]
+    parts = {
+        k: {
+            "g": {
+                "x": torch.randn(3),
+                **({"y": torch.randn(2)} if data.draw(st.booleans()) else {}),
+            }
+        }
+        for k in some
+    }
+    sizes = {k: float(data.draw(st.integers(1, 50))) for k in some}
+    stream = (Contribution(k, parts[k], sizes[k]) for k in some)
+    means = means_of(stream, rows)
+    for c, row in rows.items():
+        used = [Contribution(k, parts[k], row[k] * sizes[k]) for k in some if row.get(k)]
+        expected = naive(used)
+        assert (c in means) == bool(used)
+        assert {(g, n) for g, ts in means.get(c, {}).items() for n in ts} == expected.keys()
+        for (group, name), tensor in expected.items():
+            torch.testing.assert_close(means[c][group][name], tensor.float())
 
 
 def test_a_reduction_makes_the_mean() -> None:

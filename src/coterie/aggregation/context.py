@@ -13,6 +13,9 @@ from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
 from coterie.seeding import generator
 
+Rows = Mapping[str, Mapping[str, float]]
+"""The weights of clients in several means, by the name of each mean; see `ServerSide.rows`."""
+
 
 @dataclass
 class Memory:

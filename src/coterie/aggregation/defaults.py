@@ -35,7 +35,7 @@ def with_defaults(
     transforms = list(listed)
     if bounds != Bounds() or Bounds.name not in {transform.name for transform in listed}:
         transforms.append(bounds)
-    if spec.weights == "tokens" and schema.reduced("mean"):
+    if spec.weights == "tokens" and schema.averaged:
         transforms.append(TokenWeights())
     if spec.optimiser is not None:
         transforms.append(ServerOptimiser(optimiser=spec.optimiser))

@@ -6,10 +6,12 @@ client names. The required memory therefore need not grow with the number of cli
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from coterie.aggregation.context import Rows
 from coterie.aggregation.ends import ServerTransforms
 from coterie.aggregation.pipeline import Pipeline
 from coterie.aggregation.transform import Contribution, Transform
@@ -28,21 +30,60 @@ def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
     This is federated averaging (McMahan et al., arXiv 1602.05629). Sums are in float64, and the
     result is in float32.
     """
-    sums: dict[str, dict[str, Tensor]] = {}
-    weights: dict[tuple[str, str], float] = {}
+    mean = WeightedMean()
     for contribution in contributions:
-        for group, tensors in contribution.groups.items():
-            total = sums.setdefault(group, {})
+        mean.add(contribution.groups, contribution.weight)
+    return mean.result()
+
+
+class WeightedMean:
+    """The weighted mean of tensors that are added one client at a time; see `weighted_mean`."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, Tensor]] = {}
+        self.weights: dict[tuple[str, str], float] = {}
+
+    def add(self, groups: Groups, weight: float) -> None:
+        """Add a client's tensors, keyed by group and name, with the client's weight."""
+        for group, tensors in groups.items():
+            total = self.sums.setdefault(group, {})
             for name, tensor in tensors.items():
                 if name in total:
-                    total[name].add_(tensor, alpha=contribution.weight)
+                    total[name].add_(tensor, alpha=weight)
                 else:
-                    total[name] = tensor.to(torch.float64, copy=True).mul_(contribution.weight)
-                weights[group, name] = weights.get((group, name), 0.0) + contribution.weight
-    return {
-        group: {n: (t / weights[group, n]).to(torch.float32) for n, t in total.items()}
-        for group, total in sums.items()
-    }
+                    total[name] = tensor.to(torch.float64, copy=True).mul_(weight)
+                self.weights[group, name] = self.weights.get((group, name), 0.0) + weight
+
+    def result(self) -> Groups:
+        """Return the means of all tensors that were added, keyed by group and name."""
+        return {
+            group: {n: (t / self.weights[group, n]).to(torch.float32) for n, t in total.items()}
+            for group, total in self.sums.items()
+        }
+
+
+def means_of(contributions: Iterable[Contribution], rows: Rows) -> dict[str, Groups]:
+    """Compute the weighted mean `sum_k r_k w_k x_k / sum_k r_k w_k` for each row r.
+
+    Contributions are read only once. Rows with equal weights share one mean, so the memory grows
+    with the number of different rows.
+
+    Args:
+        contributions: The uploads, with the weight w_k of each client k.
+        rows: The weights r_k of the clients, by the name of each mean.
+
+    Returns:
+        The tensors of each mean, by the name of the mean. A mean without contributions is missing.
+    """
+    keys = {name: tuple(sorted((c, w) for c, w in r.items() if w)) for name, r in rows.items()}
+    means = {key: WeightedMean() for key in dict.fromkeys(keys.values())}
+    weights = {key: dict(key) for key in means}
+    for contribution in contributions:
+        for key, mean in means.items():
+            if weight := weights[key].get(contribution.client, 0.0) * contribution.weight:
+                mean.add(contribution.groups, weight)
+    results = {key: mean.result() for key, mean in means.items() if mean.sums}
+    return {name: results[key] for name, key in keys.items() if key in results}
 
 
 class Aggregation:
@@ -60,6 +101,7 @@ class Aggregation:
         self, schema: Schema, transforms: Sequence[Transform] = (), exchanges: int = 1
     ) -> None:
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
+        self._rows = schema.reduced("rows")
         self.pipeline = Pipeline(transforms, schema, exchanges)
         self.schema = self.pipeline.schema
         """The fields that may be sent: the method's encoded fields, and the transforms' fields."""
@@ -70,7 +112,7 @@ class Aggregation:
     def contribution(
         self, client: str, upload: Message, expected: Mapping[str, Shapes]
     ) -> Contribution:
-        """Validate an upload and return the client's contribution to the mean.
+        """Validate an upload and return the client's contribution to the means.
 
         Args:
             client: The client's name.
@@ -80,10 +122,11 @@ class Aggregation:
         Raises:
             MessageError: If the shapes differ from `expected`, or a transform rejects the upload.
         """
-        for group in sorted(self._means):
+        averaged = self._means | self._rows
+        for group in sorted(averaged):
             check_shapes(upload[group], expected.get(group, {}))
         weight = self.transforms.weight(client, upload)
-        return Contribution(client, upload.only(self._means).groups, weight)
+        return Contribution(client, upload.only(averaged).groups, weight)
 
     def each(self, upload: Message) -> Message:
         """Return the part of an upload that the method's server-side object receives.
@@ -104,8 +147,30 @@ class Aggregation:
 
         def counted() -> Iterable[Contribution]:
             for contribution in contributions:
-                for group, tensors in contribution.groups.items():
+                groups = _without(contribution.groups, self._rows - self._means)
+                for group, tensors in groups.items():
                     held[group].update(tensors.keys())
-                yield contribution
+                yield replace(contribution, groups=groups) if self._rows else contribution
 
         return Message(round, self._reduce(counted()), {HELD: held})
+
+    def with_rows(
+        self, mean: Message, contributions: Iterable[Contribution], rows: Rows
+    ) -> Message:
+        """Add to the mean of a round the further means that the method's server-side object chose.
+
+        Args:
+            mean: The result of `mean`.
+            contributions: The same contributions as for `mean`.
+            rows: The weights of the further means; see `ServerSide.rows`.
+
+        Returns:
+            The message, with the further means in its attribute `peers`.
+        """
+        means = self._means - self._rows
+        chosen = (replace(c, groups=_without(c.groups, means)) for c in contributions)
+        return replace(mean, peers=means_of(chosen, rows))
+
+
+def _without(groups: Groups, names: set[str]) -> Groups:
+    return {group: tensors for group, tensors in groups.items() if group not in names}

@@ -51,7 +51,7 @@ class Transform(BaseModel):
     """The transform's name in run files."""
     summary: ClassVar[str]
     """A description in one line."""
-    reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean"})
+    reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean", "rows"})
     """The reductions of the upload fields that the transform encodes; no fields are encoded if the
     set is empty."""
     private: ClassVar[bool] = False
@@ -74,9 +74,11 @@ class Transform(BaseModel):
 
         Returns:
             The names of the groups that contain float32 tensors and whose reduction is listed in
-            the attribute `reductions`.
+            the attribute `reductions`. A sealed transform covers no group of which several means
+            are computed, because the server can decode only one mean.
         """
-        fields = (f for f in schema.up if f.reduce in self.reductions)
+        kinds = self.reductions - {"rows"} if self.sealed else self.reductions
+        fields = (f for f in schema.up if f.reduce in kinds)
         return {f.name for f in fields if f.dtype == "float32"}
 
     def retyped(self, schema: Schema, dtype: str) -> Schema:

@@ -24,7 +24,7 @@ class TokenWeights(Transform):
     reductions: ClassVar[frozenset[Reduce]] = frozenset()
 
     def check(self, run: TransformFacts) -> None:
-        if not run.schema.reduced("mean"):
+        if not run.schema.averaged:
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, "
                 "whose server averages no uploads; remove it."

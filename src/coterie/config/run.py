@@ -202,7 +202,7 @@ class RunConfig(Sections[Method]):
         else:
             chosen = method
         run = {"method": chosen, "pooled": method == POOLED, "baselines": ()}
-        if not chosen.schema().reduced("mean"):
+        if not chosen.schema().averaged:
             none = {"optimiser": None, "transforms": ()}
             run["aggregation"] = self.aggregation.model_copy(update=none)
         return self.model_copy(update=run)

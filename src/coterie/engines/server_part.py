@@ -1,6 +1,6 @@
 """The server's part of a run, independent of the engine."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -132,16 +132,38 @@ class ServerPart:
             self.aggregation.transforms.restore(self.folder.load(TRANSFORMS))
 
 
+def aggregate(
+    server: ServerSide,
+    aggregation: Aggregation,
+    round: int,
+    contributions: Callable[[bool], Iterable[Contribution]],
+) -> Message:
+    """Return the aggregate of an exchange: the mean of the uploads, and the means of the rows.
+
+    Args:
+        server: The method's server-side object.
+        aggregation: The run's aggregation.
+        round: The number of the exchange.
+        contributions: Function that yields the clients' contributions. Its argument is passed to
+            `contribution` as `first`.
+    """
+    mean = aggregation.mean(round, contributions(True))
+    rows = server.rows()
+    return aggregation.with_rows(mean, contributions(False), rows) if rows else mean
+
+
 def contribution(
-    server: ServerSide, aggregation: Aggregation, name: str, upload: Message
+    server: ServerSide, aggregation: Aggregation, name: str, upload: Message, *, first: bool = True
 ) -> Contribution:
-    """Return the part of an upload that is averaged over clients; pass the rest to `server`.
+    """Return the part of an upload that is averaged over clients.
 
     Args:
         server: The method's server-side object.
         aggregation: The run's aggregation.
         name: The client that sent the upload.
         upload: The received upload, which has not been decoded yet.
+        first: Whether to pass the rest of the upload to `server`. True for the first of several
+            calls with the same upload.
 
     Raises:
         MessageError: If the upload is invalid.
@@ -149,7 +171,8 @@ def contribution(
     upload = decoded(server, aggregation, name, upload)
     upload = aggregation.transforms.bounded(name, upload, server.reference)
     result = aggregation.contribution(name, upload, server.expects(name))
-    server.receive(name, aggregation.each(upload))
+    if first:
+        server.receive(name, aggregation.each(upload))
     return result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.transform import TRAIN, Contribution
-from coterie.engines.server_part import contribution, decoded
+from coterie.engines.server_part import aggregate, contribution, decoded
 from coterie.errors import CoterieError, no_client_left
 from coterie.files import writing
 from coterie.messages import Message, MessageError
@@ -175,7 +175,7 @@ class Uploads:
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:
-            return self.aggregation.mean(round, self._contributions())
+            return aggregate(self.server, self.aggregation, round, self._contributions)
         for name in self.counted:
             try:
                 transforms.collect(name, self.message(name))
@@ -183,11 +183,12 @@ class Uploads:
                 self._refuse(name, error)
         return Message(round)
 
-    def _contributions(self) -> Iterator[Contribution]:
+    def _contributions(self, first: bool) -> Iterator[Contribution]:
         self.refused |= self.aggregation.transforms.refuse(self._measures)
         for name in self.counted:
             try:
-                result = contribution(self.server, self.aggregation, name, self.message(name))
+                message = self.message(name)
+                result = contribution(self.server, self.aggregation, name, message, first=first)
             except Exception as error:  # one invalid upload must not stop the round
                 self._refuse(name, error)
             else:

@@ -18,6 +18,7 @@ from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.messages.names import ROUTING
+from coterie.messages.schema import Reduce
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -57,6 +58,8 @@ class AdapterMethod(Method):
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
     """The roles of the shared parameters, unless `shared` is overridden."""
     learns_preferences: ClassVar[bool] = True
+    reduce: ClassVar[Reduce] = "mean"
+    """How uploads of shared parameters are averaged; see `coterie.Field`."""
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
 
@@ -168,7 +171,7 @@ class AdapterMethod(Method):
         if not self.shared_roles:
             return Schema()
         description = "; ".join(DESCRIPTIONS[role] for role in self.shared_roles)
-        adapter = MessageField("adapter", description, reduce="mean")
+        adapter = MessageField("adapter", description, reduce=self.reduce)
         shapes = MessageField("shapes", "names and shapes of the tensors to share", "json")
         schema = Schema(hello=(shapes,), up=(adapter,), down=(adapter,))
         return with_residuals(schema) if self.averages_exactly else schema
@@ -376,7 +379,7 @@ class AdapterServer(ServerSide, Generic[M]):
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
         held, parameters, sends = self.held[client], self.parameters, self.method.sends
         shapes = {n: s for n, s in held.items() if sends(parameters[n], self.exchange)}
-        return dict.fromkeys(self.method.schema().reduced("mean"), shapes)
+        return dict.fromkeys(self.method.schema().averaged, shapes)
 
     def replaces(self) -> dict[str, Tensors]:
         return {"adapter": self.shared}

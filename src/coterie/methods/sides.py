@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from coterie.adapters import Parameter
+from coterie.aggregation.context import Rows
 from coterie.messages import Groups, Message, Shapes, State
 from coterie.training.context import ClientId
 
@@ -229,11 +230,26 @@ class ServerSide:
             MessageError: The upload is refused.
         """
 
+    def rows(self) -> Rows:
+        """Return the weights of the means of the fields whose reduction in the schema is `rows`.
+
+        The engine calls this method after it has called `receive` with all uploads of an exchange.
+
+        Returns:
+            For the name of each mean, usually that of the client that will receive it, the weights
+            of the clients' uploads. A weight is multiplied by the client's weight in the run's
+            aggregation (for example, its number of tokens), and the weights of a mean need not sum
+            to 1. Clients whose uploads are excluded have no part in any mean.
+        """
+        return {}
+
     def end_round(self, mean: Message, held: Holders) -> None:
         """End the exchange that `start_round` began. Later downloads belong to the next exchange.
 
         Args:
-            mean: The aggregates of the fields whose reduction in the schema is `mean`.
+            mean: The aggregates of the fields whose reduction in the schema is `mean`. The means of
+                `rows` are in `mean.peers`, by their names; a mean is missing if all of its weights
+                are 0, or belong to clients without an upload.
             held: For each tensor of `mean`, the number of clients whose uploads contained the
                 tensor. The keys are the same groups and names as in `mean`.
         """

@@ -11,8 +11,9 @@ can call these functions, or the methods of `run.clients[name]` and `run.server`
 examples/fedavg_loop.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from coterie.aggregation.transform import Contribution
 from coterie.config.run import RunConfig
 from coterie.engines import server_part as part
 from coterie.engines.local import LocalRun, local_run
@@ -109,11 +110,13 @@ def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
         round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
         uploads: A mapping from the clients' names to the uploads to aggregate.
     """
-    counted = (
-        part.contribution(local.server, local.aggregation, name, uploads[name])
-        for name in sorted(uploads)
-    )
-    local.close(local.aggregation.mean(round, counted), uploads)
+
+    def contributions(first: bool) -> Iterator[Contribution]:
+        for name in sorted(uploads):
+            message = uploads[name]
+            yield part.contribution(local.server, local.aggregation, name, message, first=first)
+
+    local.close(part.aggregate(local.server, local.aggregation, round, contributions), uploads)
 
 
 def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:

@@ -1,0 +1,88 @@
+"""Means of each client's own: their server, and federated averaging within named groups."""
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from typing_extensions import TypeVar
+
+from coterie.aggregation.context import Rows
+from coterie.errors import CoterieError
+from coterie.messages import Message, State, Tensors
+from coterie.messages.schema import Reduce
+from coterie.methods.adapter import AdapterMethod, AdapterServer
+from coterie.methods.contract import ClientId, RunFacts, ServerContext
+from coterie.methods.settings import Attention, Lora, SharedSets
+from coterie.methods.sides import Holders
+
+M = TypeVar("M", bound=AdapterMethod, default=AdapterMethod, covariant=True)
+
+
+class PersonalServer(AdapterServer[M]):
+    """A server that sends each client a weighted mean of its own.
+
+    The method's `reduce` must be "rows". Subclasses override `rows`, whose means are named after
+    the clients that receive them. A client without a mean receives the initial values.
+    """
+
+    def __init__(self, method: M, context: ServerContext) -> None:
+        super().__init__(method, context)
+        self.means: dict[ClientId, Tensors] = {}
+        """The latest mean of each client."""
+
+    def download(self, client: ClientId) -> Message:
+        message = super().download(client)
+        own = {**message["adapter"], **self.means.get(client, {})}
+        return replace(message, groups={**message.groups, "adapter": own})
+
+    def replaces(self) -> dict[str, Tensors]:
+        return {}
+
+    def end_round(self, mean: Message, held: Holders) -> None:
+        self.means.update({client: groups["adapter"] for client, groups in mean.peers.items()})
+        super().end_round(mean, held)
+
+    def state(self) -> State:
+        parts = {client: State({"adapter": tensors}) for client, tensors in self.means.items()}
+        return replace(super().state(), parts=parts)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.means = {client: part["adapter"] for client, part in state.parts.items()}
+
+
+class Grouped(AdapterMethod):
+    """Federated averaging within groups of clients that the run file names."""
+
+    name: ClassVar[str] = "grouped"
+    summary: ClassVar[str] = "all trained parameters averaged within groups that you name"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    reduce: ClassVar[Reduce] = "rows"
+
+    mlp: SharedSets | None = SharedSets()
+    attention: Attention | None = Attention()
+    lora: Lora = Lora()
+    groups: dict[ClientId, str] = Field(default={})
+    """group of each client; clients of one group share a model"""
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if missing := [name for name in run.clients if name not in self.groups]:
+            raise CoterieError(
+                f"The method {self.name!r} needs the group of every client; add "
+                f"{', '.join(missing)} to its setting `groups`."
+            )
+
+    def server(self, context: ServerContext) -> "GroupedServer":
+        return GroupedServer(self, context)
+
+
+class GroupedServer(PersonalServer[Grouped]):
+    """A server that averages the uploads of each group."""
+
+    def rows(self) -> Rows:
+        group = {client: self.method.groups[client] for client in self.held}
+        return {
+            client: dict.fromkeys((c for c in group if group[c] == group[client]), 1.0)
+            for client in group
+        }

@@ -1,0 +1,55 @@
+"""Means of each client's own: their weights, their place in downloads, and what survives."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie import CoterieError
+from coterie.testing.rounds import down, joined, one_round
+
+GROUPS = {"diarist": "prose", "poet": "verse", "whaler": "prose"}
+
+
+def run_of(config, **changes: Any) -> coterie.RunConfig:
+    return config(method={"name": "grouped", "groups": GROUPS}, rounds=2, **changes)
+
+
+@pytest.mark.parametrize("weights", ["uniform", "tokens"])
+def test_each_client_receives_the_mean_of_its_group(weights, config) -> None:
+    local: Any = joined(run_of(config, aggregation={"weights": weights}))
+    start = down(local, "poet")["adapter"]
+    uploads = one_round(local, 0)
+    sizes = {c: len(client.context.data.train.ids) for c, client in local.clients.items()}
+    for name in GROUPS:
+        group = [c for c in GROUPS if GROUPS[c] == GROUPS[name]]
+        shares = {c: sizes[c] if weights == "tokens" else 1 for c in group}
+        mean = down(local, name)["adapter"]
+        assert mean.keys() == start.keys()
+        for tensor in mean:
+            terms = [shares[c] * uploads[c]["adapter"][tensor].double() for c in group]
+            expected = torch.stack(terms).sum(0) / sum(shares.values())
+            assert torch.allclose(mean[tensor].double(), expected, atol=1e-7)
+
+
+def test_a_client_that_is_away_keeps_the_mean_of_its_group(config) -> None:
+    local: Any = joined(run_of(config))
+    one_round(local, 0)
+    before = {name: down(local, name)["adapter"] for name in GROUPS}
+    uploads = one_round(local, 1, ["diarist", "whaler"])
+    poet = down(local, "poet")["adapter"]
+    assert all(torch.equal(poet[n], before["poet"][n]) for n in poet)
+    local.server.leave("diarist")
+    whaler = down(local, "whaler")["adapter"]
+    both = [u["adapter"] for u in uploads.values()]
+    for name, tensor in whaler.items():
+        mean = torch.stack([b[name].double() for b in both]).mean(0)
+        assert torch.allclose(tensor.double(), mean, atol=1e-7)
+    assert "diarist" not in local.server.state().parts
+
+
+def test_every_client_needs_a_group(config) -> None:
+    run = config(method={"name": "grouped", "groups": {"poet": "verse"}})
+    with pytest.raises(CoterieError, match=r"add diarist, whaler to its setting `groups`"):
+        joined(run)
