@@ -46,7 +46,7 @@ def test_a_client_that_is_away_keeps_the_mean_of_its_group(config) -> None:
     for name, tensor in whaler.items():
         mean = torch.stack([b[name].double() for b in both]).mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-7)
-    assert "diarist" not in local.server.state().parts
+    assert "diarist" not in local.server.state().values["means"]
 
 
 def test_every_client_needs_a_group(config) -> None:

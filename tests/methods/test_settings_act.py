@@ -89,6 +89,7 @@ ROWS: dict[str, Row] = {
     "validation_batches": to(1),
     "public_batches": to(1),
     "mixtures": to(HALVES),
+    "groups": to({"diarist": "a", "poet": "a", "whaler": "b"}),
     "local_steps": to(1),
     "private": to("trained"),
     "sync_every": to(1),
@@ -195,7 +196,8 @@ def always(kind: type[Method]) -> Given:
     given: dict[str, Any] = {}
     for late in (PHASES, EXCHANGES):
         given |= late if late.keys() <= paths else {}
-    return given | ({"mixtures": THIRDS} if "mixtures" in paths else {})
+    given |= {"mixtures": THIRDS} if "mixtures" in paths else {}
+    return given | ({"groups": dict.fromkeys(THIRDS, "a")} if "groups" in paths else {})
 
 
 def nested(settings: Given) -> dict[str, Any]:

@@ -39,16 +39,22 @@ class PersonalServer(AdapterServer[M]):
         return {}
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        self.means.update({client: groups["adapter"] for client, groups in mean.peers.items()})
+        self.means |= {client: groups["adapter"] for client, groups in mean.peers.items()}
         super().end_round(mean, held)
 
     def state(self) -> State:
-        parts = {client: State({"adapter": tensors}) for client, tensors in self.means.items()}
-        return replace(super().state(), parts=parts)
+        # Clients with equal rows have the same mean, which is stored once.
+        means = {id(self.means[client]): self.means[client] for client in sorted(self.means)}
+        numbers = {key: number for number, key in enumerate(means)}
+        state = super().state()
+        groups = {f"mean-{numbers[key]}": tensors for key, tensors in means.items()}
+        values = {"means": {client: numbers[id(mean)] for client, mean in self.means.items()}}
+        return replace(state, groups={**state.groups, **groups}, values={**state.values, **values})
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self.means = {client: part["adapter"] for client, part in state.parts.items()}
+        groups = {number: state[f"mean-{number}"] for number in {*state.values["means"].values()}}
+        self.means = {client: groups[number] for client, number in state.values["means"].items()}
 
 
 class Grouped(AdapterMethod):
