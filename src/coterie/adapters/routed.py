@@ -158,7 +158,8 @@ class Routed(Router):
         """
         if not drops(self.dropout):
             return tokens @ A.t()
-        lows = [dropout(tokens, self.dropout) @ one.t() for one in A.chunk(len(self.roles))]
+        experts = A.chunk(len(self.roles))
+        lows = [dropout(tokens, self.dropout) @ expert.t() for expert in experts]
         return torch.cat(lows, dim=1)
 
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:

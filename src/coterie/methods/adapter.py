@@ -18,7 +18,6 @@ from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.messages.names import ROUTING
-from coterie.messages.schema import Reduce
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -58,8 +57,6 @@ class AdapterMethod(Method):
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
     """The roles of the shared parameters, unless `shared` is overridden."""
     learns_preferences: ClassVar[bool] = True
-    reduce: ClassVar[Reduce] = "mean"
-    """How uploads of shared parameters are averaged; see `coterie.Field`."""
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
 
@@ -171,7 +168,7 @@ class AdapterMethod(Method):
         if not self.shared_roles:
             return Schema()
         description = "; ".join(DESCRIPTIONS[role] for role in self.shared_roles)
-        adapter = MessageField("adapter", description, reduce=self.reduce)
+        adapter = MessageField("adapter", description, reduce="mean")
         shapes = MessageField("shapes", "names and shapes of the tensors to share", "json")
         schema = Schema(hello=(shapes,), up=(adapter,), down=(adapter,))
         return with_residuals(schema) if self.averages_exactly else schema

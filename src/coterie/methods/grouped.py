@@ -8,21 +8,29 @@ from typing_extensions import TypeVar
 
 from coterie.aggregation.context import Rows
 from coterie.errors import CoterieError
-from coterie.messages import Message, State, Tensors
-from coterie.messages.schema import Reduce
+from coterie.messages import Message, Schema, State, Tensors
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.methods.sides import Holders
 
-M = TypeVar("M", bound=AdapterMethod, default=AdapterMethod, covariant=True)
+
+class PersonalMethod(AdapterMethod):
+    """A method whose server sends each client a weighted mean of its own; see `PersonalServer`."""
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        averaged = super().schema()
+        return replace(averaged, up=tuple(replace(f, reduce="rows") for f in averaged.up))
+
+
+M = TypeVar("M", bound=PersonalMethod, default=PersonalMethod, covariant=True)
 
 
 class PersonalServer(AdapterServer[M]):
-    """A server that sends each client a weighted mean of its own.
+    """The server of a `PersonalMethod`.
 
-    The method's `reduce` must be "rows". Subclasses override `rows`, whose means are named after
-    the clients that receive them. A client without a mean receives the initial values.
+    Subclasses override `rows`, whose means are named after the clients that receive them. A client
+    without a mean receives the initial values.
     """
 
     def __init__(self, method: M, context: ServerContext) -> None:
@@ -57,13 +65,12 @@ class PersonalServer(AdapterServer[M]):
         self.means = {client: groups[number] for client, number in state.values["means"].items()}
 
 
-class Grouped(AdapterMethod):
+class Grouped(PersonalMethod):
     """Federated averaging within groups of clients that the run file names."""
 
     name: ClassVar[str] = "grouped"
     summary: ClassVar[str] = "all trained parameters averaged within groups that you name"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    reduce: ClassVar[Reduce] = "rows"
 
     mlp: SharedSets | None = SharedSets()
     attention: Attention | None = Attention()
