@@ -32,7 +32,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
     first, *_, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert first == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
     part = indent(part, "    ").replace("\n\n\n", "\n\n")  # two methods of a class
-    assert part in (ROOT / "examples" / "rolora.py").read_text(encoding="utf-8")
+    assert part in (ROOT / "src/coterie/methods/factors.py").read_text(encoding="utf-8")
 
 
 def test_the_example_of_freezing_runs(config) -> None:

@@ -1,4 +1,4 @@
-"""The methods in examples/, each a file outside the package, keep the contract."""
+"""The methods in examples/ keep the contract; SCAFFOLD and RoLoRA against their algorithms."""
 
 import runpy
 from pathlib import Path
@@ -25,7 +25,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 fedavg = runpy.run_path(str(EXAMPLES / "fedavg_loop.py"))["fedavg"]
 [FedSALora] = load_plugin(EXAMPLES / "fedsa_lora.py")
 [Scaffold] = load_plugin(EXAMPLES / "scaffold.py")
-[RoLoRA] = load_plugin(EXAMPLES / "rolora.py")
 SGD = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd", "learning_rate": 0.5}
 
 
@@ -39,13 +38,9 @@ class TestScaffold(MethodContract):
     changes: ClassVar[dict[str, Any]] = {"training": SGD}
 
 
-class TestRoLoRA(MethodContract):
-    method = RoLoRA()
-
-
 def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
     """Each round against gradient descent on one factor, and the mean of its values."""
-    sides: Any = joined(config(method=RoLoRA(), training=SGD))
+    sides: Any = joined(config(method="rolora", training=SGD))
     names = sorted(sides.clients)
     x, turn = {n: t.clone() for n, t in sides.server.shared.items()}, set()
     for round, factor in enumerate("BAB"):
@@ -62,7 +57,7 @@ def test_rolora_trains_and_averages_one_factor_in_turn(config) -> None:
 
 
 def test_a_level_goes_on_in_its_next_exchange_with_the_epoch_it_is_in(config, monkeypatch) -> None:
-    run = joined(config(method=RoLoRA(), training={**SGD, "sampling": "epochs"}))
+    run = joined(config(method="rolora", training={**SGD, "sampling": "epochs"}))
     drawn: dict[str, list[int]] = {"B": [], "A": []}
     original = local.epoch_batch
 
@@ -77,7 +72,7 @@ def test_a_level_goes_on_in_its_next_exchange_with_the_epoch_it_is_in(config, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "lines"), [("fedsa_lora", 30), ("rolora", 30), ("fedavg_loop", 50), ("scaffold", 80)]
+    ("name", "lines"), [("fedsa_lora", 30), ("fedavg_loop", 50), ("scaffold", 80)]
 )
 def test_an_example_is_short(name, lines) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= lines

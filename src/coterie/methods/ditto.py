@@ -6,24 +6,22 @@ term `lambda / 2 ||v - w||^2` (algorithm 1), with the w that the client received
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coterie.adapters import Role
-from coterie.bases.sites import QUERY_VALUE
 from coterie.messages import State
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext
-from coterie.methods.settings import Attention, Lora
 from coterie.methods.tensors import copied, copy
 from coterie.training.local import LocalTraining
 
 
-class Ditto(AdapterMethod):
+class Ditto(FedIT):
     """Ditto: personal LoRA pairs, drawn towards the averaged LoRA pairs.
 
     Clients train as many steps on the personal as on the averaged pairs, so a round takes twice the
@@ -33,10 +31,8 @@ class Ditto(AdapterMethod):
     name: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "arXiv 2012.04221"
     summary: ClassVar[str] = "LoRA pairs averaged; personal pairs stay near the average"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
-    attention: Attention = Attention(targets=QUERY_VALUE)
-    lora: Lora = Lora(scale="rank")
     proximity: float = Field(default=1.0, ge=0)
     """weight of the term that draws the personal pairs towards the averaged pairs (lambda)"""
 

@@ -9,30 +9,23 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from coterie.adapters import Adapter, Parameter, Role, Trainable
-from coterie.bases.sites import QUERY_VALUE
-from coterie.methods.adapter import AdapterClient, AdapterMethod
+from coterie.adapters import Adapter, Parameter, Trainable
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientId
-from coterie.methods.settings import Attention, Lora
 from coterie.training.schedule import Level, learning_rate
 
 Factor = Literal["A", "B"]
 
 
-class SharedFactor(AdapterMethod):
+class SharedFactor(FedIT):
     """LoRA on query and value projections, of which one factor is averaged over the clients.
 
     A client's model consists of the averaged factor and of the factor that stays on the client.
     """
 
-    paper: ClassVar[str] = "arXiv 2410.01463"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
     factor: ClassVar[Factor]
     """The factor that is averaged."""
-
-    attention: Attention = Attention(targets=QUERY_VALUE)
-    lora: Lora = Lora(scale="rank")
 
     def shared(self, parameter: Parameter) -> bool:
         return parameter.factor == self.factor
@@ -46,6 +39,7 @@ class FedSA(SharedFactor):
     """FedSA-LoRA: A is averaged, and B stays on the client."""
 
     name: ClassVar[str] = "fedsa"
+    paper: ClassVar[str] = "arXiv 2410.01463"
     summary: ClassVar[str] = "A of each LoRA pair averaged; B stays on the client"
     factor: ClassVar[Factor] = "A"
 
@@ -63,7 +57,7 @@ class FedALora(SharedFactor):
     factor: ClassVar[Factor] = "B"
 
 
-class RoLora(AdapterMethod):
+class RoLora(FedIT):
     """RoLoRA: clients train and average B and A in turn, beginning with B.
 
     The factor that is not trained is equal on all clients, so the mean of the trained factor is the
@@ -73,25 +67,13 @@ class RoLora(AdapterMethod):
     name: ClassVar[str] = "rolora"
     paper: ClassVar[str] = "arXiv 2502.01755"
     summary: ClassVar[str] = "B and A of LoRA pairs are trained and averaged in turn"
-    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
-
-    attention: Attention = Attention(targets=QUERY_VALUE)
-    lora: Lora = Lora(scale="rank")
 
     def sends(self, parameter: Parameter, exchange: int) -> bool:
-        return parameter.factor == "BA"[exchange % 2]
+        return self.shared(parameter) and parameter.factor == "BA"[exchange % 2]
 
     def levels(self, client: AdapterClient) -> list[Level]:
         rate = learning_rate(client.context.training, client.context.rounds)
-
-        def level(factor: str, turn: int) -> Level:
-            return Level(
-                factor,
-                lambda parameter: parameter.factor == factor,
-                "train",
-                rate,
-                exchanges=lambda exchange: exchange % 2 == turn,
-            )
-
-        return [level(factor, turn) for turn, factor in enumerate("BA")]
+        return [
+            Level("B", lambda p: p.factor == "B", "train", rate, exchanges=lambda e: e % 2 == 0),
+            Level("A", lambda p: p.factor == "A", "train", rate, exchanges=lambda e: e % 2 == 1),
+        ]
