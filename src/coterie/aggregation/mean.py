@@ -157,15 +157,15 @@ class Aggregation:
     def with_rows(
         self, mean: Message, contributions: Iterable[Contribution], rows: Rows
     ) -> Message:
-        """Add to the mean of a round the further means that the method's server-side object chose.
+        """Add the means that `ServerSide.rows` requests to the mean of a round.
 
         Args:
             mean: The result of `mean`.
             contributions: The same contributions as for `mean`.
-            rows: The weights of the further means; see `ServerSide.rows`.
+            rows: The clients' weights in each of these means.
 
         Returns:
-            The message, with the further means in its attribute `peers`.
+            The message, with these means in its attribute `peers`.
         """
         means = self._means - self._rows
         chosen = (replace(c, groups=_without(c.groups, means)) for c in contributions)

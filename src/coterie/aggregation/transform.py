@@ -74,8 +74,8 @@ class Transform(BaseModel):
 
         Returns:
             The names of the groups that contain float32 tensors and whose reduction is listed in
-            the attribute `reductions`. A sealed transform covers no group of which several means
-            are computed, because the server can decode only one mean.
+            the attribute `reductions`. A sealed transform excludes groups whose reduction is
+            `rows`, because the server can decode only one mean.
         """
         kinds = self.reductions - {"rows"} if self.sealed else self.reductions
         fields = (f for f in schema.up if f.reduce in kinds)

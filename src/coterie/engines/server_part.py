@@ -138,14 +138,14 @@ def aggregate(
     round: int,
     contributions: Callable[[bool], Iterable[Contribution]],
 ) -> Message:
-    """Return the aggregate of an exchange: the mean of the uploads, and the means of the rows.
+    """Return the aggregate of an exchange: the mean, and the means that `rows` requests.
 
     Args:
         server: The method's server-side object.
         aggregation: The run's aggregation.
         round: The number of the exchange.
-        contributions: Function that yields the clients' contributions. Its argument is passed to
-            `contribution` as `first`.
+        contributions: Function that yields the clients' contributions. It is called once for each
+            pass over the uploads, and passes its argument to `contribution` as `first`.
     """
     mean = aggregation.mean(round, contributions(True))
     rows = server.rows()
@@ -162,8 +162,8 @@ def contribution(
         aggregation: The run's aggregation.
         name: The client that sent the upload.
         upload: The received upload, which has not been decoded yet.
-        first: Whether to pass the rest of the upload to `server`. True for the first of several
-            calls with the same upload.
+        first: Whether to call `server.receive` with the groups whose reduction is `each`. True
+            only for the first call with an upload.
 
     Raises:
         MessageError: If the upload is invalid.

@@ -71,7 +71,7 @@ def _owner(source: Source) -> str:
 
 
 def _clients(source: Source) -> Collection[str]:
-    """Return the names of the clients on whose texts the model was trained."""
+    """Return the names of the clients of the run, or of the clients whose texts were pooled."""
     result = source.folder.result or {}
     scored = result.get(source.config.method.reports, {})
     return scored if source.config.pooled else source.folder.description["clients"]

@@ -154,7 +154,7 @@ def _write(source: Source, folder: Path) -> None:
     with torch.device("meta"):
         exported = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if config.model_type == "qwen2_moe" and base.config.model_type != "qwen2":
-        # vLLM reads biases of the attention even if config.json says that there are none.
+        # vLLM reads attention biases even if config.json disables them.
         state |= {
             name: torch.zeros(bias.shape)
             for name, bias in exported.state_dict().items()

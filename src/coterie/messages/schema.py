@@ -29,10 +29,10 @@ class Field:
             mapping from tensor names to dtypes permits only the tensors that it lists. `"json"`
             permits a value made of numbers, text, lists and mappings, instead of tensors.
         reduce: Used only for uploads. With `"mean"`, the server's method object receives the mean
-            over clients. With `"rows"`, it receives means of its own choice, such as one for each
-            client; see `ServerSide.rows`. With `"each"`, it receives every client's upload. If the
-            server needs a group in several forms, the schema contains one field of this name for
-            each form.
+            over clients. With `"rows"`, it receives several means whose weights it chooses, such as
+            one mean for each client; see `ServerSide.rows`. With `"each"`, it receives every
+            client's upload. If the server needs a group in several forms, the schema contains one
+            field of this name for each form.
         peers: Used only for downloads. If true, the field contains groups that other clients
             uploaded, and is sent in `Message.peers`.
     """
@@ -72,15 +72,15 @@ class Schema:
         """Return the names of the upload fields that have a given reduction.
 
         Args:
-            reduce: `"mean"` for fields that are averaged over clients, `"rows"` for fields of which
-                the server's method object receives several means, `"each"` for fields that it
-                receives from every client.
+            reduce: `"mean"` for fields that are averaged over clients, `"rows"` for fields that are
+                averaged with several sets of weights, `"each"` for fields that the server's method
+                object receives from each client separately.
         """
         return {field.name for field in self.up if field.reduce == reduce}
 
     @property
     def averaged(self) -> set[str]:
-        """The names of the upload fields of which the server's method object receives means."""
+        """The names of the upload fields whose reduction is `mean` or `rows`."""
         return self.reduced("mean") | self.reduced("rows")
 
     def check(self, way: Way, message: Message) -> None:

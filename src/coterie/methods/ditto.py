@@ -2,7 +2,8 @@
 
 In each round, a client trains a copy of the averaged adapter w, which is sent and averaged as in
 FedAvg, and its personal adapter v, which never leaves the client. The loss of v has the additional
-term `lambda / 2 ||v - w||^2` (algorithm 1), with the w that the client received in this round.
+term `lambda / 2 ||v - w||^2` (algorithm 1), where w is the averaged adapter that the client has
+received in this round.
 """
 
 from dataclasses import replace
@@ -22,10 +23,10 @@ from coterie.training.local import LocalTraining
 
 
 class Ditto(FedIT):
-    """Ditto: personal LoRA pairs, drawn towards the averaged LoRA pairs.
+    """Ditto: personal LoRA pairs that stay near the averaged LoRA pairs.
 
-    Clients train as many steps on the personal as on the averaged pairs, so a round takes twice the
-    time of FedAvg.
+    Clients train the personal pairs for as many steps as the averaged pairs, so a round takes about
+    twice as long as in FedAvg.
     """
 
     name: ClassVar[str] = "ditto"
@@ -34,7 +35,7 @@ class Ditto(FedIT):
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
     proximity: float = Field(default=1.0, ge=0)
-    """weight of the term that draws the personal pairs towards the averaged pairs (lambda)"""
+    """weight of the term that keeps the personal pairs near the averaged pairs (lambda)"""
 
     def client(self, context: ClientContext) -> "DittoClient":
         return DittoClient(self, context)

@@ -1,8 +1,8 @@
 """Methods that share or train one factor of each LoRA pair: FedSA-LoRA, Fed-ALoRA and RoLoRA.
 
-FedSA-LoRA averages A over clients and leaves B on the client; Fed-ALoRA does the opposite. RoLoRA
-averages both, and trains only one of them in each exchange. All pairs start with B = 0 and with an
-A that is the same for all clients.
+FedSA-LoRA averages A over clients and keeps B on the client; Fed-ALoRA averages B and keeps A.
+RoLoRA averages both factors, but trains and sends only one of them in each exchange. All clients
+start with B = 0 and with the same values of A.
 """
 
 from typing import ClassVar, Literal
@@ -31,7 +31,7 @@ class SharedFactor(FedIT):
         return parameter.factor == self.factor
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
-        # A private A also starts with equal values, or the average of B would mean nothing.
+        # If clients had different initial values of A, averages of B would be meaningless.
         return Adapter(base, self.layout(client), seed, client, lambda parameter: True)
 
 

@@ -1,4 +1,4 @@
-"""Means of each client's own: their server, and federated averaging within named groups."""
+"""Methods whose server computes a mean for each client, such as averaging within groups."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -16,7 +16,7 @@ from coterie.methods.sides import Holders
 
 
 class PersonalMethod(AdapterMethod):
-    """A method whose server sends each client a weighted mean of its own; see `PersonalServer`."""
+    """A method whose server sends each client its own weighted mean; see `PersonalServer`."""
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         averaged = super().schema()
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=PersonalMethod, default=PersonalMethod, covariant=True)
 class PersonalServer(AdapterServer[M]):
     """The server of a `PersonalMethod`.
 
-    Subclasses override `rows`, whose means are named after the clients that receive them. A client
+    Subclasses override `rows`, and name each mean after the client that receives it. A client
     without a mean receives the initial values.
     """
 
@@ -76,7 +76,7 @@ class Grouped(PersonalMethod):
     attention: Attention | None = Attention()
     lora: Lora = Lora()
     groups: dict[ClientId, str] = Field(default={})
-    """group of each client; clients of one group share a model"""
+    """group of each client; clients in the same group share a model"""
 
     def check(self, run: RunFacts) -> None:
         super().check(run)

@@ -231,15 +231,15 @@ class ServerSide:
         """
 
     def rows(self) -> Rows:
-        """Return the weights of the means of the fields whose reduction in the schema is `rows`.
+        """Return the clients' weights in each mean of the fields whose reduction is `rows`.
 
         The engine calls this method after it has called `receive` with all uploads of an exchange.
 
         Returns:
-            For the name of each mean, usually that of the client that will receive it, the weights
-            of the clients' uploads. A weight is multiplied by the client's weight in the run's
-            aggregation (for example, its number of tokens), and the weights of a mean need not sum
-            to 1. Clients whose uploads are excluded have no part in any mean.
+            A mapping from the name of each mean, usually the client that receives the mean, to the
+            weights of the clients' uploads. Each weight is multiplied by the client's weight in the
+            run's aggregation, such as its number of tokens. The weights of a mean need not sum to
+            1. Excluded uploads contribute to no mean.
         """
         return {}
 
@@ -247,9 +247,9 @@ class ServerSide:
         """End the exchange that `start_round` began. Later downloads belong to the next exchange.
 
         Args:
-            mean: The aggregates of the fields whose reduction in the schema is `mean`. The means of
-                `rows` are in `mean.peers`, by their names; a mean is missing if all of its weights
-                are 0, or belong to clients without an upload.
+            mean: The aggregates of the fields whose reduction in the schema is `mean`. The
+                attribute `peers` contains the means that `rows` requested, by name. A mean is
+                missing if no client with a weight above 0 has sent an upload.
             held: For each tensor of `mean`, the number of clients whose uploads contained the
                 tensor. The keys are the same groups and names as in `mean`.
         """

@@ -239,9 +239,10 @@ class Connection:
     def _beat(self, http: httpx.Client, context: ssl.SSLContext) -> None:
         """Tell the server regularly that this client is running, until `http` is closed.
 
-        This method runs in a separate thread, which has connections of its own. If a thread closes
-        a connection that another thread uses, the other thread can read from, write to or close
-        the next file or socket that gets the same file descriptor.
+        This method runs in a separate thread with its own connections. Threads must not share
+        connections: if one thread closes a connection while another uses it, the operating system
+        may reuse the file descriptor. The second thread may then read from, write to or close an
+        unrelated file or socket.
         """
         with self._open(context) as own:
             while not self.stopped.wait(HEARTBEAT_SECONDS) and self.http is http:

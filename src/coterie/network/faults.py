@@ -1,4 +1,4 @@
-"""Why a client cannot reach the server, in words."""
+"""Describes why a client cannot reach the server."""
 
 import httpx
 
@@ -47,7 +47,7 @@ def reason_of(server: str, error: Exception, was_connected: bool = False) -> str
     if is_refusal(error) and not was_connected:
         return (
             f"{server} closed the connection; if this repeats, the server has removed or renewed "
-            "this key, and a new key file is needed"
+            "this key; ask for a new key file"
         )
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return f"{server} {_certificate_fault(text)}"
