@@ -15,16 +15,19 @@ from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientId
 from coterie.training.schedule import Level, learning_rate
 
-Factor = Literal["A", "B"]
 
+class FedSA(FedIT):
+    """FedSA-LoRA: A is averaged, and B stays on the client.
 
-class SharedFactor(FedIT):
-    """LoRA on query and value projections, of which one factor is averaged over the clients.
-
-    A client's model consists of the averaged factor and of the factor that stays on the client.
+    A client's model consists of the averaged factor and of its own factor. The preset `fed-alora`
+    (Fed-ALoRA) averages B instead. Its clients keep their A between rounds, as in the paper; in the
+    code that the authors released, each round starts from the initial A.
     """
 
-    factor: ClassVar[Factor]
+    name: ClassVar[str] = "fedsa"
+    paper: ClassVar[str] = "arXiv 2410.01463"
+    summary: ClassVar[str] = "A of each LoRA pair averaged; B stays on the client"
+    factor: ClassVar[Literal["A", "B"]] = "A"
     """The factor that is averaged."""
 
     def shared(self, parameter: Parameter) -> bool:
@@ -33,28 +36,6 @@ class SharedFactor(FedIT):
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> Trainable:
         # If clients had different initial values of A, averages of B would be meaningless.
         return Adapter(base, self.layout(client), seed, client, lambda parameter: True)
-
-
-class FedSA(SharedFactor):
-    """FedSA-LoRA: A is averaged, and B stays on the client."""
-
-    name: ClassVar[str] = "fedsa"
-    paper: ClassVar[str] = "arXiv 2410.01463"
-    summary: ClassVar[str] = "A of each LoRA pair averaged; B stays on the client"
-    factor: ClassVar[Factor] = "A"
-
-
-class FedALora(SharedFactor):
-    """Fed-ALoRA: B is averaged, and A stays on the client.
-
-    Between rounds, clients keep their A, as in the paper. In the code that the authors released,
-    each round starts from the initial A.
-    """
-
-    name: ClassVar[str] = "fed-alora"
-    paper: ClassVar[str] = "arXiv 2509.25414"
-    summary: ClassVar[str] = "B of each LoRA pair averaged; A stays on the client"
-    factor: ClassVar[Factor] = "B"
 
 
 class RoLora(FedIT):
@@ -77,3 +58,12 @@ class RoLora(FedIT):
             Level("B", lambda p: p.factor == "B", "train", rate, exchanges=lambda e: e % 2 == 0),
             Level("A", lambda p: p.factor == "A", "train", rate, exchanges=lambda e: e % 2 == 1),
         ]
+
+
+PRESETS = {
+    "fed-alora": {
+        "paper": "arXiv 2509.25414",
+        "summary": "B of each LoRA pair averaged; A stays on the client",
+        "factor": "B",
+    }
+}
