@@ -86,7 +86,7 @@ def test_the_server_s_own_model_is_exported(teachers, in_this_process, tmp_path)
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    """The files with tensors in a folder."""
+    """Return the content of each file with tensors in a folder."""
     return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
 
 

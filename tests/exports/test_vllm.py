@@ -43,7 +43,7 @@ print("ANSWERS", json.dumps(answers))
 
 
 def answers_of(folder: Path) -> list[dict[str, Any]]:
-    """What vLLM generates after PROMPTS, greedily."""
+    """Return the greedy answers of vLLM to PROMPTS, with log-probabilities."""
     command = [os.environ["VLLM_PYTHON"], "-c", GENERATE, str(folder), json.dumps(PROMPTS)]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | settings
@@ -79,7 +79,7 @@ def test_vllm_computes_what_transformers_computes(base, method, target, values, 
 
 
 def small(name: str, folder: Path) -> Path:
-    """A random base with biases, whose attention heads are as wide as vLLM needs them."""
+    """Save a random base with biases. Its attention heads are wide enough for vLLM."""
     tokenizer = load_tokenizer("tiny-llama")
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = small_model(name, vocab_size=len(tokenizer), initializer_range=0.2, **sizes)
@@ -92,7 +92,7 @@ def small(name: str, folder: Path) -> Path:
 
 
 def compare(folder: Path) -> None:
-    """The ids of prompts, the tokens that follow, and the log-probabilities of all."""
+    """Compare the ids of prompts, the answers, and all log-probabilities with transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for prompt, answer in zip(PROMPTS, answers_of(folder), strict=True):

@@ -11,13 +11,13 @@ from coterie.testing.rounds import down, joined, one_round
 
 
 def factors(client: Any, factor: str) -> dict[str, Tensor]:
-    """Copies of the client's A or B, by the name of the tensor."""
+    """Return copies of a client's A or B, by the name of the tensor."""
     parameters = client.parameters().items()
     return {n: p.tensor.detach().clone() for n, p in parameters if p.factor == factor}
 
 
 def means(tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over clients of each tensor, in float64."""
+    """Return the mean over clients of each tensor, in float64."""
     return {name: torch.stack([t[name].double() for t in tensors]).mean(0) for name in tensors[0]}
 
 

@@ -1,4 +1,4 @@
-"""Means of each client's own: their weights, their place in downloads, and what survives."""
+"""A mean for each client: its weights, its place in downloads, and what survives."""
 
 from typing import Any
 

@@ -101,7 +101,7 @@ class Aggregation:
         self, schema: Schema, transforms: Sequence[Transform] = (), exchanges: int = 1
     ) -> None:
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
-        self._rows = schema.reduced("rows")
+        self._rows, self._averaged = schema.reduced("rows"), schema.averaged
         self.pipeline = Pipeline(transforms, schema, exchanges)
         self.schema = self.pipeline.schema
         """The fields that may be sent: the method's encoded fields, and the transforms' fields."""
@@ -122,11 +122,10 @@ class Aggregation:
         Raises:
             MessageError: If the shapes differ from `expected`, or a transform rejects the upload.
         """
-        averaged = self._means | self._rows
-        for group in sorted(averaged):
+        for group in sorted(self._averaged):
             check_shapes(upload[group], expected.get(group, {}))
         weight = self.transforms.weight(client, upload)
-        return Contribution(client, upload.only(averaged).groups, weight)
+        return Contribution(client, upload.only(self._averaged).groups, weight)
 
     def each(self, upload: Message) -> Message:
         """Return the part of an upload that the method's server-side object receives.

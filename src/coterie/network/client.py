@@ -105,7 +105,8 @@ class Connection:
         context = self.credentials.reload().context()
         self.disconnect()
         self.http = self._open(context)
-        threading.Thread(target=self._beat, args=(self.http, context), daemon=True).start()
+        arguments = (self.http, context)
+        threading.Thread(target=self._beat, args=arguments, name="heartbeat", daemon=True).start()
 
     def _open(self, context: ssl.SSLContext) -> httpx.Client:
         proxied = not proxy_bypass(self.server.rpartition(":")[0])
