@@ -30,6 +30,7 @@ LAYOUTS = {
     "experts": Layout(),
     "beside": Layout(placement="beside"),
     "fedit": Layout(generalists=0, specialists=0, targets=QUERY_VALUE),
+    "linear": Layout(placement="linear", attention_rank=0, targets=QUERY_VALUE),
 }
 
 

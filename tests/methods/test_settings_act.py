@@ -136,6 +136,7 @@ ROWS: dict[str, Row] = {
             "fed-alora",
             "rolora",
             "ditto",
+            "fedalt",
             "fdlora",
             *TEACHING,
         )

@@ -373,6 +373,9 @@ def _stand_ins(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
 
 def _experts(base: nn.Module, layout: Layout) -> dict[str, StandIn]:
     """Create the stand-ins that have experts, keyed by the paths of the replaced modules."""
+    if layout.placement == "linear":
+        linears = chosen_linears(base, layout.targets).items()
+        return {path: Beside(linear, path, width(base), layout) for path, linear in linears}
     stand_ins: dict[str, StandIn] = {}
     decoder_layers = layers(base)
     for path, (module, shape) in expert_sites(base).items():

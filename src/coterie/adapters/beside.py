@@ -1,10 +1,10 @@
-"""Low-rank experts in parallel to a block, for blocks that are not MLPs of a known shape.
+"""Low-rank experts in parallel to a linear layer, or to a block that is no MLP of a known shape.
 
     y = block(x) + g sum_i w_i B_i A_i x
 
 The expert i has the factors A_i and B_i and the router's weight w_i; g is a scaling factor. The
-block may be any module that maps hidden states to hidden states, such as a mixture of experts or a
-state-space block. The router is the same as for experts inside an MLP.
+block may be a linear layer, or any module that maps hidden states to hidden states, such as a
+mixture of experts or a state-space block. The router is the same as for experts inside an MLP.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from coterie.adapters.layout import Layout
 from coterie.adapters.routed import Routed
-from coterie.bases.sites import working_dtype
+from coterie.bases.sites import Linear, sizes, working_dtype
 
 BLOCK = "block"
 
@@ -27,12 +27,13 @@ class Beside(Routed):
     Args:
         base: The block.
         path: Path of the block in the base.
-        dim: Width of hidden states.
+        dim: Width of hidden states; not used for linear layers, which have widths of their own.
         layout: The layout, which sets the numbers of experts, the ranks and the routing.
     """
 
     def __init__(self, base: nn.Module, path: str, dim: int, layout: Layout) -> None:
-        places = {BLOCK: (path, (dim, dim), next(base.parameters()))}
+        shape = sizes(base) if isinstance(base, Linear) else (dim, dim)
+        places = {BLOCK: (path, shape, next(base.parameters()))}
         super().__init__(base, path, layout, places)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +42,7 @@ class Beside(Routed):
         If the block returns a tuple, the experts' output is added to the tuple's first element.
 
         Args:
-            hidden_states: The input of the block and of the experts, (..., dim).
+            hidden_states: The input of the block and of the experts, (..., in).
             *args: Further arguments of the block.
             **kwargs: Further arguments of the block.
         """

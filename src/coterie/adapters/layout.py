@@ -37,15 +37,17 @@ class Layout:
     specialists: int = 1
     rank: int = 8
     """Rank of the experts' low-rank pairs."""
-    placement: Literal["auto", "inside", "beside"] = "auto"
+    placement: Literal["auto", "inside", "beside", "linear"] = "auto"
     """Position of the experts. inside: on the linear layers of an MLP. beside: in parallel to a
-    block. auto: inside if the decoder layer has an MLP of a known shape, else beside a block."""
+    block. auto: inside if the decoder layer has an MLP of a known shape, else beside a block.
+    linear: on each linear layer that `targets` selects, with a separate router for each layer."""
     attention_rank: int = 8
     """Rank of LoRA on the linear layers of attention; 0 for no LoRA."""
     targets: str | None = None
-    """Regular expression that selects the linear layers with LoRA; None selects attention. The
-    expression is compared with the last component of a layer's path (for example, `q_proj|v_proj`)
-    and with the layer's place (for example, `attention.q`; see `place_of`)."""
+    """Regular expression that selects the linear layers with LoRA, or with experts if `placement`
+    is `linear`; None selects attention. The expression is compared with the last component of a
+    layer's path (for example, `q_proj|v_proj`) and with the layer's place (for example,
+    `attention.q`; see `place_of`)."""
     alpha: float = 16.0
     scale: Literal["sqrt", "rank"] = "sqrt"
     """Factor by which low-rank products are scaled. sqrt: alpha / sqrt(rank), as in rank-stabilised

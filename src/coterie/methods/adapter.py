@@ -38,8 +38,8 @@ S = TypeVar("S", bound=Settings)
 M = TypeVar("M", bound="AdapterMethod", default="AdapterMethod", covariant=True)
 DESCRIPTIONS: dict[Role, str] = {
     "dense": "LoRA pairs on single linear layers, usually in the attention blocks",
-    "generalist": "LoRA pairs of the generalists on the MLPs",
-    "specialist": "LoRA pairs of the specialists on the MLPs",
+    "generalist": "LoRA pairs of the generalists, usually on the MLPs",
+    "specialist": "LoRA pairs of the specialists, usually on the MLPs",
     "router": "parameters of the routers",
     "weight": "differences from the base's weights",
     "prompt": "soft prompt, or the encoder that computes it",

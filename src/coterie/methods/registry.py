@@ -42,6 +42,7 @@ _CLASSES = {
     "comigs-1g1s comigs-2g comigs-2s",
     "averaging:FedIT": "fedit fedit-ft",
     "grouped:Grouped": "grouped",
+    "fedalt:FedALT": "fedalt",
     "factors:FedSA": "fedsa fed-alora",
     "factors:RoLora": "rolora",
     "ditto:Ditto": "ditto",
