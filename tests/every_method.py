@@ -60,6 +60,7 @@ BEHAVIOURS = FEW | {
     "hetlora, ranks",  # ranks that shrink
     "comigs, exact",  # uneven experts; residuals beside the mean
     "pcl-3",  # uploads that hold predictions
+    "feddpa",  # two adapters, whose outputs are added
     "fedalt",  # downloads replace other parameters than those that were sent
     "fedptuning",  # an encoded prompt
     "fdlora",  # two adapters; more exchanges than rounds

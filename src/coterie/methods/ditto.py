@@ -14,12 +14,14 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coterie.adapters import Trainable
 from coterie.messages import State
-from coterie.methods.adapter import AdapterClient
+from coterie.methods.adapter import AdapterClient, M
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext
 from coterie.methods.tensors import copied, copy
 from coterie.training.local import LocalTraining
+from coterie.training.schedule import Penalty
 
 
 class Ditto(FedIT):
@@ -41,25 +43,24 @@ class Ditto(FedIT):
         return DittoClient(self, context)
 
 
-class DittoClient(AdapterClient[Ditto]):
-    """A client that trains the averaged and a personal adapter; the personal one is its model."""
+class PersonalClient(AdapterClient[M]):
+    """A client with a personal adapter beside the averaged adapter; its model has the former."""
 
-    def __init__(self, method: Ditto, context: ClientContext) -> None:
+    def __init__(
+        self,
+        method: M,
+        context: ClientContext,
+        personal: Trainable,
+        penalty: Penalty | None = None,
+        first: int = 0,
+    ) -> None:
         super().__init__(method, context)
-        self.personal = method.adapter(context.base.model, context.seed, context.name)
+        self.personal = personal
         [level] = method.levels(self)
-        level = replace(level, name="personal", penalty=self._distance)
-        self.personal_training = LocalTraining(context, self.personal, [level])
-
-    def train(self, exchange: int) -> None:
-        self.received = copied(self.shared)
-        self.training.round(exchange)
-        self.personal_training.round(exchange)
-
-    def _distance(self) -> Tensor:
-        device, personal = self.context.base.device, self.personal.tensors()
-        squares = [(v - self.received[n]).square().sum().to(device) for n, v in personal.items()]
-        return self.method.proximity / 2 * torch.stack(squares).sum()
+        level = replace(
+            level, name="personal", penalty=penalty, exchanges=lambda exchange: exchange >= first
+        )
+        self.personal_training = LocalTraining(context, personal, [level])
 
     def model(self) -> PreTrainedModel:
         return self.personal.attach(self.context.base.model)
@@ -74,3 +75,21 @@ class DittoClient(AdapterClient[Ditto]):
         super().restore(state)
         copy(state.parts["personal"]["adapter"], self.personal.tensors())
         self.personal_training.restore(state.parts["personal-training"])
+
+
+class DittoClient(PersonalClient[Ditto]):
+    """A client that keeps its personal adapter near the averaged adapter."""
+
+    def __init__(self, method: Ditto, context: ClientContext) -> None:
+        personal = method.adapter(context.base.model, context.seed, context.name)
+        super().__init__(method, context, personal, penalty=self._distance)
+
+    def train(self, exchange: int) -> None:
+        self.received = copied(self.shared)
+        self.training.round(exchange)
+        self.personal_training.round(exchange)
+
+    def _distance(self) -> Tensor:
+        device, personal = self.context.base.device, self.personal.tensors()
+        squares = [(v - self.received[n]).square().sum().to(device) for n, v in personal.items()]
+        return self.method.proximity / 2 * torch.stack(squares).sum()

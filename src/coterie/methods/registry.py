@@ -46,6 +46,7 @@ _CLASSES = {
     "factors:FedSA": "fedsa fed-alora",
     "factors:RoLora": "rolora",
     "ditto:Ditto": "ditto",
+    "feddpa:FedDPA": "feddpa",
     "prompts:FedPrompt": "fedprompt fedprompt-ft",
     "prompts:FedPTuning": "fedptuning fedptuning-ft",
     "fdlora:FDLora": "fdlora",
