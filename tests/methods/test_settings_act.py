@@ -78,6 +78,9 @@ ROWS: dict[str, Row] = {
     "exact": to(True),
     "mu": to(1.0),
     "proximity": to(0.1),
+    "weight_step": to(5.0),
+    "pair_share": to(0.5),
+    "domain": to("box"),
     "gamma": to(0.5),
     "penalty_weight": to(1.0),
     "warmup": to(2),
@@ -136,6 +139,7 @@ ROWS: dict[str, Row] = {
             "fed-alora",
             "rolora",
             "ditto",
+            "cobo",
             "fdlora",
             *TEACHING,
         )

@@ -45,6 +45,7 @@ _CLASSES = {
     "factors:FedSA": "fedsa fed-alora",
     "factors:RoLora": "rolora",
     "ditto:Ditto": "ditto",
+    "cobo:CoBo": "cobo",
     "prompts:FedPrompt": "fedprompt fedprompt-ft",
     "prompts:FedPTuning": "fedptuning fedptuning-ft",
     "fdlora:FDLora": "fdlora",
