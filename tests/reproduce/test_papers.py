@@ -56,7 +56,7 @@ def test_every_method_is_in_a_table_of_methods() -> None:
     sections = [section(PAGES[paper], "Methods") for paper in PAPERS]
     named = set(re.findall(r"`([\w-]+)`", "\n".join(sections)))
     beyond = {"fedavg-ft", "fedprox", "fedprompt-ft", "fedptuning-ft"}
-    beyond |= {"grouped", "fedsa", "fed-alora", "rolora", "ditto", "cobo"}
+    beyond |= {"grouped", "fedsa", "fed-alora", "rolora", "ditto", "cobo", "fedlease"}
     assert BUILT_IN - beyond <= named
 
 

@@ -46,6 +46,7 @@ _CLASSES = {
     "factors:RoLora": "rolora",
     "ditto:Ditto": "ditto",
     "cobo:CoBo": "cobo",
+    "fedlease:FedLease": "fedlease",
     "prompts:FedPrompt": "fedprompt fedprompt-ft",
     "prompts:FedPTuning": "fedptuning fedptuning-ft",
     "fdlora:FDLora": "fdlora",
