@@ -79,6 +79,10 @@ ROWS: dict[str, Row] = {
     "mu": to(1.0),
     "proximity": to(0.1),
     "weight": to(0.2),
+    "weight_step": to(5.0),
+    "pair_share": to(0.5),
+    "domain": to("box"),
+    "max_clusters": to(1, warmup=1),
     "gamma": to(0.5),
     "penalty_weight": to(1.0),
     "warmup": to(2),
@@ -126,6 +130,7 @@ ROWS: dict[str, Row] = {
     **{f"{name}:router.top_k": to(1, mlp__specialists=3) for name in ALONE},
     **{f"{name}:router.load_balance": to("none", "uniform", mlp__specialists=3) for name in ALONE},
     **{f"{name}:router.load_balance_weight": to(1.0, mlp__specialists=3) for name in ALONE},
+    "fedlease:warmup": to(1),
     "fedamole:router.top_k": to(1, 3),
     "fedamole:router.load_balance_weight": to(1.0),
     **{
@@ -139,6 +144,7 @@ ROWS: dict[str, Row] = {
             "ditto",
             "feddpa",
             "fedalt",
+            "cobo",
             "fdlora",
             *TEACHING,
         )

@@ -10,6 +10,7 @@ from coterie.adapters.amole import AmoleLayout as AmoleLayout
 from coterie.adapters.inference import fix_factors as fix_factors
 from coterie.adapters.layout import Layout as Layout
 from coterie.adapters.layout import Role as Role
+from coterie.adapters.lease import LeaseAdapter as LeaseAdapter
 from coterie.adapters.lora import LoraLinear as LoraLinear
 from coterie.adapters.merging import merge as merge
 from coterie.adapters.merging import mergeable as mergeable

@@ -10,6 +10,7 @@ from coterie.adapters.adapter import Adapter, Trainable
 from coterie.adapters.amole import AmoleAdapter, AmoleLayout
 from coterie.adapters.full import FullAdapter
 from coterie.adapters.layout import Layout
+from coterie.adapters.lease import LeaseAdapter
 from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
 from coterie.messages import State, check_shapes
@@ -36,6 +37,8 @@ def _layout(adapter: Trainable) -> dict[str, Any]:
         case AmoleAdapter():
             held = {path: list(module.held) for path, module in adapter.linears.items()}
             return {"kind": "amole", "layout": asdict(adapter.layout), "held": held}
+        case LeaseAdapter():
+            return {"kind": "lease", "layout": asdict(adapter.layout), "own": adapter.own}
         case FullAdapter():
             return {"kind": "full"}
         case PromptAdapter():
@@ -80,6 +83,8 @@ def _rebuilt(values: Mapping[str, Any], base: nn.Module) -> Trainable:
             return Adapter(base, Layout(**values["layout"]), 0, "", lambda _: True)
         case "amole":
             return AmoleAdapter(base, AmoleLayout(**values["layout"]), 0, values["held"])
+        case "lease":
+            return LeaseAdapter(base, Layout(**values["layout"]), 0, values["own"])
         case "full":
             return FullAdapter(base)
         case "prompt":

@@ -47,6 +47,8 @@ _CLASSES = {
     "factors:RoLora": "rolora",
     "ditto:Ditto": "ditto",
     "feddpa:FedDPA": "feddpa",
+    "cobo:CoBo": "cobo",
+    "fedlease:FedLease": "fedlease",
     "prompts:FedPrompt": "fedprompt fedprompt-ft",
     "prompts:FedPTuning": "fedptuning fedptuning-ft",
     "fdlora:FDLora": "fdlora",

@@ -61,7 +61,7 @@ def _heat_maps(label: str, weights: Matrices) -> Picture:
         f"trust-{path_part(label)}",
         f"Trust matrices, {label}",
         "Rows: the client that averages all clients' uploads. Columns: the client whose upload is "
-        "weighted. Each row sums to 1. Mean over seeds.",
+        "weighted. Mean over seeds.",
         f"Heat maps of trust weights between {listed(last)} in several rounds; the table shows "
         "the last round.",
         lambda canvas: _draw(canvas, weights, 0.0, highest),

@@ -1,0 +1,78 @@
+"""Clusters of clients by the distances between their adapters (FedLEASE, arXiv 2509.15087)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+from torch.nn import functional as F
+
+from coterie.messages import Tensors
+
+
+def cosine_distances(rows: Sequence[Tensors], columns: Sequence[Tensors]) -> np.ndarray:
+    """Return the distances between adapters: 1 - cos, averaged over the tensors.
+
+    Args:
+        rows: Adapters, each of which maps names to tensors.
+        columns: Adapters with tensors of the same names.
+
+    Returns:
+        The distances, as an array shaped (rows, columns).
+    """
+    similarities = []
+    for name in rows[0]:
+        x, y = (
+            F.normalize(torch.stack([t[name].flatten() for t in tensors]).double(), dim=1)
+            for tensors in (rows, columns)
+        )
+        similarities.append(x @ y.t())
+    return (1 - torch.stack(similarities).mean(0)).numpy()
+
+
+def clusters(distances: np.ndarray, most: int) -> list[int]:
+    """Divide clients into clusters by agglomerative clustering with average linkage.
+
+    The number of clusters is the number from 2 to `most` with the highest mean silhouette. If there
+    is no such number below the number of clients, all clients are in one cluster.
+
+    Args:
+        distances: The distances between n clients, shaped (n, n).
+        most: The largest number of clusters.
+
+    Returns:
+        The number of each client's cluster. Clusters are numbered by their first client, from 0.
+    """
+    best, labels = -np.inf, np.zeros(len(distances), dtype=int)
+    if len(distances) > 2:
+        tree = linkage(squareform(distances, checks=False), "average")
+        for count in range(2, min(most, len(distances) - 1) + 1):
+            candidate = fcluster(tree, count, "maxclust")
+            if (score := silhouette(distances, candidate)) > best:
+                best, labels = score, candidate
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
+    return [numbers[label] for label in labels.tolist()]
+
+
+def silhouette(distances: np.ndarray, labels: np.ndarray) -> float:
+    """Return the mean silhouette of a clustering.
+
+    The silhouette of a client is (b - a) / max(a, b). Here a is the mean distance to the other
+    clients of its cluster, and b is the lowest mean distance to the clients of another cluster. It
+    is 0 if the client is alone in its cluster.
+
+    Args:
+        distances: The distances between n clients, shaped (n, n).
+        labels: The cluster of each client, shaped (n,). There are at least two clusters.
+    """
+    scores = []
+    for client, label in enumerate(labels):
+        others = (labels == label) & (np.arange(len(labels)) != client)
+        if not others.any() or (labels == label).all():
+            scores.append(0.0)
+            continue
+        a = distances[client, others].mean()
+        b = min(distances[client, labels == other].mean() for other in {*labels} - {label})
+        scores.append((b - a) / max(a, b, 1e-300))
+    return float(np.mean(scores))

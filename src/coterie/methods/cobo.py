@@ -1,0 +1,257 @@
+"""CoBo (arXiv 2409.05539): clients are drawn towards the clients whose gradients agree with theirs.
+
+Every client i has an adapter x_i of its own. Clients minimise
+
+    sum_i f_i(x_i) + rho / 2 sum_{i<j} w_ij ||x_i - x_j||^2,
+
+where f_i is the loss of client i, and w_ij maximises `w_ij <grad f_i(z), grad f_j(z)>` at the
+midpoint z = (x_i + x_j) / 2. In each round, some pairs of clients compute gradients at their
+midpoint. The server takes a step on the weights of these pairs (algorithm 1):
+
+    w_ij <- P(w_ij + gamma <grad f_i(z), grad f_j(z)>).
+
+P projects a client's weights onto a simplex, as in the paper's experiment on language models
+(section 4.3), or each weight onto [0, 1]. The server sends every client i the mean m_i of the other
+adapters, weighted by w_ij. The client uses m_i to compute its penalty, because the gradients of
+`sum_j w_ij ||x_i - x_j||^2` and `(sum_j w_ij) ||x_i - m_i||^2` with respect to x_i are equal.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie.adapters import trained
+from coterie.bases.precision import autocast
+from coterie.data.windows import sample_batch
+from coterie.messages import Field as MessageField
+from coterie.messages import Groups, Message, MessageError, Schema, State, Tensors, check_shapes
+from coterie.messages.names import TRUST
+from coterie.methods.adapter import AdapterClient, AdapterServer
+from coterie.methods.averaging import FedIT
+from coterie.methods.contract import ClientContext, ClientId, ServerContext
+from coterie.methods.sides import Holders
+from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.privacy.ledger import Budget
+from coterie.seeding import generator
+from coterie.training.passes import training_pass
+from coterie.training.schedule import Penalty
+
+Row = dict[ClientId, float]
+
+
+class CoBo(FedIT):
+    """CoBo: each client's LoRA pairs stay near the pairs of clients whose gradients agree.
+
+    The default settings are those of the experiment on language models in the authors' code.
+    """
+
+    name: ClassVar[str] = "cobo"
+    paper: ClassVar[str] = "arXiv 2409.05539"
+    summary: ClassVar[str] = "LoRA pairs stay near those of clients with agreeing gradients"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
+
+    proximity: float = Field(default=0.5, ge=0)
+    """weight of the term that keeps clients near one another (rho)"""
+    weight_step: float = Field(default=0.05, gt=0)
+    """step size of clients' weights (gamma) per local step; a round's step is multiplied by
+    training.steps"""
+    pair_share: float = Field(default=1.0, gt=0, le=1)
+    """probability that a pair of clients updates its weight in a round"""
+    domain: Literal["simplex", "box"] = "simplex"
+    """values of a client's weights; simplex: the weights sum to 1, including the client's own,
+    which begins at 0; box: each weight is between 0 and 1, and begins at 1"""
+
+    @property
+    def budget(self) -> Budget | None:
+        return Budget(math.inf, 1.0, "gradients of batches of this client's training samples")
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        inherited = super().schema()
+        adapter = replace(inherited.up[0], reduce="each")
+        gradients = MessageField("gradients", "gradients at the midpoints with some other clients")
+        mean = MessageField("mean", "weighted mean of the other clients' adapters")
+        weights = MessageField("weights", "weights of the other clients in the mean", "json")
+        peers = replace(adapter, description="adapters of some other clients", peers=True)
+        return Schema(inherited.hello, (adapter, gradients), (mean, weights, peers))
+
+    def penalty(self, client: AdapterClient) -> Penalty:
+        assert isinstance(client, CoBoClient), "only CoBoClient has the peers' mean"
+        return client.distance
+
+    def client(self, context: ClientContext) -> "CoBoClient":
+        return CoBoClient(self, context)
+
+    def server(self, context: ServerContext) -> "CoBoServer":
+        return CoBoServer(self, context)
+
+
+class CoBoClient(AdapterClient[CoBo]):
+    """A client that computes gradients at midpoints, and trains near the mean of its peers."""
+
+    def receive(self, download: Message) -> None:
+        weights, shapes = download.values.get("weights"), shapes_of(self.shared)
+        if not isinstance(weights, dict) or not all(
+            type(weight) is float and weight >= 0 for weight in weights.values()
+        ):
+            raise MessageError("The download has no valid weights of the other clients.")
+        check_shapes(download["mean"], shapes if sum(weights.values()) else {})
+        for peer in download.peers:
+            check_shapes(download.from_peer(peer)["adapter"], shapes)
+        self.mean, self.weight = download["mean"], sum(weights.values())
+        self.peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
+        self.context.log(TRUST, weights)
+
+    def train(self, exchange: int) -> None:
+        own = copied(self.shared)
+        self.gradients: dict[ClientId, Tensor] = {}
+        for peer, other in self.peers.items():
+            midpoint = {n: (x + other[n].to(x.device)) / 2 for n, x in own.items()}
+            copy(midpoint, self.shared)
+            self.gradients[peer] = self._gradient(peer, exchange)
+        copy(own, self.shared)
+        super().train(exchange)
+
+    def _gradient(self, peer: ClientId, exchange: int) -> Tensor:
+        """Return the gradient of the loss on a batch of training text, flattened.
+
+        Args:
+            peer: The client with which this client has the current values of the adapter as the
+                midpoint. The batch depends on the peer's name.
+            exchange: The number of the exchange.
+        """
+        context, base, model = self.context, self.context.base, self.model()
+        purpose = ("midpoint", peer, exchange)
+        chance = generator(context.seed, "batch", context.name, *purpose)
+        data, size = context.data.train, context.training.batch
+        batch = sample_batch(data, size, context.window, chance).by_length()
+        self.adapter.require_grad(trained)
+        tensors = list(self.shared.values())
+        total = torch.zeros(sum(tensor.numel() for tensor in tensors))
+        for number, part in enumerate(batch.split(context.training.at_once)):
+            with (
+                training_pass(context, *purpose, number),
+                autocast(base.precision, base.device.type),
+            ):
+                loss, _ = part.to(base.device).loss(model)
+            gradients = torch.autograd.grad(loss * (part.terms / batch.terms), tensors)
+            total += torch.cat([gradient.flatten().cpu() for gradient in gradients])
+        return total
+
+    def distance(self) -> Tensor:
+        """Return the penalty: rho / 2 times the weighted squared distance from the peers' mean."""
+        device = self.context.base.device
+        if not self.weight:
+            return torch.zeros((), device=device)
+        squares = [
+            (x - self.mean[n].to(x.device)).square().sum().to(device)
+            for n, x in self.shared.items()
+        ]
+        return self.method.proximity / 2 * self.weight * torch.stack(squares).sum()
+
+    def upload(self, exchange: int) -> Message:
+        message = super().upload(exchange)
+        return replace(message, groups={**message.groups, "gradients": self.gradients})
+
+
+class CoBoServer(AdapterServer[CoBo]):
+    """A server that learns which clients help one another, and averages adapters accordingly."""
+
+    def __init__(self, method: CoBo, context: ServerContext) -> None:
+        super().__init__(method, context)
+        self.seed, self.steps = context.seed, context.training.steps
+        self.uploads: dict[ClientId, Tensors] = {}
+        """The latest adapter of each client that has uploaded one."""
+        self.weights: dict[ClientId, Row] = {}
+        """For each client, its weights w_ij that differ from the initial weights."""
+        self.partners: dict[ClientId, list[ClientId]] = {}
+        """The clients with which each client computes gradients in the exchange in progress."""
+        self._received: dict[ClientId, Message] = {}
+
+    def row(self, client: ClientId) -> Row:
+        """Return a client's weights, including its own.
+
+        The client's own weight has no effect on its loss, but takes part in the projection.
+
+        Args:
+            client: The client's name.
+
+        Returns:
+            The weight of every client that has joined, in the order of the names.
+        """
+        simplex, others = self.method.domain == "simplex", len(self.held) - 1
+        initial = 1 / max(others, 1) if simplex else 1.0
+        start = {other: initial if other != client else 0.0 for other in sorted(self.held)}
+        changed = self.weights.get(client, {})
+        return {other: changed.get(other, weight) for other, weight in start.items()}
+
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        super().start_round(exchange, participants)
+        self._received = {}
+        self.partners = {client: [] for client in participants}
+        for i, j in combinations(sorted(participants), 2):
+            chance = generator(self.seed, "pair", exchange, i, j)
+            if torch.rand((), generator=chance) < self.method.pair_share:
+                self.partners[i].append(j)
+                self.partners[j].append(i)
+
+    def download(self, client: ClientId) -> Message:
+        row, uploads = self.row(client), self.uploads
+        weights = {j: w for j, w in row.items() if j != client and j in uploads}
+        total = sum(weights.values())
+        mean = {
+            n: torch.stack([w / total * uploads[j][n] for j, w in weights.items()]).sum(0)
+            for n in (self.shared if total else ())
+        }
+        # A client that has not uploaded yet has the initial values.
+        partners = self.partners.get(client, ())
+        peers = {j: {"adapter": copied(uploads.get(j, self.shared))} for j in partners}
+        return Message(self.exchange, {"mean": mean}, {"weights": weights}, peers)
+
+    def reference(self, client: ClientId) -> Groups:
+        return {"adapter": self.uploads.get(client, self.shared)}
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        size = sum(tensor.numel() for tensor in self.shared.values())
+        check_shapes(upload["adapter"], shapes_of(self.shared))
+        check_shapes(upload["gradients"], dict.fromkeys(self.partners.get(client, ()), (size,)))
+        self._received[client] = upload
+
+    def end_round(self, mean: Message, held: Holders) -> None:
+        gradients = {client: upload["gradients"] for client, upload in self._received.items()}
+        for i, partners in gradients.items():
+            if agreeing := [j for j in partners if j in gradients]:
+                row, step = self.row(i), self.method.weight_step * self.steps
+                for j in agreeing:
+                    product = torch.dot(gradients[i][j].double(), gradients[j][i].double())
+                    row[j] += step * product.item()
+                self.weights = {**self.weights, i: self._projected(row)}
+        self.uploads |= {c: upload["adapter"] for c, upload in self._received.items()}
+        self.partners, self._received = {}, {}
+        super().end_round(mean, held)
+
+    def _projected(self, row: Mapping[ClientId, float]) -> Row:
+        """Return the nearest valid weights of a client."""
+        weights = torch.tensor(list(row.values()), dtype=torch.float64)
+        if self.method.domain == "simplex":
+            weights -= weights.max()  # a shift changes only the rounding of the projection
+            descending = weights.sort(descending=True).values
+            counts = torch.arange(1, len(weights) + 1)
+            excess = (descending.cumsum(0) - 1) / counts
+            weights = weights - excess[descending > excess][-1]
+        return dict(zip(row, weights.clamp(0, 1).tolist(), strict=True))
+
+    def state(self) -> State:
+        state = super().state()
+        parts = {client: State({"adapter": tensors}) for client, tensors in self.uploads.items()}
+        return replace(state, values={**state.values, "weights": self.weights}, parts=parts)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.uploads = {client: part["adapter"] for client, part in state.parts.items()}
+        self.weights = dict(state.values["weights"])

@@ -1,0 +1,260 @@
+"""FedLEASE (arXiv 2509.15087): one expert for each cluster of clients, and adaptive routing.
+
+Every client trains a LoRA pair on each chosen layer alone for some rounds, from the same initial
+values. The server then clusters the clients by the cosine distances between their factors B. The
+mean of a cluster's LoRA pairs is the initial value of the cluster's expert. From then on, every
+client holds all experts, and trains only its cluster's expert and its router. The server averages
+both within the cluster. adapters/lease.py describes the routing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coterie.adapters import LeaseAdapter, Parameter
+from coterie.adapters.layout import Layout
+from coterie.aggregation.clusters import clusters, cosine_distances
+from coterie.aggregation.context import Rows
+from coterie.bases.sites import QUERY_VALUE
+from coterie.messages import Field as MessageField
+from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages.names import ROUTING
+from coterie.methods.contract import ClientContext, ClientId, Method, ServerContext
+from coterie.methods.settings import Attention, LoraAlpha
+from coterie.methods.sides import ClientSide, Holders, ServerSide
+from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.training.local import LocalTraining
+from coterie.training.schedule import Level, learning_rate
+
+
+class FedLease(Method):
+    """FedLEASE: clusters of clients share an expert, and clients use all experts."""
+
+    name: ClassVar[str] = "fedlease"
+    paper: ClassVar[str] = "arXiv 2509.15087"
+    summary: ClassVar[str] = "one expert per cluster of clients; each client routes to all experts"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+    learns_preferences: ClassVar[bool] = True
+
+    attention: Attention = Attention(targets=QUERY_VALUE)
+    lora: LoraAlpha = LoraAlpha()
+    warmup: int = Field(default=5, ge=1)
+    """rounds in which clients train alone, before the server clusters them"""
+    max_clusters: int = Field(default=4, ge=1)
+    """maximum number of clusters (M_max); at least 2 clusters unless it is 1"""
+
+    def shared(self, parameter: Parameter) -> bool:
+        return True
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        own = MessageField("adapter", "LoRA pairs and router of the client's cluster", "float32")
+        adapter = replace(own, description="LoRA pairs of all experts; router of the cluster")
+        experts = MessageField("experts", "number of experts", "json")
+        number = MessageField("own", "number of the client's expert", "json")
+        up = (replace(own, reduce="rows"), replace(own, reduce="each"))
+        return Schema(up=up, down=(adapter, experts, number))
+
+    def adapter(self, base: nn.Module, seed: int, experts: int, own: int) -> LeaseAdapter:
+        """Create an adapter.
+
+        Args:
+            base: The base; it may have no weights (meta tensors).
+            seed: The run's seed.
+            experts: The number of experts (M).
+            own: The number of the client's own expert.
+        """
+        layout = Layout(
+            generalists=experts,
+            specialists=0,
+            rank=self.attention.rank,
+            attention_rank=0,
+            targets=self.attention.targets,
+            alpha=self.lora.alpha,
+            scale="rank",
+            top_k=experts,
+            dropout=self.lora.dropout,
+        )
+        return LeaseAdapter(base, layout, seed, own)
+
+    def client(self, context: ClientContext) -> "FedLeaseClient":
+        return FedLeaseClient(self, context)
+
+    def server(self, context: ServerContext) -> "FedLeaseServer":
+        return FedLeaseServer(self, context)
+
+
+class FedLeaseClient(ClientSide):
+    """A client that trains its own expert and its router.
+
+    The optimiser is reset in every round, as in the code that the authors of FedLEASE released.
+    """
+
+    def __init__(self, method: FedLease, context: ClientContext) -> None:
+        self.method, self.context = method, context
+        self.adapter = self._adapter(1, 0)
+
+    def _adapter(self, experts: int, own: int) -> LeaseAdapter:
+        return self.method.adapter(self.context.base.model, self.context.seed, experts, own)
+
+    def receive(self, download: Message) -> None:
+        if not download.groups:  # the server has not yet assigned the client to a cluster
+            return
+        experts, own = download.values.get("experts"), download.values.get("own")
+        if type(experts) is not int or not 1 <= experts <= self.method.max_clusters:
+            raise MessageError("The download has no valid number of experts.")
+        if type(own) is not int or not 0 <= own < experts:
+            raise MessageError("The download has no valid number of the client's expert.")
+        adapter = self._adapter(experts, own)
+        check_shapes(download["adapter"], shapes_of(adapter.tensors()))
+        copy(download["adapter"], adapter.tensors())
+        self.adapter = adapter
+
+    def train(self, exchange: int) -> None:
+        context, own = self.context, self.adapter.own
+        rate = learning_rate(context.training, context.rounds)
+        level = Level("joint", lambda p: p.expert in (None, own), "train", rate)
+        LocalTraining(context, self.adapter, [level]).round(exchange)
+        for layer, weights in self.adapter.routing().items():
+            context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
+
+    def upload(self, exchange: int) -> Message:
+        if exchange + 1 < self.method.warmup:
+            return Message(exchange)
+        return Message(exchange, {"adapter": copied(own_tensors(self.adapter))})
+
+    def model(self) -> PreTrainedModel:
+        return self.adapter.attach(self.context.base.model)
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        return self.adapter.parameters()
+
+    def state(self) -> State:
+        values = {"experts": self.adapter.layout.experts, "own": self.adapter.own}
+        return State({"adapter": copied(self.adapter.tensors())}, values)
+
+    def restore(self, state: State) -> None:
+        self.adapter = self._adapter(state.values["experts"], state.values["own"])
+        copy(state["adapter"], self.adapter.tensors())
+
+
+class FedLeaseServer(ServerSide):
+    """A server that clusters the clients, and averages experts and routers within the clusters."""
+
+    def __init__(self, method: FedLease, context: ServerContext) -> None:
+        self.method, self.context = method, context
+        self.cluster: dict[ClientId, int] = {}
+        """The number of each client's cluster, which is also the number of its expert."""
+        self.values: list[Tensors] = []
+        """The expert and the router of each cluster; empty until the clients are clustered.
+
+        The routers' tensors have the same names in all clusters.
+        """
+        self.alone: dict[ClientId, Tensors] = {}
+        """The LoRA pairs that clients without a cluster uploaded in this exchange."""
+        self.joining: dict[ClientId, int] = {}
+        """The clusters to which these clients are assigned in this exchange."""
+
+    def _adapter(self, experts: int, own: int) -> LeaseAdapter:
+        return self.method.adapter(self.context.base, self.context.seed, experts, own)
+
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        super().start_round(exchange, participants)
+        self.alone, self.joining = {}, {}
+
+    def download(self, client: ClientId) -> Message:
+        if client not in self.cluster:
+            return Message(self.exchange)
+        own, tensors = self.cluster[client], {}
+        for values in (*self.values, self.values[own]):  # the last router is the cluster's own
+            tensors |= values
+        facts = {"experts": len(self.values), "own": own}
+        return Message(self.exchange, {"adapter": tensors}, facts)
+
+    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+        if self.exchange + 1 < self.method.warmup:
+            return {"adapter": {}}
+        if client in self.cluster:
+            return {"adapter": shapes_of(self.values[self.cluster[client]])}
+        return {"adapter": shapes_of(own_tensors(self._adapter(1, 0)))}
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        if client not in self.cluster and upload.groups:
+            self.alone[client] = upload["adapter"]
+
+    def rows(self) -> Rows:
+        self.joining = self._assigned() if self.alone else {}
+        # The first values of experts are means over clients that have trained alone. Clients that
+        # join a cluster later begin with the cluster's values.
+        cluster = self.cluster if self.values else self.joining
+        return {
+            str(number): dict.fromkeys((c for c in cluster if cluster[c] == number), 1.0)
+            for number in sorted({*cluster.values()})
+        }
+
+    def _assigned(self) -> dict[ClientId, int]:
+        """Assign clients that have trained alone to clusters, by the distances between their B."""
+        names, parameters = sorted(self.alone), self._adapter(1, 0).parameters()
+        uploads = [factors(parameters, self.alone[client], 0) for client in names]
+        if not self.values:
+            distances = cosine_distances(uploads, uploads)
+            return dict(zip(names, clusters(distances, self.method.max_clusters), strict=True))
+        parameters = self._adapter(len(self.values), 0).parameters()
+        experts = [factors(parameters, values, n) for n, values in enumerate(self.values)]
+        nearest = cosine_distances(uploads, experts).argmin(1)
+        return dict(zip(names, nearest.tolist(), strict=True))
+
+    def end_round(self, mean: Message, held: Holders) -> None:
+        if not self.values and self.joining:
+            self.values = self._first_values(mean)
+        else:
+            for number, groups in mean.peers.items():
+                self.values[int(number)] = groups["adapter"]
+        self.cluster = {**self.cluster, **self.joining}
+        super().end_round(mean, held)
+
+    def _first_values(self, mean: Message) -> list[Tensors]:
+        """Return the expert and the router of each cluster after the clients' training alone."""
+        count, single = max(self.joining.values()) + 1, self._adapter(1, 0)
+        pairs = {(p.path, p.factor): name for name, p in single.parameters().items()}
+        first = []
+        for number in range(count):
+            means = mean.peers.get(str(number), {}).get("adapter", {})
+            adapter = self._adapter(count, number)
+            parameters, values = adapter.parameters(), own_tensors(adapter)
+            for name in values:
+                # The router is in no pair, and keeps its initial values.
+                source = pairs.get((parameters[name].path, parameters[name].factor), "")
+                values[name] = means.get(source, values[name])
+            first.append(values)
+        return first
+
+    def state(self) -> State:
+        groups = {f"cluster-{number}": tensors for number, tensors in enumerate(self.values)}
+        return State(groups, {"round": self.exchange, "cluster": self.cluster})
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.values = [state[f"cluster-{number}"] for number in range(len(state.groups))]
+        self.cluster = dict(state.values["cluster"])
+
+
+def own_tensors(adapter: LeaseAdapter) -> dict[str, Tensor]:
+    """Return detached views of the tensors that a client trains: its expert and its router."""
+    parameters = adapter.parameters().items()
+    return {n: p.tensor.detach() for n, p in parameters if p.expert in (None, adapter.own)}
+
+
+def factors(parameters: Mapping[str, Parameter], tensors: Tensors, expert: int) -> Tensors:
+    """Return the factors B of an expert, by the path of the layer.
+
+    Args:
+        parameters: The parameters that describe the tensors, by name.
+        tensors: Tensors of the expert, and possibly others, by name.
+        expert: The number of the expert.
+    """
+    described = ((parameters[name], tensor) for name, tensor in tensors.items())
+    return {p.path: tensor for p, tensor in described if (p.factor, p.expert) == ("B", expert)}
