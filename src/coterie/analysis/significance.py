@@ -88,7 +88,7 @@ def differences(
             except Unpaired as reason:
                 outcomes[name] = reason
         if pairs:
-            draws = _draws(pairs, _items(result, metric), metric)
+            draws = _draws(pairs, window_scores(result, metric), metric)
             for name, row in zip(pairs, draws, strict=True):
                 draws_by_row[name].append(row)
     for name, by_seed in draws_by_row.items():
@@ -138,13 +138,13 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
 
 def _paired(result: Result, reference: Result, metric: Metric) -> Items:
     """Return a result's scores by window. Raise Unpaired if the reference has different windows."""
-    items = _items(result, metric)
-    if _texts(items) != _texts(_items(reference, metric)):
+    items = window_scores(result, metric)
+    if _texts(items) != _texts(window_scores(reference, metric)):
         raise Unpaired("they were scored on different clients, texts, tokens or windows")
     return items
 
 
-def _items(result: Result, metric: Metric) -> Items:
+def window_scores(result: Result, metric: Metric) -> Items:
     """Return a result's scores by window.
 
     Raises:
