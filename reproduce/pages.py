@@ -15,6 +15,7 @@ from reproduce.figures import figures
 from reproduce.messages import message_tables
 from reproduce.overlap import overlap_tables
 from reproduce.paper import score_tables
+from reproduce.scenarios import regret_tables
 from reproduce.sizes import size_tables
 from reproduce.table_file import in_regime, table_folder
 
@@ -22,6 +23,7 @@ TABLES: Mapping[str, Callable[[Summary], list[Table]]] = {
     "scores": score_tables,
     "jaccard": overlap_tables,
     "messages": message_tables,
+    "regret": regret_tables,
     "tokens": size_tables,
 }
 """How a summary is shown, by its `shows`."""
@@ -131,6 +133,11 @@ def write_docs(summary: Summary, folder: Path) -> Path:
         raise CoterieError(
             f"{path} holds the results of {earlier['file']}; choose another folder for the results "
             f"of {summary['file']}. The finished runs are kept."
+        )
+    if earlier["shows"] != summary["shows"]:
+        raise CoterieError(
+            f"{path} holds the {earlier['shows']} of {earlier['file']}; choose another folder for "
+            f"its {summary['shows']}. The finished runs are kept."
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name in figures(earlier, path.stem) | figures(summary, path.stem):

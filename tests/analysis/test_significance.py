@@ -85,7 +85,7 @@ def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
         for number, seed in enumerate((4, 5, 6)):
             by_client = []
             for name in sizes:
-                picks = np.concatenate(draws[f"windows {name} {name}{seed}"])[draw]
+                picks = np.concatenate(draws[f"windows {name}{seed}"])[draw]
                 values = []
                 for results in (one, other):
                     items = results[number]["items"]["trained"][name]
@@ -127,6 +127,23 @@ def test_equal_rows_differ_by_nothing_and_far_ones_surely() -> None:
     assert difference([far], [one], PERPLEXITY) == found
     less = difference([one], [far], PERPLEXITY)
     assert (less.value, less.low) == pytest.approx((-found.value, -found.high))
+
+
+def test_clients_with_the_same_text_are_resampled_together() -> None:
+    """Show that a second client narrows the interval only if its text is another."""
+    chance = np.random.default_rng(7)
+    better, worse = (windows(chance, 60, "x", shift) for shift in (0, 0.02))
+    alone = difference([outcome(0, a=better)], [outcome(0, a=worse)], PERPLEXITY)
+    shared, apart = (
+        difference(
+            [outcome(0, a=better, b={**better, "of": of})],
+            [outcome(0, a=worse, b={**worse, "of": of})],
+            PERPLEXITY,
+        )
+        for of in "xy"
+    )
+    assert shared == alone
+    assert apart.high - apart.low < 0.9 * (alone.high - alone.low)
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:

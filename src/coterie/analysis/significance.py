@@ -2,11 +2,11 @@
 
 Both rows of a pair are scored on the same windows (or samples) of the same texts. Each draw (one
 bootstrap resample) selects n of the n windows of every client's text with replacement, and selects
-the same windows for both rows. The draw also selects m - 1 of the m seeds with replacement: m seeds
-would underestimate the variance of the mean over seeds by the factor (m - 1) / m (McCarthy and
-Snowden, "The Bootstrap and Finite Population Sampling", 1985). As in the tables, the statistic is
-the mean over clients, then over seeds. `scipy.stats.bootstrap` cannot be used, because it resamples
-a single set of pairs, without clients or seeds.
+the same windows for both rows, and for all clients with the same text. The draw also selects m - 1
+of the m seeds with replacement: m seeds would underestimate the variance of the mean over seeds by
+the factor (m - 1) / m (McCarthy and Snowden, "The Bootstrap and Finite Population Sampling", 1985).
+As in the tables, the statistic is the mean over clients, then over seeds. `scipy.stats.bootstrap`
+cannot be used, because it resamples a single set of pairs, without clients or seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,7 +88,7 @@ def differences(
             except Unpaired as reason:
                 outcomes[name] = reason
         if pairs:
-            draws = _draws(pairs, _items(result, metric), metric)
+            draws = _draws(pairs, window_scores(result, metric), metric)
             for name, row in zip(pairs, draws, strict=True):
                 draws_by_row[name].append(row)
     for name, by_seed in draws_by_row.items():
@@ -131,20 +131,20 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
     for name, items in reference.items():
         all_items = [items, *(row[name] for row in pairs.values())]
         sums = np.stack([_sums(row, metric) for row in all_items])
-        values = _value(_resampled(sums, name, items["of"]), metric)
+        values = _value(_resampled(sums, items["of"]), metric)
         by_client.append(values[1:] - values[0])
     return np.mean(by_client, axis=0)
 
 
 def _paired(result: Result, reference: Result, metric: Metric) -> Items:
     """Return a result's scores by window. Raise Unpaired if the reference has different windows."""
-    items = _items(result, metric)
-    if _texts(items) != _texts(_items(reference, metric)):
+    items = window_scores(result, metric)
+    if _texts(items) != _texts(window_scores(reference, metric)):
         raise Unpaired("they were scored on different clients, texts, tokens or windows")
     return items
 
 
-def _items(result: Result, metric: Metric) -> Items:
+def window_scores(result: Result, metric: Metric) -> Items:
     """Return a result's scores by window.
 
     Raises:
@@ -192,18 +192,18 @@ def _value(sums: Floats, metric: Metric) -> Floats:
     return metric.value(sums[..., 0, :] / sums[..., 1, :])
 
 
-def _resampled(sums: Floats, *text: str) -> Floats:
+def _resampled(sums: Floats, text: str) -> Floats:
     """Sum values over all windows, and over the windows of each bootstrap resample (draw).
 
     Args:
         sums: one value (a numerator or a denominator) for each of n windows, shaped (..., n).
-        text: strings that identify the test text to which the windows belong. The draws depend only
-            on these strings, so that all rows are resampled identically.
+        text: the hash of the test text to which the windows belong. The draws depend only on this
+            hash, so that all rows, and all clients with the same text, are resampled identically.
 
     Returns:
         Sums shaped (..., 1 + DRAWS): first the sum over all windows, then the sums of the draws.
     """
-    count, random = sums.shape[-1], _generator("windows", *text)
+    count, random = sums.shape[-1], _generator("windows", text)
     blocks = [sums.sum(-1, keepdims=True)]
     for _ in range(DRAWS // BLOCK):
         drawn = random.integers(count, size=(BLOCK, count)) + count * np.arange(BLOCK)[:, None]
