@@ -131,6 +131,12 @@ ROWS: dict[str, Row] = {
     **{f"{name}:router.load_balance": to("none", "uniform", mlp__specialists=3) for name in ALONE},
     **{f"{name}:router.load_balance_weight": to(1.0, mlp__specialists=3) for name in ALONE},
     "fedlease:warmup": to(1),
+    "samples": to(2),
+    "set_aside": to(0.25),
+    "trust": to(3.0),
+    "patience": to(-1000.0),
+    "peers": to(1),
+    "auto:every": to(1),
     "fedamole:router.top_k": to(1, 3),
     "fedamole:router.load_balance_weight": to(1.0),
     **{
@@ -253,7 +259,7 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
 @pytest.fixture(scope="module")
 def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
     """The digest of a run of a method with some settings; kept, unless it is to be made anew."""
-    data = {"window": 16, "limits": {"train": 600, "validation": 100, "test": 34, "public": 400}}
+    data = {"window": 16, "limits": {"train": 600, "validation": 200, "test": 34, "public": 400}}
     data |= {"public": "poet.txt"}
     plain = Session(config(method="local", data=data))
     # With as many tokens in an answer as the server has, `align` would change nothing.
@@ -264,7 +270,8 @@ def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
     def made(name: str, settings: str, again: bool) -> str:
         session = plain if name not in TEACHING else one if name == "fedmkt-fedavg" else several
         method = available()[name].model_validate(json.loads(settings))
-        run = session.config.model_copy(update={"method": method})
+        rounds = 3 if name == "auto" else session.config.rounds  # the first trial ends in round 3
+        run = session.config.model_copy(update={"method": method, "rounds": rounds})
         return digest_of(session, run, tmp_path_factory.mktemp("run"))
 
     def of(name: str, given: Given, again: bool = False) -> str:

@@ -57,7 +57,7 @@ def test_every_method_is_in_a_table_of_methods() -> None:
     named = set(re.findall(r"`([\w-]+)`", "\n".join(sections)))
     beyond = {"fedavg-ft", "fedprox", "fedprompt-ft", "fedptuning-ft"}
     beyond |= {"grouped", "fedsa", "fed-alora", "rolora", "ditto", "feddpa", "fedalt"}
-    beyond |= {"cobo", "fedlease"}
+    beyond |= {"cobo", "fedlease", "auto"}
     assert BUILT_IN - beyond <= named
 
 

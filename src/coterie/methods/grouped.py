@@ -23,7 +23,7 @@ class PersonalMethod(AdapterMethod):
         return replace(averaged, up=tuple(replace(f, reduce="rows") for f in averaged.up))
 
 
-M = TypeVar("M", bound=PersonalMethod, default=PersonalMethod, covariant=True)
+M = TypeVar("M", bound=AdapterMethod, default=PersonalMethod, covariant=True)
 
 
 class PersonalServer(AdapterServer[M]):

@@ -1,0 +1,369 @@
+"""Auto: each client finds out with whom it should learn.
+
+The adapter is that of CoMiGS (arXiv 2409.13931): on every MLP, two experts and a router that is
+trained on validation text; and LoRA pairs on attention. Only the router is private. The server
+sends each client its own mean of all other parameters, weighted by a row of weights that the client
+determines in trials:
+
+1. The client receives the attention pairs of the other clients. Each client j proposes a direction
+   d_j, the change of its pairs since the start of the run. On validation samples, the client
+   measures the slope of its loss along each direction, at the mean over all clients. With z_j, the
+   slope relative to the mean slope, in standard errors, the client's new weights are
+
+       w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
+       e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
+
+   where p_j is the share of client j in all training tokens (a step of exponentiated gradient
+   descent). One more direction, d = 0, takes up what smaller changes alone would gain. A client
+   that no other client helps proposes the mean over all clients.
+2. The client trains the next round twice: from its own parameters, and from its new mean. It stays
+   alone only if its loss on validation text is then lower by more than a standard error.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import mean, median
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from coterie.adapters import Parameter
+from coterie.aggregation.context import Rows
+from coterie.aggregation.trust import cosine
+from coterie.messages import Field as MessageField
+from coterie.messages import (
+    Groups,
+    Json,
+    Message,
+    MessageError,
+    Schema,
+    State,
+    Tensors,
+    check_shapes,
+)
+from coterie.messages.names import TRUST
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.comigs import Mixture
+from coterie.methods.contract import ClientContext, ClientId, ServerContext
+from coterie.methods.grouped import PersonalServer
+from coterie.methods.settings import Generalists, PhasedRouter
+from coterie.methods.sides import Holders
+from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.training.probe import probe_batch, sample_losses, sample_slopes
+
+Row = dict[ClientId, float]
+NULL = ""
+"""The name of the direction that changes nothing; no client has this name."""
+LARGEST_EVIDENCE = 3.0
+"""The largest absolute value of e_j; without a limit, small differences would matter too much."""
+SMALLEST_WEIGHT = 0.02
+"""The weight in a row below which a client is left out."""
+LARGEST_SIZE = 10.0
+"""The largest number of training tokens that counts, as a multiple of the clients' median."""
+
+
+class Auto(Mixture):
+    """A mixture of experts whose averages each client chooses for itself.
+
+    Trials follow the rounds 1, 3, 7, 15 and so on of the first half of a run.
+    """
+
+    name: ClassVar[str] = "auto"
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = "experts averaged with the clients that help; routers private"
+    reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
+
+    mlp: Generalists = Generalists()
+    router: PhasedRouter = PhasedRouter()
+    samples: int = Field(default=16, ge=2)
+    """number of validation samples on which a client judges other clients"""
+    set_aside: float = Field(default=0.5, ge=0, lt=1)
+    """fraction of the validation text that serves only to judge; routers are trained on the rest"""
+    trust: float = Field(default=1.0, ge=0)
+    """strength with which slopes change weights (eta)"""
+    patience: float = 1.0
+    """standard errors by which training alone must be better for a client to stay alone"""
+    peers: int = Field(default=16, ge=1)
+    """largest number of clients judged in a trial: those with the most similar changes"""
+    every: int = Field(default=2, ge=1)
+    """rounds from one average of the second and further experts to the next"""
+
+    def sends(self, parameter: Parameter, exchange: int) -> bool:
+        return self.shared(parameter) and (
+            parameter.role == "dense" or not parameter.expert or (exchange + 1) % self.every == 0
+        )
+
+    def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [adapter] = super().schema().up
+        others = "LoRA pairs on attention, from the other clients, in trials"
+        choice = "weights of other clients, number of training tokens, whether a trial is due"
+        sizes = "numbers of training tokens of the other clients, in trials"
+        return replace(
+            super().schema(),
+            up=(
+                replace(adapter, reduce="rows"),
+                replace(adapter, reduce="each"),
+                MessageField("choice", choice, "json"),
+            ),
+            down=(
+                adapter,
+                MessageField("adapter", others, peers=True),
+                MessageField("sizes", sizes, "json"),
+            ),
+        )
+
+    def client(self, context: ClientContext) -> "AutoClient":
+        return AutoClient(self, context)
+
+    def server(self, context: ServerContext) -> "AutoServer":
+        return AutoServer(self, context)
+
+    def judges(self, parameter: Parameter) -> bool:
+        """Return whether clients judge one another by a parameter.
+
+        Without LoRA on attention, they judge by the first expert.
+        """
+        return parameter.expert == 0 if self.attention is None else parameter.role == "dense"
+
+    def latest_trial(self, complete: int, rounds: int) -> int:
+        """Return the number of rounds after which the latest trial was due, or 0 if none was.
+
+        Args:
+            complete: The number of completed rounds.
+            rounds: The number of rounds of the run.
+        """
+        return 2 ** (min(complete, rounds // 2) + 1).bit_length() // 2 - 1
+
+
+def standard_error(samples: Tensor) -> Tensor:
+    """Return the standard error of the mean over the first dimension, infinite for one sample."""
+    if len(samples) == 1:
+        return torch.full_like(samples[0], math.inf)
+    return samples.std(0) / math.sqrt(len(samples))
+
+
+class AutoClient(AdapterClient[Auto]):
+    """A client that judges other clients in trials, and tells the server its weights."""
+
+    def __init__(self, method: Auto, context: ClientContext) -> None:
+        data, window = context.data, context.window
+        order = torch.arange(len(data.validation.samples(window, window + 1)))
+        judges = order * method.set_aside % 1 + method.set_aside >= 1
+        routers, judging = data.validation, data.validation
+        if judges.any() and not judges.all():
+            routers = routers.without(order[judges], window)
+            judging = judging.without(order[~judges], window)
+        self.judging = probe_batch(judging, window, method.samples)
+        """The validation samples on which the client judges other clients."""
+        self.tokens = len(data.train.ids)
+        self.log, self._logged = context.log, list[tuple[str, Json]]()
+        data = replace(data, validation=routers)
+        super().__init__(method, replace(context, data=data, log=self._keep))
+        self.judged = self.adapter.tensors(method.judges)
+        self.initial = copied(self.judged)
+        self.buffers |= {"mean": copied(self.shared), "own": copied(self.shared)}
+        """The parameters before and after the last download replaced them by a mean."""
+        self.row: Row = {context.name: 1.0}
+        self.tried = 0
+        """The latest trial in which the client judged other clients."""
+        self.stage: Literal["", "proposed", "undecided"] = ""
+        """proposed: the server does not know the new weights yet. undecided: the next training
+        decides if the client stays alone."""
+
+    def _keep(self, name: str, value: Json) -> None:
+        self._logged.append((name, value))
+
+    def receive(self, download: Message) -> None:
+        parameters, sends = self.parameters(), self.method.sends
+        own = copied(self.shared)
+        sent = {
+            n: t
+            for n, t in self.shared.items()
+            if not download.round or sends(parameters[n], download.round - 1)
+        }
+        check_shapes(download["adapter"], shapes_of(sent))
+        peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
+        for tensors in peers.values():
+            check_shapes(tensors, shapes_of(self.judged))
+        if peers:
+            self._judge(peers, download.values["sizes"])
+            self.tried = self.method.latest_trial(download.round, self.context.rounds)
+            self.stage = "proposed"
+        elif self.stage == "proposed":
+            self.stage = "undecided"
+        copy(download["adapter"], sent)
+        self.buffers |= {"mean": copied(self.shared), "own": own}
+        if (
+            len(self.row) > 1
+            and self._losses(own).mean() <= self._losses(self.buffers["mean"]).mean()
+        ):
+            copy(own, self.shared)
+
+    def train(self, exchange: int) -> None:
+        copy(self.buffers["mean"], self.shared)
+        if self.stage == "undecided":
+            self._decide(exchange)
+        else:
+            super().train(exchange)
+        for name, value in self._logged:
+            self.log(name, value)
+        self._logged.clear()
+
+    def _decide(self, exchange: int) -> None:
+        """Train from the client's own parameters and from the mean, and keep the better result."""
+        before = super().state()
+        copy(self.buffers["own"], self.shared)
+        super().train(exchange)
+        alone, losses, logged = super().state(), self._losses(), [*self._logged]
+        super().restore(before)
+        self._logged.clear()
+        super().train(exchange)
+        gain = losses - self._losses()
+        if gain.mean() < -self.method.patience * standard_error(gain):
+            super().restore(alone)
+            self.row, self._logged = {self.context.name: 1.0}, logged
+        self.stage = ""
+        self.log(TRUST, self.row)
+
+    def upload(self, exchange: int) -> Message:
+        latest = self.method.latest_trial(exchange + 1, self.context.rounds)
+        choice = {"row": self.row, "tokens": self.tokens, "trial": self.tried < latest}
+        return replace(super().upload(exchange), values={"choice": choice})
+
+    def _losses(self, tensors: Tensors | None = None) -> Tensor:
+        """Return the losses on the samples for judging, after copying tensors to the adapter."""
+        copy(tensors or {}, self.shared if tensors else {})
+        return sample_losses(self.context, self.model(), self.judging)
+
+    def _judge(self, peers: Mapping[ClientId, Tensors], sizes: Mapping[ClientId, float]) -> None:
+        """Determine the weights of all clients (the module's first step).
+
+        Args:
+            peers: The attention pairs of other clients.
+            sizes: The number of training tokens of each of these clients.
+        """
+        own, name = copied(self.judged), self.context.name
+        pairs = dict(sorted({**peers, name: own}.items()))
+        changes = [
+            {n: t.to(s.device) - s for n, s in self.initial.items() for t in [p[n]]}
+            for p in pairs.values()
+        ]
+        tokens = {n: float(self.tokens if n == name else sizes[n]) for n in pairs}
+        most = LARGEST_SIZE * median(tokens.values())
+        prior = {n: min(count, most) for n, count in tokens.items()}
+        shares = torch.tensor([*prior.values(), mean(prior.values())], dtype=torch.float64)
+        shares /= shares.sum()
+
+        with torch.no_grad():
+            for n, parameter in self.judged.items():
+                steps = [share * change[n] for share, change in zip(shares, changes, strict=False)]
+                parameter.copy_(self.initial[n] + sum(steps))
+        self.adapter.require_grad(self.method.judges)
+        slopes = sample_slopes(self.context, self.model(), self.judging, self.judged, changes)
+        copy(own, self.judged)
+        slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
+        slopes -= slopes @ shares[:, None]
+        z = (slopes.mean(0) / standard_error(slopes)).nan_to_num()
+        evidence = z.sign() * (z.abs() - 1).clamp(0, LARGEST_EVIDENCE)
+        weights = torch.softmax(shares.log() - self.method.trust * evidence, 0)[:-1]
+        weights /= weights.sum()
+        row = {n: w for n, w in zip(pairs, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
+        row = prior if row.keys() <= {name} else row
+        self.row = {n: w / sum(row.values()) for n, w in row.items()}
+
+    def state(self) -> State:
+        choice = {"row": self.row, "tried": self.tried, "stage": self.stage}
+        state = super().state()
+        return replace(state, values={**state.values, "choice": choice})
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        choice = state.values["choice"]
+        self.row, self.tried, self.stage = dict(choice["row"]), choice["tried"], choice["stage"]
+
+
+class AutoServer(PersonalServer[Auto]):
+    """A server that averages with each client's own weights, and forwards pairs for trials."""
+
+    def __init__(self, method: Auto, context: ServerContext) -> None:
+        super().__init__(method, context)
+        self.choices: dict[ClientId, dict[str, Json]] = {}
+        """The latest choice of each client: `row`, `tokens` and `trial`."""
+        self.uploads: dict[ClientId, Tensors] = {}
+        """The attention pairs of the last exchange, if a trial is due for a client."""
+        self._received: dict[ClientId, Tensors] = {}
+
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        super().start_round(exchange, participants)
+        self._received = {}
+
+    def download(self, client: ClientId) -> Message:
+        message, parameters = super().download(client), self.parameters
+        last, sends = self.exchange - 1, self.method.sends
+        sent = {
+            n: t for n, t in message["adapter"].items() if last < 0 or sends(parameters[n], last)
+        }
+        message = replace(message, groups={"adapter": sent})
+        if client not in self.uploads or not self.choices[client]["trial"]:
+            return message
+        peers = self._nearest(client)
+        sizes = {peer: self.choices[peer]["tokens"] for peer in peers}
+        groups = {peer: {"adapter": self.uploads[peer]} for peer in peers}
+        return replace(message, peers=groups, values={"sizes": sizes} if peers else {})
+
+    def reference(self, client: ClientId) -> Groups:
+        return super().download(client).groups
+
+    def _nearest(self, client: ClientId) -> list[ClientId]:
+        """Return the other clients, or those whose changes are the most similar to a client's."""
+        peers = [peer for peer in sorted(self.uploads) if peer != client]
+        if len(peers) <= self.method.peers:
+            return peers
+        changes = {
+            name: {n: tensor - self.shared[n] for n, tensor in tensors.items()}
+            for name, tensors in self.uploads.items()
+        }
+        peers.sort(key=lambda peer: -cosine(changes[client], changes[peer]))
+        return sorted(peers[: self.method.peers])
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        super().receive(client, upload)
+        self.choices[client] = self._checked(client, upload.values.get("choice"))
+        judges, parameters = self.method.judges, self.parameters
+        pairs = {n: t for n, t in upload["adapter"].items() if judges(parameters[n])}
+        self._received[client] = pairs
+
+    def _checked(self, client: ClientId, choice: Json) -> dict[str, Json]:
+        """Return a client's choice without the weights of clients that have left.
+
+        Raises:
+            MessageError: The choice is invalid.
+        """
+        match choice:
+            case {"row": dict(row), "tokens": int(tokens), "trial": bool(trial)} if (
+                tokens > 0 and all(isinstance(w, float | int) and w >= 0 for w in row.values())
+            ):
+                row = {name: w for name, w in row.items() if name in self.held}
+                return {"row": row, "tokens": tokens, "trial": trial}
+        raise MessageError(f"The client {client!r} sent invalid weights of other clients.")
+
+    def rows(self) -> Rows:
+        return {client: choice["row"] for client, choice in self.choices.items()}
+
+    def end_round(self, mean: Message, held: Holders) -> None:
+        super().end_round(mean, held)
+        due = any(self.choices[client]["trial"] for client in self._received)
+        self.uploads = self._received if due else {}
+
+    def state(self) -> State:
+        state = super().state()
+        parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
+        return replace(state, values={**state.values, "choices": self.choices}, parts=parts)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.choices = dict(state.values["choices"])
+        self.uploads = {name: part["adapter"] for name, part in state.parts.items()}

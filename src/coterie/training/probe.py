@@ -1,0 +1,71 @@
+"""Losses and slopes of single samples, with which a client judges parameters of other clients."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coterie.bases.precision import autocast
+from coterie.data.split import AnyBatch, Split
+from coterie.messages import Tensors
+from coterie.training.context import ClientContext
+
+
+def probe_batch(split: Split, window: int, most: int) -> AnyBatch:
+    """Return evenly spaced samples of a split.
+
+    Args:
+        split: The split.
+        window: The number of predicted tokens of a sample of plain text.
+        most: The maximum number of samples.
+    """
+    samples = split.samples(window, window + 1)
+    count = min(most, len(samples))
+    return samples.batch(torch.arange(count) * len(samples) // count)
+
+
+@torch.no_grad()
+def sample_losses(context: ClientContext, model: PreTrainedModel, batch: AnyBatch) -> Tensor:
+    """Return the mean loss of each sample of a batch, as a float64 tensor shaped (samples,)."""
+    device = context.base.device
+    with autocast(context.base.precision, device.type):
+        losses = [sample.mean_loss(model, device, 1) for sample in batch.split(1)]
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def sample_slopes(
+    context: ClientContext,
+    model: PreTrainedModel,
+    batch: AnyBatch,
+    parameters: Mapping[str, Tensor],
+    directions: Sequence[Tensors],
+) -> Tensor:
+    """Return the derivative of each sample's loss along several directions.
+
+    Args:
+        context: The client's context.
+        model: The model to which the parameters belong.
+        batch: The samples.
+        parameters: The parameters at whose current values the derivatives are computed. They must
+            require gradients.
+        directions: For each direction, a mapping from every parameter's name to a tensor.
+
+    Returns:
+        A float64 tensor shaped (samples, directions).
+    """
+    base, rows = context.base, []
+    for sample in batch.split(1):
+        with autocast(base.precision, base.device.type):
+            loss, _ = sample.to(base.device).loss(model)
+        gradients = torch.autograd.grad(loss, [*parameters.values()])
+        by_name = dict(zip(parameters, gradients, strict=True))
+        rows.append([_product(by_name, direction) for direction in directions])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _product(a: Tensors, b: Tensors) -> float:
+    return sum(
+        (tensor.double() * b[name].to(tensor.device).double()).sum().item()
+        for name, tensor in a.items()
+    )
