@@ -25,6 +25,7 @@ TABLES = [path for path in RECIPES if is_table(path)]
 RUNS = [path for path in RECIPES if path not in TABLES]
 TEXTS = [path for path in RUNS if path.stem != "instructions"]
 SMALL = [path for path in TABLES if path.parent.name == "small"]
+GRIDS = ("grid", "grid-aside")
 DATA = ROOT.parent / "shared" / "data"
 at_hand = pytest.mark.skipif(not DATA.is_dir(), reason="the experiments' data sets are not at hand")
 
@@ -62,7 +63,7 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
 @pytest.mark.parametrize("recipe", SMALL, ids=name)
 def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> None:
     spec, columns = load_table(recipe)
-    if spec.shows is not None or recipe.stem in ("opposite", "grid") or "-figures" in recipe.stem:
+    if spec.shows is not None or recipe.stem in ("opposite", *GRIDS) or "-figures" in recipe.stem:
         return  # opposite pairs are few, and these figures are of unequal amounts of text
     _, quarters = load_table(recipe, regime="quarter")
     for column, quarter in zip(columns, quarters, strict=True):
@@ -78,7 +79,7 @@ def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> No
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_a_recipe_ends_with_the_models_that_the_papers_end_with(recipe) -> None:
     """Those of the last round, whatever the default is; the grid has what users have."""
-    if recipe.stem == "grid":
+    if recipe.stem in GRIDS:
         return
     if recipe in RUNS:
         assert load_config(recipe).evaluation.keep == "last"
