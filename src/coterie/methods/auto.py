@@ -29,10 +29,10 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional
 
 from coterie.adapters import Parameter
 from coterie.aggregation.context import Rows
-from coterie.aggregation.trust import cosine
 from coterie.messages import Field as MessageField
 from coterie.messages import (
     Groups,
@@ -295,6 +295,8 @@ class AutoServer(PersonalServer[Auto]):
         self.uploads: dict[ClientId, Tensors] = {}
         """The attention pairs of the last exchange, if a trial is due for a client."""
         self._received: dict[ClientId, Tensors] = {}
+        self._similarities: Tensor | None = None
+        """Cosines between the changes of all pairs of clients in `uploads`."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
@@ -319,15 +321,23 @@ class AutoServer(PersonalServer[Auto]):
 
     def _nearest(self, client: ClientId) -> list[ClientId]:
         """Return the other clients, or those whose changes are the most similar to a client's."""
-        peers = [peer for peer in sorted(self.uploads) if peer != client]
-        if len(peers) <= self.method.peers:
-            return peers
-        changes = {
-            name: {n: tensor - self.shared[n] for n, tensor in tensors.items()}
-            for name, tensors in self.uploads.items()
-        }
-        peers.sort(key=lambda peer: -cosine(changes[client], changes[peer]))
-        return sorted(peers[: self.method.peers])
+        names = sorted(self.uploads)
+        if len(names) <= self.method.peers + 1:
+            return [name for name in names if name != client]
+        if self._similarities is None:
+            changes = torch.stack([self._change(name) for name in names])
+            self._similarities = changes @ changes.T
+        similarities = dict(
+            zip(names, self._similarities[names.index(client)].tolist(), strict=True)
+        )
+        names.remove(client)
+        names.sort(key=lambda name: -similarities[name])
+        return sorted(names[: self.method.peers])
+
+    def _change(self, client: ClientId) -> Tensor:
+        """Return the change of a client's pairs since the start, as a vector of length 1."""
+        changes = [(t - self.shared[n]).flatten() for n, t in self.uploads[client].items()]
+        return functional.normalize(torch.cat(changes), dim=0)
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
@@ -356,7 +366,7 @@ class AutoServer(PersonalServer[Auto]):
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
         due = any(self.choices[client]["trial"] for client in self._received)
-        self.uploads = self._received if due else {}
+        self.uploads, self._similarities = self._received if due else {}, None
 
     def state(self) -> State:
         state = super().state()
@@ -367,3 +377,4 @@ class AutoServer(PersonalServer[Auto]):
         super().restore(state)
         self.choices = dict(state.values["choices"])
         self.uploads = {name: part["adapter"] for name, part in state.parts.items()}
+        self._similarities = None
