@@ -11,7 +11,7 @@ determines in trials:
    slope relative to the mean slope, in standard errors, the client's new weights are
 
        w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
-       e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
+       e_j = sign(z_j) min(max(|z_j| - 1, 0), 6),
 
    where p_j is the share of client j in all training tokens (a step of exponentiated gradient
    descent). One more direction, d = 0, takes up what smaller changes alone would gain. A client
@@ -23,7 +23,7 @@ determines in trials:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import mean, median
+from statistics import median
 from typing import ClassVar, Literal
 
 import torch
@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from coterie.adapters import Parameter
+from coterie.adapters import Parameter, Role
 from coterie.aggregation.context import Rows
 from coterie.messages import Field as MessageField
 from coterie.messages import (
@@ -57,7 +57,7 @@ from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 Row = dict[ClientId, float]
 NULL = ""
 """The name of the direction that changes nothing; no client has this name."""
-LARGEST_EVIDENCE = 3.0
+LARGEST_EVIDENCE = 6.0
 """The largest absolute value of e_j; without a limit, small differences would matter too much."""
 SMALLEST_WEIGHT = 0.02
 """The weight in a row below which a client is left out."""
@@ -76,13 +76,15 @@ class Auto(Mixture):
     summary: ClassVar[str] = "experts averaged with the clients that help; routers private"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
+    shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist", "router")
+
     mlp: Generalists = Generalists()
     router: PhasedRouter = PhasedRouter()
     samples: int = Field(default=16, ge=2)
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation text that serves only to judge; routers are trained on the rest"""
-    trust: float = Field(default=1.0, ge=0)
+    trust: float = Field(default=0.5, ge=0)
     """strength with which slopes change weights (eta)"""
     patience: float = 1.0
     """standard errors by which training alone must be better for a client to stay alone"""
@@ -138,6 +140,13 @@ class Auto(Mixture):
         return 2 ** (min(complete, rounds // 2) + 1).bit_length() // 2 - 1
 
 
+def prior(tokens: Mapping[ClientId, float]) -> Row:
+    """Return the clients' shares in all training tokens; see `LARGEST_SIZE`."""
+    largest = LARGEST_SIZE * median(tokens.values())
+    sizes = {client: min(float(count), largest) for client, count in tokens.items()}
+    return {client: size / sum(sizes.values()) for client, size in sizes.items()}
+
+
 def standard_error(samples: Tensor) -> Tensor:
     """Return the standard error of the mean over the first dimension, infinite for one sample."""
     if len(samples) == 1:
@@ -166,7 +175,8 @@ class AutoClient(AdapterClient[Auto]):
         self.initial = copied(self.judged)
         self.buffers |= {"mean": copied(self.shared), "own": copied(self.shared)}
         """The parameters before and after the last download replaced them by a mean."""
-        self.row: Row = {context.name: 1.0}
+        self.row: Row = {}
+        """The client's weights of all clients; empty, for all by their size, before a trial."""
         self.tried = 0
         """The latest trial in which the client judged other clients."""
         self.stage: Literal["", "proposed", "undecided"] = ""
@@ -251,10 +261,8 @@ class AutoClient(AdapterClient[Auto]):
             {n: t.to(s.device) - s for n, s in self.initial.items() for t in [p[n]]}
             for p in pairs.values()
         ]
-        tokens = {n: float(self.tokens if n == name else sizes[n]) for n in pairs}
-        most = LARGEST_SIZE * median(tokens.values())
-        prior = {n: min(count, most) for n, count in tokens.items()}
-        shares = torch.tensor([*prior.values(), mean(prior.values())], dtype=torch.float64)
+        everybody = prior({n: self.tokens if n == name else sizes[n] for n in pairs})
+        shares = torch.tensor([*everybody.values(), 1 / len(pairs)], dtype=torch.float64)
         shares /= shares.sum()
 
         with torch.no_grad():
@@ -271,7 +279,7 @@ class AutoClient(AdapterClient[Auto]):
         weights = torch.softmax(shares.log() - self.method.trust * evidence, 0)[:-1]
         weights /= weights.sum()
         row = {n: w for n, w in zip(pairs, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
-        row = prior if row.keys() <= {name} else row
+        row = everybody if row.keys() <= {name} else row
         self.row = {n: w / sum(row.values()) for n, w in row.items()}
 
     def state(self) -> State:
@@ -356,12 +364,14 @@ class AutoServer(PersonalServer[Auto]):
             case {"row": dict(row), "tokens": int(tokens), "trial": bool(trial)} if (
                 tokens > 0 and all(isinstance(w, float | int) and w >= 0 for w in row.values())
             ):
-                row = {name: w for name, w in row.items() if name in self.held}
+                known = {name: w for name, w in row.items() if name in self.held}
+                row = known if known or not row else {client: 1.0}
                 return {"row": row, "tokens": tokens, "trial": trial}
         raise MessageError(f"The client {client!r} sent invalid weights of other clients.")
 
     def rows(self) -> Rows:
-        return {client: choice["row"] for client, choice in self.choices.items()}
+        everybody = prior({client: c["tokens"] for client, c in self.choices.items()})
+        return {client: choice["row"] or everybody for client, choice in self.choices.items()}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
