@@ -55,8 +55,8 @@ from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 
 Row = dict[ClientId, float]
-NULL = ""
-"""The name of the direction that changes nothing; no client has this name."""
+NEWCOMER = ""
+"""The name of the mean over all clients, from which new clients start; no client's name."""
 LARGEST_EVIDENCE = 6.0
 """The largest absolute value of e_j; without a limit, small differences would matter too much."""
 SMALLEST_WEIGHT = 0.02
@@ -306,6 +306,11 @@ class AutoServer(PersonalServer[Auto]):
         self._similarities: Tensor | None = None
         """Cosines between the changes of all pairs of clients in `uploads`."""
 
+    def join(self, client: ClientId, hello: Message) -> None:
+        super().join(client, hello)
+        if NEWCOMER in self.means:
+            self.means.setdefault(client, self.means[NEWCOMER])
+
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
         self._received = {}
@@ -371,7 +376,8 @@ class AutoServer(PersonalServer[Auto]):
 
     def rows(self) -> Rows:
         everybody = prior({client: c["tokens"] for client, c in self.choices.items()})
-        return {client: choice["row"] or everybody for client, choice in self.choices.items()}
+        rows = {client: choice["row"] or everybody for client, choice in self.choices.items()}
+        return {**rows, NEWCOMER: everybody}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
