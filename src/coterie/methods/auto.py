@@ -11,7 +11,7 @@ determines in trials:
    slope relative to the mean slope, in standard errors, the client's new weights are
 
        w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
-       e_j = sign(z_j) min(max(|z_j| - 1, 0), 6),
+       e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
 
    where p_j is the share of client j in all training tokens (a step of exponentiated gradient
    descent). One more direction, d = 0, takes up what smaller changes alone would gain. A client
@@ -57,7 +57,7 @@ from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 Row = dict[ClientId, float]
 NEWCOMER = ""
 """The name of the mean over all clients, from which new clients start; no client's name."""
-LARGEST_EVIDENCE = 6.0
+LARGEST_EVIDENCE = 3.0
 """The largest absolute value of e_j; without a limit, small differences would matter too much."""
 SMALLEST_WEIGHT = 0.02
 """The weight in a row below which a client is left out."""
@@ -84,7 +84,7 @@ class Auto(Mixture):
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation text that serves only to judge; routers are trained on the rest"""
-    trust: float = Field(default=0.5, ge=0)
+    trust: float = Field(default=1.0, ge=0)
     """strength with which slopes change weights (eta)"""
     patience: float = 1.0
     """standard errors by which training alone must be better for a client to stay alone"""
