@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
+from coterie.analysis.peers import sentences
 from coterie.analysis.tables import frame_table, listed
 from coterie.files import path_part
 from coterie.messages.names import TRUST
@@ -32,7 +33,7 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield LeftOut("Trust weights", "no run recorded trust weights")
     for label in labels:
         weights = trust_matrices([run for run in experiment.drawn[label] if run.names(TRUST)])
-        yield _heat_maps(label, weights)
+        yield _heat_maps(label, weights, sentences(experiment.drawn[label][0], experiment.all))
         if len(next(iter(weights.values()))) > 2:
             yield _others(label, weights)
         if len(weights) > 1:
@@ -54,18 +55,21 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
     return {n: frame.droplevel("round").reindex(clients).rename_axis(None) for n, frame in rounds}
 
 
-def _heat_maps(label: str, weights: Matrices) -> Picture:
+def _heat_maps(label: str, weights: Matrices, learned: Sequence[str]) -> Picture:
     highest = max(_ends(weights)[1], 1e-9)
     round, last = list(weights.items())[-1]
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices, {label}",
         "Rows: the client that averages all clients' uploads. Columns: the client whose upload is "
-        "weighted. Mean over seeds.",
+        "weighted. Mean over seeds."
+        + " The list describes the run with the smallest seed."
+        * bool(learned),
         f"Heat maps of trust weights between {listed(last)} in several rounds; the table shows "
         "the last round.",
         lambda canvas: _draw(canvas, weights, 0.0, highest),
         frame_table(f"Trust weights in round {round}", "client", last, ".3f"),
+        sentences=learned,
     )
 
 
