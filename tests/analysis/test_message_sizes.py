@@ -18,6 +18,6 @@ def per_sample(tables, way: str) -> dict[str, int]:
 @pytest.mark.parametrize(("method", "teaches"), [("fedmkt", True), ("llm2slm", False)])
 def test_an_audit_says_what_a_public_sample_costs(method, teaches, teachers) -> None:
     tables = list(audit_run(teachers(method={"name": method})))
-    assert per_sample(tables, "from the server to the client, every round")
-    assert bool(per_sample(tables, "from the client to the server, every round")) is teaches
+    assert per_sample(tables, "from the server to the client, in one exchange")
+    assert bool(per_sample(tables, "from the client to the server, in one exchange")) is teaches
     assert not per_sample(tables, "from the client to the server, once")

@@ -74,6 +74,18 @@ def test_a_run_shows_its_table_and_what_to_do_next(run_file, tmp_path, coterie_c
     assert poet.split()[1] == f"{result['trained']['poet']['perplexity']:.2f}"
 
 
+def test_a_run_says_who_learned_with_whom(values, tmp_path, coterie_command) -> None:
+    method = {"name": "pcl-uniform", "warmup": 1, "every": 1}
+    run = values(method=method, rounds=2, baselines=["local"], evaluation={"keep": "last"})
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(run))
+    said = coterie_command("run", tmp_path / "small.yaml", "--out", tmp_path / "out")
+    expected = (
+        r"\ndiarist learns with poet \(0\.33\) and whaler \(0\.33\); "
+        r"test perplexity \d+\.\d % (lower|higher) than alone\npoet learns with diarist "
+    )
+    assert re.search(expected, said.out), said.out
+
+
 def test_a_finished_run_shows_its_table_again(finished, coterie_command, monkeypatch) -> None:
     monkeypatch.setattr(Rounds, "run", None)  # nothing is run
     said = coterie_command("run", "--resume", finished)

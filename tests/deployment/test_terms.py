@@ -100,7 +100,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert replies[0].fault is None
     [words] = questions
     assert words["method"].startswith("comigs-1g1s: ")
-    assert "LoRA pairs of the generalists" in words["every round"]
+    assert "LoRA pairs of the generalists" in words["sent"].splitlines()[1]
     assert words["losses"] == "stay on this machine"
     worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
     assert replies[0].fault == "terms"

@@ -91,5 +91,5 @@ def test_the_audit_shows_messages_as_they_are_sent(config) -> None:
     run = config(aggregation={"transforms": ["int8"]})
     declared, *tables = [table.markdown() for table in audit_run(run)]
     assert "adapter.scale" in declared
-    [up] = [table for table in tables if "from the client to the server, every round" in table]
+    [up] = [table for table in tables if "from the client to the server, in one exchange" in table]
     assert "int8" in up

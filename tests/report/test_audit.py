@@ -13,6 +13,7 @@ from coterie.messages import Field, Message, MessageError, Schema
 from coterie.messages.envelope import Reply, unseal
 from coterie.methods.adapter import AdapterServer
 from coterie.methods.averaging import FedAvg
+from coterie.methods.registry import method_from
 from coterie.methods.tensors import copied
 from coterie.testing.loop import deploy
 
@@ -101,19 +102,36 @@ def test_an_audit_lists_every_figure_that_a_deployment_shares(method, config, tm
     assert "test/aggregated" in sent
 
 
-def test_two_declared_fields_of_one_name_are_two_lines() -> None:
+def test_fields_of_one_name_are_two_lines_that_say_how_often_each_is_sent() -> None:
+    tensors = Field("adapter", "tensors")
     schema = Schema(
-        down=(
-            Field("adapter", "the client's own mean"),
-            Field("adapter", "the other clients' tensors", peers=True),
-        )
+        hello=(Field("shapes", "shapes", "json"),),
+        up=(replace(tensors, reduce="rows"), tensors, tensors),
+        down=(tensors, replace(tensors, peers=True, when="in trials")),
     )
     run: Any = SimpleNamespace(schema=schema, config=SimpleNamespace(label="a method"))
-    rows = {(row[0], row[3]) for row in _declared(run).rows}
-    assert rows == {
-        ("adapter", "the client's own mean"),
-        ("others' adapter", "the other clients' tensors"),
-    }
+    up, down = "from the client to the server", "from the server to the client"
+    several = "averaged over clients, with several sets of weights"
+    assert [(name, way, contents) for name, _, way, contents in _declared(run).rows] == [
+        ("shapes", f"{up}, once", "shapes"),
+        ("adapter", f"{up}, every exchange", f"tensors ({several})"),
+        ("adapter", f"{up}, every exchange", "tensors (not averaged)"),
+        ("adapter", f"{down}, every exchange", "tensors"),
+        ("others' adapter", f"{down}, in trials", "tensors"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "downloads"),
+    [
+        ("auto", {"every exchange", "in trials"}),
+        ({"name": "pcl-1", "every": 1}, {"at intervals of 1 round, from round 5 on"}),
+        ("fedlease", {"every exchange, from round 6 on"}),
+        ("fedmkt-fedavg", {"every round"}),
+    ],
+)
+def test_methods_say_how_often_a_client_receives_a_field(method, downloads) -> None:
+    assert {field.when for field in method_from(method).schema().down} == downloads
 
 
 class Both(FedAvg):
@@ -142,7 +160,7 @@ class BothServer(AdapterServer):
 
 def test_an_audit_tells_a_clients_own_group_from_its_peers_of_the_same_name(config) -> None:
     found = audited(config, method=Both())
-    declared = [row[0] for row in found["declared"].rows if row[2] == WAYS["down"]]
+    declared = [row[0] for row in found["declared"].rows if row[2].startswith("from the server")]
     assert declared == ["adapter", "others' adapter"]
     own = kinds(found[WAYS["down"]], "adapter")
     assert own == DENSE | sets(2)

@@ -18,8 +18,9 @@ from coterie.report.assignment import assignment, holdings, shared
 from coterie.report.cost import traffic
 from coterie.report.curves import curves, smooth, sweep
 from coterie.report.division import division
+from coterie.report.plots import of_pairs
 from coterie.report.routing import routing
-from coterie.report.style import FIXED, THEMES, LeftOut, Picture, looks
+from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
 from coterie.report.trust import trust, trust_matrices
 from coterie.report.uploads import uploads
 
@@ -213,11 +214,35 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
         assert list(weights.index) == list(weights.columns) == ["anna", "ben"]
     rows = second[1].to_numpy().tolist()
     assert rows == [pytest.approx([0.7, 0.3]), pytest.approx([0.2, 0.8])]
-    assert fourth[1].loc["anna"].isna().all()  # anna set no weights then
-    assert fourth[1].loc["ben"].tolist() == [0.5, 0.5]
+    # Anna keeps hers in both runs; in the first run, ben keeps his, too.
+    assert fourth[1].loc["anna"].tolist() == pytest.approx([0.7, 0.3])
+    assert fourth[1].loc["ben"].tolist() == pytest.approx([0.35, 0.65])
     heat, lines = trust(one(tmp_path / "cmp"))
-    assert table_of([heat]).rows == [["anna", "", ""], ["ben", "0.500", "0.500"]]
+    assert table_of([heat]).rows == [["anna", "0.700", "0.300"], ["ben", "0.350", "0.650"]]
     drawn([lines])
+
+
+def test_a_client_without_weights_so_far_has_an_empty_row(written) -> None:
+    figures = [(1, "anna", "trust", {"anna": 1.0}), (2, "ben", "trust", {"anna": 0.4, "ben": 0.6})]
+    second, third = trust_matrices(one(written("run", LOCAL, figures=figures)).all).values()
+    assert second.loc["ben"].isna().all()
+    assert third.to_numpy().tolist() == [[1.0, 0.0], [0.4, 0.6]]
+
+
+def test_panels_of_many_clients_are_large_enough_for_their_names() -> None:
+    names = [f"client {n}" for n in range(20)]
+    weights = pd.DataFrame(np.eye(20), names, names)
+    for narrow in (False, True):
+        figure = of_pairs(
+            Canvas(THEMES[0], narrow),
+            {"round 1": weights, "round 2": weights},
+            0,
+            1,
+            "trust weight",
+        )
+        figure.draw_without_rendering()
+        panel, *_ = figure.axes
+        assert panel.get_window_extent().height / figure.dpi / len(names) > 0.11
 
 
 def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) -> None:

@@ -70,6 +70,19 @@ def test_the_same_runs_give_the_same_page(runs, tmp_path, monkeypatch) -> None:
     assert one.page.read_bytes() == other.page.read_bytes()
 
 
+def test_a_page_lists_who_learns_with_whom(written, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(page, "FIGURES", (trust,))
+    row = {"anna": 0.6, "ben": 0.4}
+    for seed in range(2):
+        figures = [(1, "anna", "trust", row), (1, "ben", "trust", {"ben": 1.0})]
+        written(f"us/auto-{seed}", {"name": "auto"}, seed, figures, (10.0 + seed, 20.0))
+        written(f"us/local-{seed}", {"name": "local"}, seed)
+    html = write_report([tmp_path / "us"], tmp_path).page.read_text(encoding="utf-8")
+    sentence = "anna learns with ben (0.40); test perplexity the same as alone"
+    assert f"<ul><li>{sentence}</li><li>ben learns alone</li></ul>" in html
+    assert "The list describes the run with the smallest seed." in html
+
+
 @pytest.mark.slow
 def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(page, "FIGURES", ())

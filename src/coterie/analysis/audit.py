@@ -16,13 +16,18 @@ from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.messages import Field, Json, Message, Schema, State
 from coterie.messages.names import CHANGE, LEFT_OUT, SECONDS
-from coterie.messages.schema import Way
+from coterie.messages.schema import Reduce, Way
 from coterie.training.context import ClientId
 
 WAYS: dict[Way, str] = {
     "hello": "from the client to the server, once",
-    "up": "from the client to the server, every round",
-    "down": "from the server to the client, every round",
+    "up": "from the client to the server, in one exchange",
+    "down": "from the server to the client, in one exchange",
+}
+REDUCTIONS: dict[Reduce, str] = {
+    "mean": "averaged over clients",
+    "rows": "averaged over clients, with several sets of weights",
+    "each": "not averaged",
 }
 CONTENTS = ("group or value", "contents", "tensors", "dtype", "bytes")
 STAYS = "stays on the client"
@@ -112,17 +117,18 @@ def _merged(rows: Sequence[Row]) -> Row:
 
 
 def _declared(run: LocalRun) -> Table:
-    rows = [
-        (_named(field.name, field.peers), _dtypes(field), direction, field.description)
-        for way, direction in WAYS.items()
-        for field in {
-            (f.name, f.description, f.peers): f for f in getattr(run.schema, way)
-        }.values()
-    ]
+    rows: list[Row] = []
+    for way, title in WAYS.items():
+        fields: tuple[Field, ...] = getattr(run.schema, way)
+        for f in fields:
+            direction = title if way == "hello" else f"{title.partition(',')[0]}, {f.when}"
+            averaged = way == "up" and f.dtype != "json"
+            contents = f.description + f" ({REDUCTIONS[f.reduce]})" * averaged
+            rows.append((_named(f.name, f.peers), _dtypes(f), direction, contents))
     title = f"{run.config.label}: the only fields that messages may contain"
     columns = ("group or value", "dtype", "direction", "contents")
     note = "Every message also contains its round number and format version."
-    return Table(title, columns, rows or [("nothing", "", "", "")], note)
+    return Table(title, columns, list(dict.fromkeys(rows)) or [("nothing", "", "", "")], note)
 
 
 def _named(group: str, peers: bool) -> str:

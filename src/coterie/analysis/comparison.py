@@ -370,7 +370,7 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
         if not isinstance(difference, Difference):
             return None
         baseline = float(scores(alone)[metric.name][client])
-        entry = f"{client} ({_change(difference.value, baseline, metric)})"
+        entry = f"{client} ({change(difference.value, baseline, metric)})"
         improved = metric.order(difference.value) < 0
         (unclear if not difference.significant else better if improved else worse).append(entry)
     gain, loss = ("higher", "lower") if metric.higher else ("lower", "higher")
@@ -389,7 +389,7 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
     )
 
 
-def _change(value: float, baseline: float, metric: Metric) -> str:
+def change(value: float, baseline: float, metric: Metric) -> str:
     """Format the change `value` from the score `baseline` to another score.
 
     If the metric is a fraction, such as accuracy, the change is formatted in percentage points.

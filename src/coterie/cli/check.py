@@ -120,7 +120,8 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
     with _checking("step", "not measured: the step needs the server or other clients"):
         step = trial.run_trial(session, config)
         _line("memory", "ok", f"at most {size(step.peak)} during a step")
-        fields = "; ".join(field.description for field in config.method.schema().up) or "nothing"
+        texts = dict.fromkeys(field.description for field in config.method.schema().up)
+        fields = "; ".join(texts) or "nothing"
         _line("sent", "ok", f"{size(step.up)} up per round ({fields}), {size(step.down)} down")
         seconds = step.step * config.training.steps
         round, run = (timedelta(seconds=int(s)) for s in (seconds, seconds * config.exchanges))

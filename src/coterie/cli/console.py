@@ -137,10 +137,8 @@ class ClientBoard(LiveDisplay[Status]):
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 for adapter in value.part.covered:
                     self._say(f"  trained on this machine: {adapter}")
-                schema = value.part.schema
-                for when, fields in (("once", schema.hello), ("every round", schema.up)):
-                    for field in fields:
-                        self._say(f"  leaves this machine {when}: {field.description}")
+                for when, texts in value.part.schema.described().items():
+                    self._say(*(f"  leaves this machine {when}: {text}" for text in texts))
             case "warning":
                 self._say(value)
             case "fault":
@@ -218,8 +216,7 @@ def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list
         f"{plural(training.batch, 'sample')}",
         **costs_in_words(config, memory),
         "base": str(config.base),
-        "sent once": "; ".join(field.description for field in schema.hello),
-        "every round": "; ".join(field.description for field in schema.up),
+        "sent": "\n".join(f"{when}: {'; '.join(t)}" for when, t in schema.described().items()),
         "transforms": "; ".join(f"{t.name}: {t.summary}" for t in config.transforms),
         "privacy": "; ".join(
             f"{budget.description}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"

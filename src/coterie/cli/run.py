@@ -239,6 +239,14 @@ def _warn_of_unused_routers(config: "RunConfig") -> None:
         )
 
 
+def _who_learns_with_whom(path: Path) -> list[str]:
+    from coterie.analysis.experiments import experiments
+    from coterie.analysis.peers import sentences
+
+    runs = experiments([path])[0].all  # the run and its baselines
+    return sentences(next(run for run in runs if run.path == path), runs)
+
+
 def progress() -> "list[Callback]":
     """Return the callbacks that show the progress of runs on this terminal."""
     from coterie.cli.progress import ConsoleProgress
@@ -268,6 +276,8 @@ def _show(finished: "Run", arguments: str | None) -> None:
     terminal.console.print(finished.table())
     for method, result in finished.results.items():
         terminal.report_unhelped(method, result)
+    if learned := _who_learns_with_whom(finished.path):
+        terminal.say("", *learned)
     data, plugins = finished.config.data, terminal.plugin_options(finished.config.plugins)
     if gained := finished.gains():
         terminal.say(f"\n{gained}")

@@ -6,7 +6,7 @@ before any byte leaves the machine, and by the receiver, before the content reac
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from coterie.messages.message import Json, Message, MessageError, Tensors, is_finite
@@ -35,6 +35,8 @@ class Field:
             field of this name for each form.
         peers: Used only for downloads. If true, the field contains groups that other clients
             uploaded, and is sent in `Message.peers`.
+        when: A few words on how often the field is sent, shown by audits and consent prompts. Not
+            used for fields of the first message of a client, which is sent once.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Field:
     dtype: str | Mapping[str, str] = "float32"
     reduce: Reduce = "each"
     peers: bool = False
+    when: str = "every exchange"
 
     def allows(self, name: str, dtype: str) -> bool:
         """Return whether the group may contain a tensor of this name and dtype.
@@ -82,6 +85,15 @@ class Schema:
     def averaged(self) -> set[str]:
         """The names of the upload fields whose reduction is `mean` or `rows`."""
         return self.reduced("mean") | self.reduced("rows")
+
+    def described(self) -> dict[str, list[str]]:
+        """Return the descriptions of all fields that clients send, by how often they are sent."""
+        described: dict[str, list[str]] = {}
+        for field in (*(replace(field, when="once") for field in self.hello), *self.up):
+            texts = described.setdefault(field.when, [])
+            if field.description not in texts:  # a group that the server needs in several forms
+                texts.append(field.description)
+        return described
 
     def check(self, way: Way, message: Message) -> None:
         """Check that a message contains only declared fields with valid content.

@@ -112,8 +112,8 @@ class Auto(Mixture):
             ),
             down=(
                 adapter,
-                MessageField("adapter", others, peers=True),
-                MessageField("sizes", sizes, "json"),
+                MessageField("adapter", others, peers=True, when="in trials"),
+                MessageField("sizes", sizes, "json", when="in trials"),
             ),
         )
 

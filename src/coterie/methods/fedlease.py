@@ -55,8 +55,11 @@ class FedLease(Method):
         adapter = replace(own, description="LoRA pairs of all experts; router of the cluster")
         experts = MessageField("experts", "number of experts", "json")
         number = MessageField("own", "number of the client's expert", "json")
+        own = replace(own, when=f"every exchange, from round {self.warmup} on")
         up = (replace(own, reduce="rows"), replace(own, reduce="each"))
-        return Schema(up=up, down=(adapter, experts, number))
+        later = f"every exchange, from round {self.warmup + 1} on"
+        down = tuple(replace(field, when=later) for field in (adapter, experts, number))
+        return Schema(up=up, down=down)
 
     def adapter(self, base: nn.Module, seed: int, experts: int, own: int) -> LeaseAdapter:
         """Create an adapter.

@@ -22,7 +22,7 @@ from coterie.adapters import Adapter, Trainable
 from coterie.aggregation.trust import cosine, sparse_distance
 from coterie.data.split import AnyBatch
 from coterie.data.windows import sample_batch
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 from coterie.evaluation.evaluate import mean_loss, top_logits
 from coterie.messages import Field as MessageField
 from coterie.messages import (
@@ -80,11 +80,11 @@ class PCL(AdapterMethod):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         inherited = super().schema()
-        groups = {
-            "adapter": replace(inherited.up[0], reduce="each"),
-            "update": MessageField("update", "change of the adapter since the last exchange"),
-        }
-        up = (*(groups[name] for name in self.groups), *self.evidence_fields)
+        update = MessageField("update", "change of the adapter since the last exchange")
+        groups = {"adapter": replace(inherited.up[0], reduce="each"), "update": update}
+        when = f"at intervals of {plural(self.every, 'round')}, from round {self.warmup} on"
+        fields = (*(groups[name] for name in self.groups), *self.evidence_fields)
+        up = tuple(replace(field, when=when) for field in fields)
         down = (
             replace(f, description=f"from other clients: {f.description}", peers=True) for f in up
         )

@@ -185,11 +185,15 @@ def of_pairs(
     """
     clients = [str(client) for client in next(iter(matrices.values())).columns]
     names = 0.075 * max(map(len, clients))  # inches
-    across = (1 if names > 0.6 else 2, 4)
-    longest = 3.2 if len(matrices) > 1 else 0.45 * len(clients) + 0.4
+    smallest = 0.13 * len(clients)  # inches; the clients' names would overlap in a smaller panel
+    longest = max(3.2, smallest) if len(matrices) > 1 else 0.45 * len(clients) + 0.4
     width = canvas.width - names - 1.0
-    side = min(width / min(len(matrices), across[not canvas.narrow]), longest)
-    figure, axes = canvas.panels(len(matrices), side + 0.25, across, sharex=True, sharey=True)
+    most = 4 if not canvas.narrow else 1 if names > 0.6 else 2
+    across = max(1, min(most, int(width / smallest)))
+    side = min(width / min(len(matrices), across), longest)
+    figure, axes = canvas.panels(
+        len(matrices), side + 0.25, (across, across), sharex=True, sharey=True
+    )
     figure.set_figheight(figure.get_figheight() + names - 0.4)
     form = (".2f" if high - low > 0.05 else ".4f") if side / len(clients) > 0.33 else ""
     for axis, (title, weights) in zip(axes, matrices.items(), strict=True):
@@ -197,5 +201,6 @@ def of_pairs(
         axis.set_aspect("equal")
         axis.set_title(title)
         axis.tick_params(axis="x", rotation=90)
-    figure.colorbar(axes[0].images[0], ax=axes, label=label, shrink=0.8, aspect=30)
+    aspect = 6 * figure.get_figheight()  # a bar of constant width, for which `width` leaves space
+    figure.colorbar(axes[0].images[0], ax=axes, label=label, shrink=0.8, aspect=aspect)
     return figure

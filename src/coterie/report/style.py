@@ -9,7 +9,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
@@ -247,6 +247,8 @@ class Picture:
     """The alternative text, for screen readers."""
     draw: Callable[[Canvas], Figure]
     table: Table | None = None
+    sentences: Sequence[str] = field(default=(), kw_only=True)
+    """The items of a list between the caption and the figure."""
 
     def render(self, canvas: Canvas, kind: str) -> bytes:
         """Render the figure as an "svg" or "png" file."""

@@ -1,4 +1,7 @@
-"""Figures of PCL's trust weights: each client's weights for all clients' updates, over rounds."""
+"""Figures of trust weights: each client's weights for all clients' uploads, over rounds.
+
+The weights are recorded by PCL, by auto after each decision, and by CoBo.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -8,6 +11,7 @@ from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
+from coterie.analysis.peers import sentences
 from coterie.analysis.tables import frame_table, listed
 from coterie.files import path_part
 from coterie.messages.names import TRUST
@@ -32,7 +36,7 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
         yield LeftOut("Trust weights", "no run recorded trust weights")
     for label in labels:
         weights = trust_matrices([run for run in experiment.drawn[label] if run.names(TRUST)])
-        yield _heat_maps(label, weights)
+        yield _heat_maps(label, weights, sentences(experiment.drawn[label][0], experiment.all))
         if len(next(iter(weights.values()))) > 2:
             yield _others(label, weights)
         if len(weights) > 1:
@@ -40,32 +44,46 @@ def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
 
 
 def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
-    """Average the trust weights of several runs over seeds.
+    """Average the trust weights of several runs over seeds, for each round with new weights.
 
-    If a client set no weights in a round, the client's row is NaN. Clients average their models
-    before they train in a round, and once more after the training of the last round. The last round
-    may therefore have two sets of weights, of which the later set is used.
+    A client without new weights in a round keeps its last ones. Before a client's first weights,
+    its row is NaN. Clients of PCL average their models before they train in a round, and once more
+    after the training of the last round. The last round may therefore have two sets of weights, of
+    which the later set is used.
     """
-    by_run = [run.by_client(TRUST).groupby(["round", "client"]).tail(1) for run in runs]
-    weights: Frame = pd.concat(by_run).fillna(0.0)
-    clients = sorted({*weights.columns, *weights.index.unique("client")})
-    means = weights.groupby(["round", "client"]).mean().reindex(columns=clients, fill_value=0.0)
-    rounds = means.groupby("round")
-    return {n: frame.droplevel("round").reindex(clients).rename_axis(None) for n, frame in rounds}
+    recorded: list[Frame] = [run.by_client(TRUST) for run in runs]
+    clients = sorted({n for f in recorded for n in (*f.columns, *f.index.unique("client"))})
+    rounds = sorted({round for frame in recorded for round in frame.index.unique("round")})
+    every = pd.MultiIndex.from_product([clients, rounds], names=["client", "round"])
+    by_run = [
+        frame.reindex(columns=clients)
+        .fillna(0.0)
+        .groupby(["client", "round"])
+        .last()
+        .reindex(every)
+        .groupby("client")
+        .ffill()
+        for frame in recorded
+    ]
+    means: Frame = pd.concat(by_run).groupby(["round", "client"]).mean()
+    return {round: means.loc[round].rename_axis(None) for round in rounds}
 
 
-def _heat_maps(label: str, weights: Matrices) -> Picture:
+def _heat_maps(label: str, weights: Matrices, learned: Sequence[str]) -> Picture:
     highest = max(_ends(weights)[1], 1e-9)
     round, last = list(weights.items())[-1]
     return Picture(
         f"trust-{path_part(label)}",
         f"Trust matrices, {label}",
         "Rows: the client that averages all clients' uploads. Columns: the client whose upload is "
-        "weighted. Mean over seeds.",
+        "weighted. A client without new weights in a round keeps its last ones. Mean over seeds."
+        + " The list describes the run with the smallest seed."
+        * bool(learned),
         f"Heat maps of trust weights between {listed(last)} in several rounds; the table shows "
         "the last round.",
         lambda canvas: _draw(canvas, weights, 0.0, highest),
         frame_table(f"Trust weights in round {round}", "client", last, ".3f"),
+        sentences=learned,
     )
 
 
@@ -96,12 +114,13 @@ def _ends(weights: Matrices) -> tuple[float, float]:
 
 
 def _draw(canvas: Canvas, weights: Matrices, low: float, high: float) -> Figure:
-    """Draw heat maps of the trust weights in up to four rounds.
+    """Draw heat maps of the trust weights in up to eight rounds, or four on a phone.
 
     The colours range from `low` to `high`.
     """
     rounds = list(weights)
-    matrices = {f"round {rounds[n]}": weights[rounds[n]] for n in evenly(len(rounds), 4)}
+    shown = evenly(len(rounds), 4 if canvas.narrow else 8)
+    matrices = {f"round {rounds[n]}": weights[rounds[n]] for n in shown}
     return of_pairs(canvas, matrices, low, high, "trust weight")
 
 

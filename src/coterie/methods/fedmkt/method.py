@@ -44,6 +44,7 @@ KNOWLEDGE = MessageField(
         "logprobs": "float16",
         "lognorm": "float32",
     },
+    when="every round",
 )
 
 
@@ -61,8 +62,12 @@ class FedMKT(FedMKTSettings):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         mean = super().schema()
-        up = (*mean.up, KNOWLEDGE) if self.teaches else mean.up
-        return Schema((*mean.hello, *VOCABULARY), up, (*mean.down, KNOWLEDGE))
+        up, down = (
+            [replace(field, when=KNOWLEDGE.when) for field in fields]
+            for fields in (mean.up, mean.down)
+        )
+        up += [KNOWLEDGE] if self.teaches else []
+        return Schema((*mean.hello, *VOCABULARY), tuple(up), (*down, KNOWLEDGE))
 
     def exchanges(self, rounds: int) -> int:
         return rounds * self.per_round
