@@ -48,10 +48,8 @@ class PersonalServer(AdapterServer[M]):
         return {}
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        for (
-            client,
-            groups,
-        ) in mean.peers.items():  # parameters that no client sent keep their values
+        # Parameters that no client sent keep their values.
+        for client, groups in mean.peers.items():
             self.means[client] = {**self.means.get(client, {}), **groups["adapter"]}
         super().end_round(mean, held)
 
