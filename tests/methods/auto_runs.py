@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean, median, stdev
+from statistics import fmean, median_low, stdev
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def trial(
         tokens: The number of training tokens of all clients.
     """
     method, own = client.method, client.context.name
-    most = 10 * median(tokens.values())
+    most = 10 * median_low(tokens.values())
     prior = {name: float(min(tokens[name], most)) for name in sorted(pairs)}
     shares = [*prior.values(), fmean(prior.values())]  # the last direction is zero
     shares = [share / sum(shares) for share in shares]

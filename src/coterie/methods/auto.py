@@ -23,7 +23,7 @@ determines in trials:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import mean, median
+from statistics import mean, median_low
 from typing import ClassVar, Literal
 
 import torch
@@ -261,7 +261,7 @@ class AutoClient(AdapterClient[Auto]):
             for p in pairs.values()
         ]
         tokens = {n: float(self.tokens if n == name else sizes[n]) for n in pairs}
-        most = LARGEST_SIZE * median(tokens.values())
+        most = LARGEST_SIZE * median_low(tokens.values())
         prior = {n: min(count, most) for n, count in tokens.items()}
         shares = torch.tensor([*prior.values(), mean(prior.values())], dtype=torch.float64)
         shares /= shares.sum()
