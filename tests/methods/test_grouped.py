@@ -7,7 +7,7 @@ import torch
 
 import coterie
 from coterie import CoterieError
-from coterie.testing.rounds import down, joined, one_round
+from coterie.testing.rounds import down, joined, one_round, take
 
 GROUPS = {"diarist": "prose", "poet": "verse", "whaler": "prose"}
 
@@ -53,3 +53,20 @@ def test_every_client_needs_a_group(config) -> None:
     run = config(method={"name": "grouped", "groups": {"poet": "verse"}})
     with pytest.raises(CoterieError, match=r"add diarist, whaler to its setting `groups`"):
         joined(run)
+
+
+def test_a_client_with_fewer_sets_receives_only_what_it_holds(config) -> None:
+    method = {"name": "grouped", "groups": GROUPS, "mlp": {"sets": {"whaler": 1, "others": 2}}}
+    local: Any = joined(config(method=method, rounds=2))
+    uploads = one_round(local, 0)
+    take(local)
+    whaler, diarist = down(local, "whaler")["adapter"], down(local, "diarist")["adapter"]
+    assert whaler.keys() == uploads["whaler"]["adapter"].keys() < diarist.keys()
+    for name, tensor in diarist.items():
+        both = [
+            u["adapter"][name].double()
+            for c, u in uploads.items()
+            if c != "poet" and name in u["adapter"]
+        ]
+        assert torch.allclose(tensor.double(), torch.stack(both).mean(0), atol=1e-7)
+        assert name not in whaler or torch.equal(whaler[name], tensor)

@@ -23,7 +23,7 @@ determines in trials:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import median
+from statistics import median_low
 from typing import ClassVar, Literal
 
 import torch
@@ -57,6 +57,8 @@ from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 Row = dict[ClientId, float]
 NEWCOMER = ""
 """The name of the mean over all clients, from which new clients start; no client's name."""
+CHOICE = ("row", "tokens", "trial")
+"""The keys of a client's choice."""
 LARGEST_EVIDENCE = 3.0
 """The largest absolute value of e_j; without a limit, small differences would matter too much."""
 SMALLEST_WEIGHT = 0.02
@@ -142,7 +144,7 @@ class Auto(Mixture):
 
 def prior(tokens: Mapping[ClientId, float]) -> Row:
     """Return the clients' shares in all training tokens; see `LARGEST_SIZE`."""
-    largest = LARGEST_SIZE * median(tokens.values())
+    largest = LARGEST_SIZE * median_low(tokens.values())
     sizes = {client: min(float(count), largest) for client, count in tokens.items()}
     return {client: size / sum(sizes.values()) for client, size in sizes.items()}
 
@@ -198,8 +200,15 @@ class AutoClient(AdapterClient[Auto]):
         peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
+        sizes = download.values.get("sizes", {})
+        if not isinstance(sizes, dict) or not all(
+            type(sizes.get(peer)) is int and sizes[peer] > 0 for peer in peers
+        ):
+            raise MessageError(
+                "The download has no valid numbers of training tokens of the other clients."
+            )
         if peers:
-            self._judge(peers, download.values["sizes"])
+            self._judge(peers, sizes)
             self.tried = self.method.latest_trial(download.round, self.context.rounds)
             self.stage = "proposed"
         elif self.stage == "proposed":
@@ -301,7 +310,7 @@ class AutoServer(PersonalServer[Auto]):
         self.choices: dict[ClientId, dict[str, Json]] = {}
         """The latest choice of each client: `row`, `tokens` and `trial`."""
         self.uploads: dict[ClientId, Tensors] = {}
-        """The attention pairs of the last exchange, if a trial is due for a client."""
+        """The latest attention pairs of each client, if a trial is due for a client."""
         self._received: dict[ClientId, Tensors] = {}
         self._similarities: Tensor | None = None
         """Cosines between the changes of all pairs of clients in `uploads`."""
@@ -367,7 +376,9 @@ class AutoServer(PersonalServer[Auto]):
         """
         match choice:
             case {"row": dict(row), "tokens": int(tokens), "trial": bool(trial)} if (
-                tokens > 0 and all(isinstance(w, float | int) and w >= 0 for w in row.values())
+                type(tokens) is int
+                and tokens > 0
+                and all(type(w) in (int, float) and 0 <= w <= 1 for w in row.values())
             ):
                 known = {name: w for name, w in row.items() if name in self.held}
                 row = known if known or not row else {client: 1.0}
@@ -376,21 +387,28 @@ class AutoServer(PersonalServer[Auto]):
 
     def rows(self) -> Rows:
         everybody = prior({client: c["tokens"] for client, c in self.choices.items()})
-        rows = {client: choice["row"] or everybody for client, choice in self.choices.items()}
+        rows = {client: choice["row"] for client, choice in self.choices.items()}
+        rows = {client: row if any(row.values()) else everybody for client, row in rows.items()}
         return {**rows, NEWCOMER: everybody}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
-        due = any(self.choices[client]["trial"] for client in self._received)
-        self.uploads, self._similarities = self._received if due else {}, None
+        due = any(choice["trial"] for choice in self.choices.values())
+        self.uploads = {**self.uploads, **self._received} if due else {}
+        self._similarities = None
 
     def state(self) -> State:
         state = super().state()
         parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
-        return replace(state, values={**state.values, "choices": self.choices}, parts=parts)
+        # The keys of a choice are not beside names of clients, which `State.without` deletes.
+        choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in CHOICE}
+        return replace(state, values={**state.values, **choices}, parts=parts)
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self.choices = dict(state.values["choices"])
+        self.choices = {
+            client: {key: state.values[key][client] for key in CHOICE}
+            for client in state.values["row"]
+        }
         self.uploads = {name: part["adapter"] for name, part in state.parts.items()}
         self._similarities = None

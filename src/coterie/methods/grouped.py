@@ -40,23 +40,27 @@ class PersonalServer(AdapterServer[M]):
 
     def download(self, client: ClientId) -> Message:
         message = super().download(client)
-        own = {**message["adapter"], **self.means.get(client, {})}
+        mean = self.means.get(client, {})
+        own = {name: mean.get(name, tensor) for name, tensor in message["adapter"].items()}
         return replace(message, groups={**message.groups, "adapter": own})
 
     def replaces(self) -> dict[str, Tensors]:
         return {}
 
     def end_round(self, mean: Message, held: Holders) -> None:
-        self.means |= {client: groups["adapter"] for client, groups in mean.peers.items()}
+        # Parameters that no client sent keep their values.
+        for client, groups in mean.peers.items():
+            self.means[client] = {**self.means.get(client, {}), **groups["adapter"]}
         super().end_round(mean, held)
 
     def state(self) -> State:
-        # Clients with equal rows have the same mean, which is stored once.
-        means = {id(self.means[client]): self.means[client] for client in sorted(self.means)}
+        # Clients with equal rows have means of the same tensors, which are stored once.
+        keys = {c: tuple(id(t) for t in mean.values()) for c, mean in self.means.items()}
+        means = {keys[client]: self.means[client] for client in sorted(self.means)}
         numbers = {key: number for number, key in enumerate(means)}
         state = super().state()
         groups = {f"mean-{numbers[key]}": tensors for key, tensors in means.items()}
-        values = {"means": {client: numbers[id(mean)] for client, mean in self.means.items()}}
+        values = {"means": {client: numbers[key] for client, key in keys.items()}}
         return replace(state, groups={**state.groups, **groups}, values={**state.values, **values})
 
     def restore(self, state: State) -> None:

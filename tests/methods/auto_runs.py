@@ -1,0 +1,157 @@
+"""Runs of `auto`: forged downloads and uploads, and a slow version of a trial's equations."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean, median_low, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from coterie.messages import Message
+from coterie.testing.rounds import close, step
+
+NAMES = ("diarist", "poet", "whaler")
+AUTO: dict[str, Any] = {"name": "auto", "router": {"every": 2, "steps": 1}}
+Tensors = Mapping[str, Tensor]
+Change = Callable[[Message], Message]
+
+
+def auto(**settings: Any) -> dict[str, Any]:
+    """Return the key `method` of a run file, with some settings."""
+    return AUTO | settings
+
+
+def chosen(upload: Message, **choice: Any) -> Message:
+    """Return an upload with other keys in its value `choice`."""
+    return replace(upload, values={"choice": {**upload.values["choice"], **choice}})
+
+
+def altered(upload: Message, change: Callable[[str, Tensor], Tensor]) -> Message:
+    """Return an upload with other tensors."""
+    tensors = {name: change(name, t) for name, t in upload["adapter"].items()}
+    return replace(upload, groups={"adapter": tensors})
+
+
+def forged_round(
+    local: Any,
+    round: int,
+    forge: Mapping[str, Change] | None = None,
+    present: Iterable[str] | None = None,
+) -> tuple[dict[str, Message], dict[str, Message]]:
+    """Execute an exchange in which some clients' uploads are changed.
+
+    Returns:
+        The clients' downloads and uploads.
+    """
+    names = sorted(present or local.clients)
+    local.open(round, names)
+    downloads = {n: local.schema.receive("down", local.download(n)) for n in names}
+    uploads = {n: step(local, n, round, downloads[n]) for n in names}
+    for name, change in (forge or {}).items():
+        uploads[name] = local.schema.receive("up", local.schema.send("up", change(uploads[name])))
+    close(local, round, uploads)
+    return downloads, uploads
+
+
+def copies(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def equal(one: Tensors, other: Tensors) -> bool:
+    assert one.keys() == other.keys() != set()
+    return all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
+
+
+def noise(tensors: Tensors, size: float, seed: int) -> dict[str, Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return {n: size * torch.randn(t.shape, generator=chance) for n, t in tensors.items()}
+
+
+def judging_windows(local: Any, name: str, samples: int = 16) -> list[Tensor]:
+    """Return every second window of a client's validation text, or an even selection of these."""
+    window = local.config.data.window + 1
+    ids = local.clients.participants[name].data.validation.ids.long()
+    windows = [ids[i : i + window] for i in range(0, len(ids) - window + 1, window)]
+    ours = windows[1::2] or windows
+    count = min(samples, len(ours))
+    return [ours[i * len(ours) // count] for i in range(count)]
+
+
+def window_losses(client: Any, windows: list[Tensor]) -> list[Tensor]:
+    """Return the loss of each window, from all logits."""
+    model = client.model()
+    return [F.cross_entropy(model(input_ids=w[None, :-1]).logits[0], w[1:]) for w in windows]
+
+
+@dataclass
+class Trial:
+    """A slow version of the first step of the module docstring of `auto`."""
+
+    row: dict[str, float]
+    limited: int
+    """The number of clients whose evidence reached the limit."""
+    ignored: int
+    """The number of clients whose slope is less than a standard error from the mean."""
+    dropped: list[str]
+    fell_back: bool
+
+
+def trial(
+    client: Any,
+    windows: list[Tensor],
+    initial: Tensors,
+    pairs: Mapping[str, Tensors],
+    tokens: Mapping[str, int],
+) -> Trial:
+    """Compute the weights of a client, with Python's numbers.
+
+    Args:
+        client: The client; its own pairs are in `pairs`, too.
+        windows: The samples on which it judges.
+        initial: The pairs at the start of the run.
+        pairs: The pairs of all clients.
+        tokens: The number of training tokens of all clients.
+    """
+    method, own = client.method, client.context.name
+    most = 10 * median_low(tokens.values())
+    prior = {name: float(min(tokens[name], most)) for name in sorted(pairs)}
+    shares = [*prior.values(), fmean(prior.values())]  # the last direction is zero
+    shares = [share / sum(shares) for share in shares]
+    changes = [{n: pairs[name][n] - t for n, t in initial.items()} for name in prior]
+    changes.append({n: torch.zeros_like(t) for n, t in initial.items()})
+    judged = {n: client.adapter.tensors()[n] for n in initial}
+    before = copies(judged)
+    for name, tensor in judged.items():
+        tensor.requires_grad_()
+        mean = sum(s * change[name].double() for s, change in zip(shares, changes, strict=True))
+        tensor.data.copy_(initial[name] + mean)
+    slopes: list[list[float]] = [[] for _ in changes]
+    for loss in window_losses(client, windows):
+        gradients = dict(zip(judged, torch.autograd.grad(loss, [*judged.values()]), strict=True))
+        for j, change in enumerate(changes):
+            products = [(gradients[n].double() * change[n].double()).sum() for n in judged]
+            slopes[j].append(float(sum(products)))
+    for name, tensor in judged.items():
+        tensor.data.copy_(before[name])
+    averages = [
+        sum(s * row[i] for s, row in zip(shares, slopes, strict=True)) for i in range(len(windows))
+    ]
+    z = []
+    for row in slopes:
+        relative = [slope - average for slope, average in zip(row, averages, strict=True)]
+        z.append(fmean(relative) / (stdev(relative) / math.sqrt(len(relative))))
+    evidence = [math.copysign(min(max(abs(value) - 1, 0), 3), value) for value in z]
+    weights = [s * math.exp(-method.trust * e) for s, e in zip(shares, evidence, strict=True)][:-1]
+    row = {n: w / sum(weights) for n, w in zip(prior, weights, strict=True)}
+    kept = {name: weight for name, weight in row.items() if weight >= 0.02}
+    fell_back = not kept.keys() - {own}
+    if fell_back:
+        kept = prior
+    row = {name: weight / sum(kept.values()) for name, weight in kept.items()}
+    clients = evidence[:-1]
+    dropped = sorted(prior.keys() - row.keys())
+    limited, ignored = sum(abs(e) == 3 for e in clients), sum(e == 0 for e in clients)
+    return Trial(row, limited, ignored, dropped, fell_back)

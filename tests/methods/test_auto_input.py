@@ -1,0 +1,252 @@
+"""Auto: federations of any size, little text, and wrong uploads, downloads and run files."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from auto_runs import NAMES, auto, chosen, copies, equal, forged_round
+
+from coterie.config.run import parse
+from coterie.errors import CoterieError
+from coterie.messages import Message, MessageError
+from coterie.testing.loop import assert_equal
+from coterie.testing.rounds import down, joined, one_round, take
+
+TRAINING = {"steps": 1, "batch": 1, "precision": "fp32"}
+
+
+@pytest.fixture
+def make(values):
+    """A run of `auto` whose clients have joined."""
+
+    def started(names=NAMES, validation: int = 80, **method: Any) -> Any:
+        limits = {"train": 2000, "validation": validation, "test": 400}
+        clients = [{"name": name, "path": f"{name}.txt"} for name in names]
+        changes: dict[str, Any] = {"data": {"window": 16, "limits": limits}, "clients": clients}
+        changes |= {"method": auto(**method), "rounds": 6, "training": TRAINING}
+        return joined(parse(values(**changes)))
+
+    return started
+
+
+def played(local: Any, rounds: int = 4) -> dict[str, Message]:
+    uploads = {}
+    for r in range(rounds):
+        uploads = one_round(local, r)
+    take(local)
+    return uploads
+
+
+def test_a_single_client_trains_alone(make) -> None:
+    local = make(["poet"])
+    uploads = played(local)
+    poet = local.clients["poet"]
+    assert poet.row == {"poet": 1.0}
+    assert (poet.stage, poet.tried) == ("", 0)
+    sent = uploads["poet"]["adapter"]
+    assert equal(down(local, "poet")["adapter"], sent)
+    assert equal({n: poet.shared[n] for n in sent}, sent)
+
+
+def test_two_clients_judge_each_other(make) -> None:
+    local = make(["poet", "whaler"])
+    played(local)
+    for client in local.clients.values():
+        assert client.tried == 3
+        assert sum(client.row.values()) == pytest.approx(1)
+        assert client.row.keys() <= {"poet", "whaler"}
+
+
+@pytest.mark.parametrize("tokens", [17, 33, 34])
+def test_few_validation_samples_are_enough(tokens, make) -> None:
+    """With a single sample there is no evidence: all clients share one mean, and none is alone."""
+    local = make(validation=tokens, patience=0.0)
+    assert {len(client.judging.ids) for client in local.clients.values()} == {1}
+    played(local)
+    for client in local.clients.values():
+        assert client.row == pytest.approx(dict.fromkeys(NAMES, 1 / 3))
+
+
+def test_validation_text_that_is_too_short_is_refused(make) -> None:
+    with pytest.raises(CoterieError, match=r"limit of 16 validation tokens .* at least 17\.$"):
+        make(validation=16)
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ({"attention": None}, "generalist.0/"),
+        ({"attention": None, "mlp": {"generalists": 1}}, "generalist.0/"),
+        ({"mlp": {"generalists": 0}}, "dense/"),
+        ({"mlp": {"generalists": {"poet": 1, "others": 2}}}, "dense/"),
+    ],
+)
+def test_clients_judge_by_what_all_of_them_hold(settings, start, make) -> None:
+    local = make(**settings)
+    one_round(local, 0)
+    peers = down(local, "poet").peers
+    assert peers
+    names = {n for groups in peers.values() for n in groups["adapter"]}
+    judged = {n for n in local.clients["poet"].shared if n.startswith(start)}
+    assert names == judged != set()
+    for r in range(1, 4):
+        one_round(local, r)
+    take(local)
+    assert all(client.tried == 3 for client in local.clients.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"method": auto(mlp={"rank": {"poet": 3, "others": 8}})}, "needs the same rank"),
+        ({"method": auto(attention=None, mlp={"generalists": 0})}, "set method.mlp or"),
+        ({"method": auto(samples=1)}, "method.samples"),
+        ({"method": auto(peers=0)}, "method.peers"),
+        ({"method": auto(set_aside=1.0)}, "method.set_aside"),
+        ({"method": auto(trust=-1)}, "method.trust"),
+        ({"method": auto(every=0)}, "method.every"),
+    ],
+)
+def test_runs_that_cannot_work_are_refused(changes, match, config) -> None:
+    with pytest.raises(CoterieError, match=match):
+        joined(config(**changes))
+
+
+def test_clients_with_different_bases_are_refused(config, other) -> None:
+    with pytest.raises(CoterieError, match=r"needs the run's base .* remove `bases`"):
+        joined(config(method=auto(), bases={"poet": other}))
+
+
+WRONG: list[Any] = [
+    {"row": {"whaler": -0.1}},
+    {"row": {"nobody": -1.0}},
+    {"row": {"whaler": 1.5}},
+    {"row": {"whaler": 1.7e308}},
+    {"row": {"whaler": 2**62}},
+    {"row": {"whaler": True}},
+    {"row": {"whaler": "1"}},
+    {"row": {"whaler": None}},
+    {"row": {"whaler": [1.0]}},
+    {"row": [1.0]},
+    {"row": None},
+    *({"tokens": tokens} for tokens in (0, -1, 1.5, "1", None, True)),
+    *({"trial": trial} for trial in (0, 1, None, "yes")),
+]
+
+
+@pytest.mark.parametrize("choice", WRONG, ids=str)
+def test_an_invalid_choice_is_refused(choice, make) -> None:
+    local = make(["poet", "whaler"], 17)
+    local.open(0, ["poet"])
+    upload = local.clients["poet"].upload(0)
+    local.server.receive("poet", upload)
+    before = local.server.state()
+    wrong = local.schema.receive("up", local.schema.send("up", chosen(upload, **choice)))
+    with pytest.raises(MessageError, match="'poet' sent invalid weights of other clients"):
+        local.server.receive("poet", wrong)
+    assert_equal(local.server.state(), before, "server")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 2**63, -(2**63) - 1])
+@pytest.mark.parametrize("key", ["row", "tokens"])
+def test_numbers_that_are_not_plain_are_never_sent(key, number, make) -> None:
+    local = make(["poet", "whaler"], 17)
+    value = {"whaler": number} if key == "row" else number
+    with pytest.raises(MessageError, match="non-finite numbers or integers beyond 64"):
+        local.schema.send("up", chosen(local.clients["poet"].upload(0), **{key: value}))
+
+
+@pytest.mark.parametrize("sent", [{}, {"choice": None}, {"choice": {"row": {}}}], ids=str)
+def test_a_missing_choice_is_refused(sent, make) -> None:
+    local = make(["poet", "whaler"], 17)
+    upload = replace(local.clients["poet"].upload(0), values=sent)
+    with pytest.raises(MessageError, match="sent invalid weights"):
+        local.server.receive("poet", upload)
+    assert local.server.choices == {}
+
+
+@pytest.mark.parametrize("row", [{}, {"whaler": 0.0}, {"nobody": 1.0}, {"whaler": 5e-324}], ids=str)
+def test_a_row_without_weight_concerns_its_sender_only(row, make) -> None:
+    """Unknown names and vanishing weights are tolerated: the sender receives what it asked for."""
+    local = make(validation=17)
+    forge = {"poet": lambda u: chosen(u, row=row)}
+    _, uploads = forged_round(local, 0, forge)
+    asked = "whaler" if row.get("whaler") else "poet"
+    received = down(local, "poet")["adapter"]
+    assert received.keys() == uploads[asked]["adapter"].keys()
+    if asked == "poet":
+        assert equal(received, uploads["poet"]["adapter"])
+    assert all(bool(t.isfinite().all()) for t in received.values())
+    assert equal(down(local, "diarist")["adapter"], uploads["diarist"]["adapter"])
+
+
+def test_huge_weights_cannot_stop_a_run(make) -> None:
+    """The sum of two weights, or the product with a tensor, would be infinite."""
+    local = make(validation=17)
+    upload = local.clients["poet"].upload(0)
+    row = dict.fromkeys(NAMES, 1.7e308)
+    local.open(0, ["poet"])
+    with pytest.raises(MessageError):
+        local.server.receive("poet", chosen(upload, row=row))
+
+
+PAIR = "dense/transformer.h.0.attn.c_attn.A"
+SIZES: list[Any] = [None, [2000], {}, {"diarist": 2000}]
+SIZES += [{"diarist": 2000, "whaler": n} for n in (0, -5, 1.5, "2000", None, True)]
+
+
+def spoilt(download: Message, how: Any) -> Message:
+    """Return a trial's download whose sizes or pairs, or whose mean, are wrong."""
+    pairs = {peer: dict(groups["adapter"]) for peer, groups in download.peers.items()}
+    match how:
+        case "missing":
+            del pairs["whaler"][PAIR]
+        case "shape":
+            pairs["whaler"][PAIR] = pairs["whaler"][PAIR][:1]
+        case "unknown":
+            pairs["whaler"]["dense/x.A"] = torch.zeros(2)
+        case "expert":
+            pairs["whaler"]["generalist.0/transformer.h.0.mlp.c_fc.A"] = torch.zeros(8, 32)
+        case "mean":
+            mean = dict(download["adapter"])
+            del mean[PAIR]
+            return replace(download, groups={"adapter": mean})
+        case _:
+            return replace(download, values={"sizes": how})
+    return replace(download, peers={peer: {"adapter": tensors} for peer, tensors in pairs.items()})
+
+
+@pytest.mark.parametrize("how", [*SIZES, "missing", "shape", "unknown", "expert", "mean"], ids=str)
+def test_an_invalid_download_is_refused_without_effect(how, make) -> None:
+    local = make(validation=34)
+    one_round(local, 0)
+    poet, download = local.clients["poet"], down(local, "poet")
+    before, buffers = poet.state(), {g: copies(t) for g, t in poet.buffers.items()}
+    with pytest.raises(MessageError):
+        poet.receive(spoilt(download, how))
+    assert_equal(poet.state(), before, "client")
+    assert all(equal(poet.buffers[group], tensors) for group, tensors in buffers.items())
+    poet.receive(download)
+    assert poet.tried == 1
+
+
+def test_no_sizes_at_all_are_refused(make) -> None:
+    local = make(validation=34)
+    one_round(local, 0)
+    with pytest.raises(MessageError, match="no valid numbers of training tokens"):
+        local.clients["poet"].receive(replace(down(local, "poet"), values={}))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_pairs_that_are_not_finite_are_refused_by_both_sides(bad, make) -> None:
+    local = make(validation=34)
+    one_round(local, 0)
+    download = down(local, "poet")
+    pairs = {n: torch.full_like(t, bad) for n, t in download.from_peer("whaler")["adapter"].items()}
+    wrong = replace(download, peers={**download.peers, "whaler": {"adapter": pairs}})
+    with pytest.raises(MessageError, match="non-finite values"):
+        local.schema.send("down", wrong)
+    with pytest.raises(MessageError, match="non-finite values"):
+        local.schema.receive("down", wrong.encode())

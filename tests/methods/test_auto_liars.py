@@ -1,0 +1,170 @@
+"""Auto: what clients gain that upload other changes than those of their training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from auto_runs import altered, auto, chosen, copies, equal, forged_round, judging_windows
+from auto_runs import window_losses as losses_of
+from every_method import some
+from torch import Tensor
+
+from coterie.messages import Message
+from coterie.testing.loop import assert_equal
+from coterie.testing.rounds import down, joined, step
+
+TEXTS = {"ann": "poet", "ben": "poet", "carl": "whaler", "liar": "poet"}
+TRAINING = {"steps": 1, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
+Forge = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture
+def run(config):
+    """A run of four clients, three of which have the same text; one of these three lies."""
+
+    def started(samples: int = 8, **changes: Any) -> Any:
+        clients = [{"name": name, "path": f"{text}.txt"} for name, text in TEXTS.items()]
+        whole = {"method": auto(samples=samples), "rounds": 6, "training": TRAINING} | changes
+        return joined(config(clients=clients, **whole))
+
+    return started
+
+
+def scaled(local: Any, upload: Message, by: float) -> Message:
+    """Return the liar's upload after its change was multiplied."""
+    start = local.server.reference("liar")["adapter"]
+    return altered(upload, lambda n, t: start[n] + by * (t - start[n]))
+
+
+def trial_of(local: Any, name: str, forge: Forge) -> dict[str, float]:
+    """Return a client's weights in a trial in which the others propose steps along the gradient.
+
+    Ann's and ben's steps are against the gradient of the client's loss; carl's is half as long.
+    The liar's is what `forge` makes of ann's.
+    """
+    client = local.clients[name]
+    windows = judging_windows(local, name, len(client.judging.ids))
+    judged = {n: t.requires_grad_() for n, t in client.judged.items()}
+    initial = copies(judged)
+    for tensor in judged.values():
+        tensor.data += 0.02  # the gradient of A is 0 where B is 0
+    gradients = torch.autograd.grad(
+        torch.stack(losses_of(client, windows)).mean(), [*judged.values()]
+    )
+    for n, tensor in judged.items():
+        tensor.data.copy_(initial[n])
+    steps = {n: -0.3 * g for n, g in zip(judged, gradients, strict=True)}
+    pairs = {
+        peer: {n: initial[n] + by(t) for n, t in steps.items()}
+        for peer, by in {"ann": steady, "ben": steady, "carl": half, "liar": forge}.items()
+        if peer != name
+    }
+    if name == "ann":
+        for n, tensor in judged.items():
+            tensor.data.copy_(initial[n] + steps[n])
+    peers = {peer: {"adapter": tensors} for peer, tensors in pairs.items()}
+    shared = copies(client.shared)
+    sent = {n: t for n, t in shared.items() if not n.startswith("generalist.1")}
+    client.receive(Message(1, {"adapter": sent}, {"sizes": dict.fromkeys(peers, 2000)}, peers))
+    return client.row
+
+
+def steady(step: Tensor) -> Tensor:
+    return step
+
+
+def half(step: Tensor) -> Tensor:
+    return step / 2
+
+
+def noise_like(step: Tensor) -> Tensor:
+    draw = torch.randn(step.shape, generator=torch.Generator().manual_seed(step.numel()))
+    return draw * (step.norm() / draw.norm())
+
+
+@pytest.mark.parametrize("name", ["ann", "ben"])
+@pytest.mark.parametrize("by", [1, 3])
+def test_a_change_of_the_opposite_sign_has_no_weight(name, by, run) -> None:
+    row = trial_of(run(), name, lambda step: -by * step)
+    assert "liar" not in row
+    assert row["ben" if name == "ann" else "ann"] > 0.3
+
+
+def test_noise_of_the_same_size_has_less_weight_than_a_change_that_helps(run) -> None:
+    row = trial_of(run(), "ben", noise_like)
+    assert row.get("liar", 0) < 0.15 < 0.4 < row["ann"]
+
+
+@pytest.mark.parametrize("name", ["ann", "ben"])
+def test_a_copy_has_the_weight_of_its_original(name, run) -> None:
+    row = trial_of(run(), name, steady)
+    assert row["liar"] == pytest.approx(row["ann"], rel=1e-6)
+    alone = trial_of(run(), name, lambda step: -step)
+    assert row["ann"] < alone["ann"] < row["ann"] + row["liar"] + 1e-6
+
+
+def test_a_copied_upload_has_the_weight_of_its_original(run) -> None:
+    local = run()
+
+    def repeated(upload: Message) -> Message:
+        original = local.clients["ann"].upload(upload.round)["adapter"]
+        return altered(upload, lambda n, t: original[n])
+
+    for r in range(2):
+        _, uploads = forged_round(local, r, {"liar": repeated})
+        assert equal(uploads["liar"]["adapter"], uploads["ann"]["adapter"])
+    for name in ("ben", "carl"):
+        row = local.clients[name].row
+        assert row["liar"] == pytest.approx(row["ann"], rel=1e-6)
+
+
+def counted_round(local: Any, round: int, by: float, names: list[str]) -> dict[str, str]:
+    """Execute an exchange with the bounds of uploads; return the reasons for exclusions."""
+    local.open(round, names)
+    local.uploads.begin()
+    for name in names:
+        upload = step(local, name, round)
+        upload = scaled(local, upload, by) if name == "liar" else upload
+        local.uploads.take(name, local.schema.send("up", upload))
+    mean = local.uploads.mean(round)
+    local.close(mean, local.uploads.counted)
+    return dict(local.uploads.refused)
+
+
+@pytest.mark.parametrize("by", some({50}, [50, -50, 4]))
+def test_a_scaled_upload_is_excluded_by_the_bounds(by, run) -> None:
+    """The round is then as if the client had been away; this includes the second expert."""
+    local, twin, names = run(), run(), sorted(TEXTS)
+    for r in range(2):
+        refused = counted_round(local, r, by, names)
+        assert refused.keys() == {"liar"}
+        assert "times the round's median" in refused["liar"]
+        counted_round(twin, r, 1, [name for name in names if name != "liar"])
+        assert_equal(local.server.state(), twin.server.state(), "server")
+        assert all("liar" not in down(local, name).peers for name in names[:3])
+    assert all("liar" not in local.clients[name].row for name in names[:3])
+
+
+@pytest.mark.parametrize("names", [["ann", "ben", "carl", "liar"], ["ann", "liar"]])
+def test_a_false_number_of_tokens_counts_ten_times_the_median_at_most(names, run) -> None:
+    """This bound is loose: where slopes say nothing, the liar has most of the weight."""
+    local = run(method=auto(samples=2, trust=0.0))
+    for name in TEXTS.keys() - {*names}:
+        local.leave(name)
+    false = {"liar": lambda u: chosen(u, tokens=2**62)}
+    for r in range(2):
+        forged_round(local, r, false, names)
+    honest = len(names) - 1
+    assert local.clients["ann"].row["liar"] == pytest.approx(10 / (10 + honest))
+
+
+def test_a_choice_decides_only_about_the_mean_of_its_sender(run) -> None:
+    local, twin = run(), run()
+    wrong = {"liar": lambda u: chosen(u, row={"carl": 1.0}, trial=True)}
+    for r in range(2):
+        forged_round(local, r, wrong if r else {})
+        forged_round(twin, r)
+    for name in ("ann", "ben", "carl"):
+        assert equal(local.server.means[name], twin.server.means[name])
+    assert not equal(local.server.means["liar"], twin.server.means["liar"])

@@ -1,0 +1,216 @@
+"""Auto: which rounds have trials, who is judged, and what is left of clients that leave."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from auto_runs import NAMES, auto, chosen, equal, forged_round
+from every_method import some
+
+from coterie.messages import Message, State
+from coterie.methods.auto import Auto
+from coterie.testing.loop import assert_equal
+from coterie.testing.rounds import down, joined, take
+
+TRAINING = {"steps": 1, "batch": 1, "precision": "fp32"}
+
+
+@pytest.fixture
+def make(config):
+    """A run of `auto` whose clients have joined; keyword arguments are settings of the method."""
+
+    def started(rounds: int = 12, names: Iterable[str] = NAMES, **settings: Any) -> Any:
+        clients = [{"name": n, "path": f"{t}.txt"} for n, t in zip(names, NAMES, strict=False)]
+        run = config(
+            method=auto(samples=2, **settings), rounds=rounds, training=TRAINING, clients=clients
+        )
+        return joined(run)
+
+    return started
+
+
+def judges(downloads: dict[str, Message]) -> list[str]:
+    """Return the clients whose downloads contain other clients' pairs."""
+    return sorted(name for name, download in downloads.items() if download.peers)
+
+
+def test_trials_follow_rounds_1_3_7_15_of_the_first_half() -> None:
+    for rounds in range(1, 140):
+        for complete in range(rounds + 1):
+            due = [t for t in (1, 3, 7, 15, 31, 63) if t <= complete and t <= rounds // 2]
+            assert Auto().latest_trial(complete, rounds) == max(due, default=0)
+
+
+@pytest.mark.parametrize("rounds", some({1, 2, 6}, [1, 2, 6, 14]))
+def test_pairs_are_forwarded_after_these_rounds_only(rounds, make) -> None:
+    local = make(rounds)
+    seen = {r: judges(forged_round(local, r)[0]) for r in range(rounds)}
+    trials = {t for t in (1, 3, 7) if t <= rounds // 2}
+    assert seen == {r: [*NAMES] if r in trials else [] for r in range(rounds)}
+    assert not any(down(local, name).peers for name in NAMES)
+    stages = {client.stage for client in local.clients.values()}
+    assert stages == {"proposed" if rounds == 2 else ""}
+    take(local)
+
+
+def test_the_download_of_a_trial_has_the_others_pairs_alone(make) -> None:
+    local = make()
+    _, uploads = forged_round(local, 0)
+    for name in NAMES:
+        download, peers = down(local, name), {*NAMES} - {name}
+        assert download.peers.keys() == download.values["sizes"].keys() == peers
+        for peer in peers:
+            pairs = download.from_peer(peer)
+            assert pairs.groups.keys() == {"adapter"}
+            assert all(n.startswith("dense/") for n in pairs["adapter"])
+            sent = {n: t for n, t in uploads[peer]["adapter"].items() if n.startswith("dense/")}
+            assert equal(pairs["adapter"], sent)
+
+
+def test_a_client_that_joins_late_has_a_trial_of_its_own(make) -> None:
+    local = make(12)
+    hello, shared = local.clients["poet"].hello(), local.clients["poet"].shared
+    initial = {name: tensor.detach().clone() for name, tensor in shared.items()}
+    local.leave("poet")
+    others, seen = ["diarist", "whaler"], []
+    for r in range(4):
+        seen.append(judges(forged_round(local, r, present=others)[0]))
+    assert seen == [[], others, [], others]
+    local.join("poet", hello)
+    download = down(local, "poet")
+    assert not download.peers
+    assert equal(download["adapter"], {n: initial[n] for n in download["adapter"]})
+    for r in range(4, 7):
+        seen.append(judges(forged_round(local, r)[0]))
+    assert seen[4:] == [[], ["poet"], []]
+    assert local.clients["poet"].tried == 3
+    assert local.clients["poet"].stage == ""  # the client has decided
+    assert judges({name: down(local, name) for name in NAMES}) == []
+
+
+def test_a_client_that_was_away_has_its_trial_later(make) -> None:
+    local, seen = make(12), []
+    for r in range(5):
+        present = [n for n in NAMES if n != "poet" or r != 1]
+        seen.append(judges(forged_round(local, r, present=present)[0]))
+    assert seen == [[], ["diarist", "whaler"], ["poet"], [*NAMES], []]
+
+
+def test_a_client_that_takes_part_in_every_second_round_has_trials(make) -> None:
+    local, seen = make(12), []
+    for r in range(8):
+        present = [n for n in NAMES if n != "poet" or r % 2 == 0]
+        seen.append(judges(forged_round(local, r, present=present)[0]))
+    assert [r for r, names in enumerate(seen) if "poet" in names] == [2, 4]
+    assert [r for r, names in enumerate(seen) if "whaler" in names] == [1, 3]
+    assert local.server.uploads == {}
+
+
+@pytest.mark.parametrize("name", some({"poet", "trial"}, ["poet", "row", "tokens", "trial"]))
+def test_nothing_is_left_of_a_client_that_leaves(name, make) -> None:
+    """The name may be a key of a choice. A trial is due, and goes on with the others."""
+    local, others = make(12, ("ann", name, "whaler")), ["ann", "whaler"]
+    for r in range(3):
+        forged_round(local, r)
+    server = local.server
+    assert {*server.uploads} == {"ann", name, "whaler"}
+    local.leave(name)
+    assert {*server.held, *server.choices, *server.means, *server.rows()} == {*others}
+    assert {*server.uploads} == {*others}
+    assert all(row.keys() <= {*others} for row in server.rows().values())
+    assert not any(name in state.parts for _, state in local.states())
+    downloads, uploads = forged_round(local, 3, present=others)
+    assert downloads["ann"].peers.keys() == {"whaler"}
+    for client in others:
+        row, mean = server.rows()[client], down(local, client)["adapter"]
+        assert row.keys() <= {*others}
+        for n, tensor in mean.items():
+            total = sum(w * uploads[c]["adapter"][n].double() for c, w in row.items())
+            assert torch.allclose(tensor.double(), total / sum(row.values()), atol=1e-6)
+    forged_round(local, 4, present=others)
+    assert {client.stage for n, client in local.clients.items() if n in others} == {""}
+
+
+def test_a_client_whose_peers_have_left_goes_on_alone(make) -> None:
+    local = make(12)
+    only_whaler = {"poet": lambda u: chosen(u, row={"whaler": 1.0})}
+    for r in range(2):
+        _, uploads = forged_round(local, r, only_whaler)
+    assert equal(down(local, "poet")["adapter"], uploads["whaler"]["adapter"])
+    local.leave("whaler")
+    for r in range(2, 4):
+        _, uploads = forged_round(local, r, only_whaler, present=["diarist", "poet"])
+    mean = down(local, "poet")["adapter"]
+    assert equal(mean, uploads["poet"]["adapter"])
+
+
+@pytest.mark.parametrize("every", some({2}, [1, 2, 3]))
+def test_the_second_expert_is_sent_every_few_rounds(every, make) -> None:
+    local = make(8, every=every)
+    for r in range(4):
+        downloads, uploads = forged_round(local, r)
+        for name in NAMES:
+            due = (r + 1) % every == 0
+            first = r == 0  # the initial values of all parameters
+            sent = [n for n in uploads[name]["adapter"] if n.startswith("generalist.1")]
+            assert len(sent) == (8 if due else 0)
+            got = [n for n in downloads[name]["adapter"] if n.startswith("generalist.1")]
+            assert len(got) == (8 if first or r % every == 0 else 0)
+            for tensors in (uploads[name]["adapter"], downloads[name]["adapter"]):
+                rest = [n for n in tensors if not n.startswith("generalist.1")]
+                assert len(rest) == len(local.clients[name].shared) - 8
+
+
+def test_bounds_compare_the_second_expert_with_what_was_last_received(make) -> None:
+    """Clients then cannot hide a change of one round behind the changes of all earlier rounds."""
+    local = make(6)
+    for r in range(2):
+        forged_round(local, r)
+    received = down(local, "poet")["adapter"]
+    assert any(n.startswith("generalist.1") for n in received)
+    forged_round(local, 2)
+    reference = local.server.reference("poet")["adapter"]
+    expert = {n: t for n, t in received.items() if n.startswith("generalist.1")}
+    assert equal(expert, {n: reference[n] for n in expert})
+    latest = down(local, "poet")["adapter"]
+    assert latest.keys() & expert.keys() == set()
+    assert equal(latest, {n: reference[n] for n in latest})
+
+
+def test_the_nearest_peers_are_forwarded(config) -> None:
+    clients = [{"name": f"c{i}", "path": f"{NAMES[i % 3]}.txt"} for i in range(5)]
+    run = config(method=auto(peers=2), rounds=6, training=TRAINING, clients=clients)
+    local: Any = joined(run)
+    start = {n: t.clone() for n, t in local.server.shared.items() if n.startswith("dense/")}
+    _, uploads = forged_round(local, 0)
+    changes = {
+        name: torch.cat([(u["adapter"][n] - t).flatten().double() for n, t in start.items()])
+        for name, u in uploads.items()
+    }
+    choices = {}
+    for name, change in changes.items():
+        angle = {p: float(c @ change / c.norm()) for p, c in changes.items() if p != name}
+        nearest = sorted(sorted(angle, key=lambda p: -angle[p])[:2])
+        download = down(local, name)
+        choices[name] = list(download.peers)
+        assert choices[name] == nearest == list(download.values["sizes"])
+    assert len({*map(tuple, choices.values())}) > 2
+    forged_round(local, 1)
+    assert all(c.row.keys() <= {*choices[n], n} for n, c in local.clients.items())
+
+
+def test_clients_with_equal_weights_share_a_mean_in_a_checkpoint(make) -> None:
+    """The mean of all clients is stored once, also after a round without the second expert."""
+    local = make(8)
+    same = dict.fromkeys(NAMES, 1 / 3)
+    everyone = {name: lambda u: chosen(u, row=same) for name in NAMES}
+    for r in range(3):
+        forged_round(local, r, everyone)
+    state = State.decode(local.server.state().encode())
+    assert [group for group in state.groups if group.startswith("mean")] == ["mean-0"]
+    before = {name: down(local, name) for name in NAMES}
+    local.server.restore(state)
+    assert_equal(local.server.state(), state, "server")
+    for name in NAMES:
+        assert equal(down(local, name)["adapter"], before[name]["adapter"])
