@@ -11,7 +11,7 @@ determines in trials:
    slope relative to the mean slope, in standard errors, the client's new weights are
 
        w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
-       e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
+       e_j = sign(z_j) min(max(|z_j| - 2, 0), 2),
 
    where p_j is the share of client j in all training tokens (a step of exponentiated gradient
    descent). One more direction, d = 0, takes up what smaller changes alone would gain. A client
@@ -59,8 +59,8 @@ NEWCOMER = ""
 """The name of the mean over all clients, from which new clients start; no client's name."""
 CHOICE = ("row", "tokens", "trial")
 """The keys of a client's choice."""
-LARGEST_EVIDENCE = 3.0
-"""The largest absolute value of e_j; without a limit, small differences would matter too much."""
+NOISE, LARGEST_EVIDENCE = 2.0, 2.0
+"""The standard errors that do not count as evidence, and the largest absolute value of e_j."""
 SMALLEST_WEIGHT = 0.02
 """The weight in a row below which a client is left out."""
 LARGEST_SIZE = 10.0
@@ -86,7 +86,7 @@ class Auto(Mixture):
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation text that serves only to judge; routers are trained on the rest"""
-    trust: float = Field(default=1.0, ge=0)
+    trust: float = Field(default=2.0, ge=0)
     """strength with which slopes change weights (eta)"""
     patience: float = 1.0
     """standard errors by which training alone must be better for a client to stay alone"""
@@ -284,7 +284,7 @@ class AutoClient(AdapterClient[Auto]):
         slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
         slopes -= slopes @ shares[:, None]
         z = (slopes.mean(0) / standard_error(slopes)).nan_to_num()
-        evidence = z.sign() * (z.abs() - 1).clamp(0, LARGEST_EVIDENCE)
+        evidence = z.sign() * (z.abs() - NOISE).clamp(0, LARGEST_EVIDENCE)
         weights = torch.softmax(shares.log() - self.method.trust * evidence, 0)[:-1]
         weights /= weights.sum()
         row = {n: w for n, w in zip(pairs, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
