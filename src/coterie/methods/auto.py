@@ -55,8 +55,6 @@ from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 
 Row = dict[ClientId, float]
-NEWCOMER = ""
-"""The name of the mean over all clients, from which new clients start; no client's name."""
 CHOICE = ("row", "tokens", "trial")
 """The keys of a client's choice."""
 NOISE, LARGEST_EVIDENCE = 2.0, 2.0
@@ -315,11 +313,6 @@ class AutoServer(PersonalServer[Auto]):
         self._similarities: Tensor | None = None
         """Cosines between the changes of all pairs of clients in `uploads`."""
 
-    def join(self, client: ClientId, hello: Message) -> None:
-        super().join(client, hello)
-        if NEWCOMER in self.means:
-            self.means.setdefault(client, self.means[NEWCOMER])
-
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
         self._received = {}
@@ -381,15 +374,13 @@ class AutoServer(PersonalServer[Auto]):
                 and all(type(w) in (int, float) and 0 <= w <= 1 for w in row.values())
             ):
                 known = {name: w for name, w in row.items() if name in self.held}
-                row = known if known or not row else {client: 1.0}
+                row = known if any(known.values()) or not row else {client: 1.0}
                 return {"row": row, "tokens": tokens, "trial": trial}
         raise MessageError(f"The client {client!r} sent invalid weights of other clients.")
 
     def rows(self) -> Rows:
         everybody = prior({client: c["tokens"] for client, c in self.choices.items()})
-        rows = {client: choice["row"] for client, choice in self.choices.items()}
-        rows = {client: row if any(row.values()) else everybody for client, row in rows.items()}
-        return {**rows, NEWCOMER: everybody}
+        return {client: c["row"] or everybody for client, c in self.choices.items()}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
