@@ -143,7 +143,7 @@ def test_each_client_receives_the_mean_with_its_own_weights(config) -> None:
         pairs = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         pairs[name] = judged(client)
         assert equal(pairs[name], judged(client, uploads[name]["adapter"]))
-        windows, tokens = judging_windows(local, name, 7), dict.fromkeys(NAMES, 2000)
+        windows, tokens = judging_windows(local, name, 7), dict.fromkeys(list[str](NAMES), 2000)
         expected[name] = trial(client, windows, initial[name], pairs, tokens).row
     uploads = one_round(local, 1)
     assert any(max(row.values()) > 0.4 for row in expected.values())
