@@ -215,3 +215,14 @@ def test_clients_with_equal_weights_share_a_mean_in_a_checkpoint(make) -> None:
     assert_equal(local.server.state(), state, "server")
     for name in NAMES:
         assert equal(down(local, name)["adapter"], before[name]["adapter"])
+
+
+def test_means_that_share_tensors_are_saved(make) -> None:
+    """At first, all clients have one mean; later, only the second expert's tensors are shared."""
+    local = make(12)
+    for r in range(5):
+        forged_round(local, r)
+        state = local.server.state()
+        restored = State.decode(state.encode())
+        assert_equal(restored, state, "server")
+    assert len({*restored.values["means"].values()}) > 1

@@ -13,6 +13,7 @@ from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.methods.sides import Holders
+from coterie.methods.tensors import copied
 
 
 class PersonalMethod(AdapterMethod):
@@ -59,7 +60,8 @@ class PersonalServer(AdapterServer[M]):
         means = {keys[client]: self.means[client] for client in sorted(self.means)}
         numbers = {key: number for number, key in enumerate(means)}
         state = super().state()
-        groups = {f"mean-{numbers[key]}": tensors for key, tensors in means.items()}
+        # Different means may share tensors that were not sent recently, hence the copies.
+        groups = {f"mean-{numbers[key]}": copied(tensors) for key, tensors in means.items()}
         values = {"means": {client: numbers[key] for client, key in keys.items()}}
         return replace(state, groups={**state.groups, **groups}, values={**state.values, **values})
 
