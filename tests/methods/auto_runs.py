@@ -94,7 +94,7 @@ class Trial:
     limited: int
     """The number of clients whose evidence reached the limit."""
     ignored: int
-    """The number of clients whose slope is less than two standard errors from the mean."""
+    """The number of clients whose slope is less than a standard error from the mean."""
     dropped: list[str]
     fell_back: bool
 
@@ -143,7 +143,7 @@ def trial(
     for row in slopes:
         relative = [slope - average for slope, average in zip(row, averages, strict=True)]
         z.append(fmean(relative) / (stdev(relative) / math.sqrt(len(relative))))
-    evidence = [math.copysign(min(max(abs(value) - 2, 0), 2), value) for value in z]
+    evidence = [math.copysign(min(max(abs(value) - 1, 0), 3), value) for value in z]
     weights = [s * math.exp(-method.trust * e) for s, e in zip(shares, evidence, strict=True)][:-1]
     row = {n: w / sum(weights) for n, w in zip(prior, weights, strict=True)}
     kept = {name: weight for name, weight in row.items() if weight >= 0.02}
@@ -153,5 +153,5 @@ def trial(
     row = {name: weight / sum(kept.values()) for name, weight in kept.items()}
     clients = evidence[:-1]
     dropped = sorted(prior.keys() - row.keys())
-    limited, ignored = sum(abs(e) == 2 for e in clients), sum(e == 0 for e in clients)
+    limited, ignored = sum(abs(e) == 3 for e in clients), sum(e == 0 for e in clients)
     return Trial(row, limited, ignored, dropped, fell_back)

@@ -1,9 +1,9 @@
 """Auto: each client finds out with whom it should learn.
 
 The adapter is that of CoMiGS (arXiv 2409.13931): on every MLP, two experts and a router that is
-trained on validation text; and LoRA pairs on attention. Only the router is private. The server
-sends each client its own mean of all other parameters, weighted by a row of weights that the client
-determines in trials:
+trained on validation text; and LoRA pairs on attention. The server sends each client its own mean
+of all clients' parameters. Its weights are the clients' shares in all training tokens, until the
+client determines better ones in trials:
 
 1. The client receives the attention pairs of the other clients. Each client j proposes a direction
    d_j, the change of its pairs since the start of the run. On validation samples, the client
@@ -11,7 +11,7 @@ determines in trials:
    slope relative to the mean slope, in standard errors, the client's new weights are
 
        w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
-       e_j = sign(z_j) min(max(|z_j| - 2, 0), 2),
+       e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
 
    where p_j is the share of client j in all training tokens (a step of exponentiated gradient
    descent). One more direction, d = 0, takes up what smaller changes alone would gain. A client
@@ -23,15 +23,20 @@ determines in trials:
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from statistics import median_low
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional
 
 from coterie.adapters import Parameter, Role
+from coterie.aggregation.choice import (
+    row_from_slopes,
+    shares_of,
+    similarities,
+    standard_error,
+    with_no_change,
+)
 from coterie.aggregation.context import Rows
 from coterie.messages import Field as MessageField
 from coterie.messages import (
@@ -52,17 +57,12 @@ from coterie.methods.grouped import PersonalServer
 from coterie.methods.settings import Generalists, PhasedRouter
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.privacy.ledger import Budget
 from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 
 Row = dict[ClientId, float]
 CHOICE = ("row", "tokens", "trial")
 """The keys of a client's choice."""
-NOISE, LARGEST_EVIDENCE = 2.0, 2.0
-"""The standard errors that do not count as evidence, and the largest absolute value of e_j."""
-SMALLEST_WEIGHT = 0.02
-"""The weight in a row below which a client is left out."""
-LARGEST_SIZE = 10.0
-"""The largest number of training tokens that counts, as a multiple of the clients' median."""
 
 
 class Auto(Mixture):
@@ -73,7 +73,7 @@ class Auto(Mixture):
 
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = ""
-    summary: ClassVar[str] = "experts averaged with the clients that help; routers private"
+    summary: ClassVar[str] = "all parameters averaged with the clients that help"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist", "router")
@@ -84,7 +84,7 @@ class Auto(Mixture):
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
     """fraction of the validation text that serves only to judge; routers are trained on the rest"""
-    trust: float = Field(default=2.0, ge=0)
+    trust: float = Field(default=1.0, ge=0)
     """strength with which slopes change weights (eta)"""
     patience: float = 1.0
     """standard errors by which training alone must be better for a client to stay alone"""
@@ -93,6 +93,10 @@ class Auto(Mixture):
     every: int = Field(default=2, ge=1)
     """rounds from one average of the second and further experts to the next"""
 
+    @property
+    def budget(self) -> Budget | None:
+        return Budget(math.inf, 1.0, "weights that depend on this client's validation samples")
+
     def sends(self, parameter: Parameter, exchange: int) -> bool:
         return self.shared(parameter) and (
             parameter.role == "dense" or not parameter.expert or (exchange + 1) % self.every == 0
@@ -100,9 +104,9 @@ class Auto(Mixture):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
-        others = "LoRA pairs on attention, from the other clients, in trials"
+        others = "LoRA pairs on attention, from the other clients"
         choice = "weights of other clients, number of training tokens, whether a trial is due"
-        sizes = "numbers of training tokens of the other clients, in trials"
+        sizes = "numbers of training tokens of the other clients"
         return replace(
             super().schema(),
             up=(
@@ -138,20 +142,6 @@ class Auto(Mixture):
             rounds: The number of rounds of the run.
         """
         return 2 ** (min(complete, rounds // 2) + 1).bit_length() // 2 - 1
-
-
-def prior(tokens: Mapping[ClientId, float]) -> Row:
-    """Return the clients' shares in all training tokens; see `LARGEST_SIZE`."""
-    largest = LARGEST_SIZE * median_low(tokens.values())
-    sizes = {client: min(float(count), largest) for client, count in tokens.items()}
-    return {client: size / sum(sizes.values()) for client, size in sizes.items()}
-
-
-def standard_error(samples: Tensor) -> Tensor:
-    """Return the standard error of the mean over the first dimension, infinite for one sample."""
-    if len(samples) == 1:
-        return torch.full_like(samples[0], math.inf)
-    return samples.std(0) / math.sqrt(len(samples))
 
 
 class AutoClient(AdapterClient[Auto]):
@@ -268,26 +258,16 @@ class AutoClient(AdapterClient[Auto]):
             {n: t.to(s.device) - s for n, s in self.initial.items() for t in [p[n]]}
             for p in pairs.values()
         ]
-        everybody = prior({n: self.tokens if n == name else sizes[n] for n in pairs})
-        shares = torch.tensor([*everybody.values(), 1 / len(pairs)], dtype=torch.float64)
-        shares /= shares.sum()
-
+        shares = shares_of({n: self.tokens if n == name else sizes[n] for n in pairs})
+        weights = with_no_change(shares).tolist()[:-1]
         with torch.no_grad():
             for n, parameter in self.judged.items():
-                steps = [share * change[n] for share, change in zip(shares, changes, strict=False)]
+                steps = [w * change[n] for w, change in zip(weights, changes, strict=True)]
                 parameter.copy_(self.initial[n] + sum(steps))
         self.adapter.require_grad(self.method.judges)
         slopes = sample_slopes(self.context, self.model(), self.judging, self.judged, changes)
         copy(own, self.judged)
-        slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
-        slopes -= slopes @ shares[:, None]
-        z = (slopes.mean(0) / standard_error(slopes)).nan_to_num()
-        evidence = z.sign() * (z.abs() - NOISE).clamp(0, LARGEST_EVIDENCE)
-        weights = torch.softmax(shares.log() - self.method.trust * evidence, 0)[:-1]
-        weights /= weights.sum()
-        row = {n: w for n, w in zip(pairs, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
-        row = everybody if row.keys() <= {name} else row
-        self.row = {n: w / sum(row.values()) for n, w in row.items()}
+        self.row = row_from_slopes(shares, slopes, self.method.trust, name)
 
     def state(self) -> State:
         choice = {"row": self.row, "tried": self.tried, "stage": self.stage}
@@ -337,22 +317,17 @@ class AutoServer(PersonalServer[Auto]):
     def _nearest(self, client: ClientId) -> list[ClientId]:
         """Return the other clients, or those whose changes are the most similar to a client's."""
         names = sorted(self.uploads)
-        if len(names) <= self.method.peers + 1:
-            return [name for name in names if name != client]
+        others = [name for name in names if name != client]
+        if len(others) <= self.method.peers:
+            return others
         if self._similarities is None:
-            changes = torch.stack([self._change(name) for name in names])
-            self._similarities = changes @ changes.T
-        similarities = dict(
-            zip(names, self._similarities[names.index(client)].tolist(), strict=True)
-        )
-        names.remove(client)
-        names.sort(key=lambda name: -similarities[name])
-        return sorted(names[: self.method.peers])
-
-    def _change(self, client: ClientId) -> Tensor:
-        """Return the change of a client's pairs since the start, as a vector of length 1."""
-        changes = [(t - self.shared[n]).flatten() for n, t in self.uploads[client].items()]
-        return functional.normalize(torch.cat(changes), dim=0)
+            changes = (self.uploads[name].items() for name in names)
+            self._similarities = similarities(
+                [{n: tensor - self.shared[n] for n, tensor in change} for change in changes]
+            )
+        cosines = dict(zip(names, self._similarities[names.index(client)].tolist(), strict=True))
+        others.sort(key=lambda name: -cosines[name])
+        return sorted(others[: self.method.peers])
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
@@ -379,7 +354,7 @@ class AutoServer(PersonalServer[Auto]):
         raise MessageError(f"The client {client!r} sent invalid weights of other clients.")
 
     def rows(self) -> Rows:
-        everybody = prior({client: c["tokens"] for client, c in self.choices.items()})
+        everybody = shares_of({client: c["tokens"] for client, c in self.choices.items()})
         return {client: c["row"] or everybody for client, c in self.choices.items()}
 
     def end_round(self, mean: Message, held: Holders) -> None:

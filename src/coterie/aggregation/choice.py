@@ -1,0 +1,88 @@
+"""Weights by which a client chooses with whom it learns; see `methods/auto.py`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NOISE, LARGEST_EVIDENCE = 1.0, 3.0
+"""The standard errors that do not count as evidence, and the largest evidence."""
+SMALLEST_WEIGHT = 0.02
+"""The weight below which a client is left out."""
+LARGEST_SIZE = 10.0
+"""The largest number of training tokens that counts, as a multiple of the clients' median."""
+
+
+def shares_of(tokens: Mapping[str, float]) -> dict[str, float]:
+    """Return the clients' shares in all training tokens, after a limit on each client's tokens.
+
+    Args:
+        tokens: A mapping from clients to numbers of training tokens.
+    """
+    largest = LARGEST_SIZE * median_low(tokens.values())
+    sizes = {client: min(float(count), largest) for client, count in tokens.items()}
+    return {client: size / sum(sizes.values()) for client, size in sizes.items()}
+
+
+def standard_error(samples: Tensor) -> Tensor:
+    """Return the standard error of the mean over the first dimension, infinite for one sample."""
+    if len(samples) == 1:
+        return torch.full_like(samples[0], math.inf)
+    return samples.std(0) / math.sqrt(len(samples))
+
+
+def with_no_change(shares: Mapping[str, float]) -> Tensor:
+    """Return the clients' shares and the mean share, for no change, scaled to a sum of 1.
+
+    Args:
+        shares: A mapping from n clients to shares with a sum of 1.
+
+    Returns:
+        A float64 tensor shaped (n + 1,).
+    """
+    weights = torch.tensor([*shares.values(), 1 / len(shares)], dtype=torch.float64)
+    return weights / weights.sum()
+
+
+def row_from_slopes(
+    shares: Mapping[str, float], slopes: Tensor, trust: float, own: str
+) -> dict[str, float]:
+    """Return a client's weights of all clients (the equations in `methods/auto.py`).
+
+    Args:
+        shares: A mapping from n clients to shares with a sum of 1.
+        slopes: The slope of each sample's loss along the change of each client, shaped (samples,
+            n), in float64.
+        trust: The strength with which evidence changes weights (eta).
+        own: The name of the client itself.
+
+    Returns:
+        The weights, which sum to 1. They are the shares if no other client has a weight.
+    """
+    prior = with_no_change(shares)
+    slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
+    slopes = slopes - slopes @ prior[:, None]
+    z = (slopes.mean(0) / standard_error(slopes)).nan_to_num()
+    evidence = z.sign() * (z.abs() - NOISE).clamp(0, LARGEST_EVIDENCE)
+    weights = torch.softmax(prior.log() - trust * evidence, 0)[:-1]
+    weights /= weights.sum()
+    row = {n: w for n, w in zip(shares, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
+    row = dict(shares) if row.keys() <= {own} else row
+    return {name: weight / sum(row.values()) for name, weight in row.items()}
+
+
+def similarities(changes: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Return the cosines between changes.
+
+    Args:
+        changes: For each of n clients, a mapping from names to tensors.
+
+    Returns:
+        A tensor shaped (n, n).
+    """
+    vectors = torch.stack([torch.cat([t.flatten() for t in c.values()]) for c in changes])
+    vectors = F.normalize(vectors, dim=1)
+    return vectors @ vectors.T
