@@ -93,7 +93,7 @@ def test_losses_are_those_of_each_sample_alone(client) -> None:
     assert not losses.requires_grad
     assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert losses.std() > 0.005
-    rows = getattr(batch, "rows", batch)
+    rows: Any = getattr(batch, "rows", batch)
     assert (len({*lengths(rows)}) > 1) == (context.window != WINDOWS["text"])  # there is padding
 
 
