@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from coterie.messages import Message
 from coterie.testing.rounds import close, step
 
-NAMES = ("diarist", "poet", "whaler")
+NAMES: tuple[str, ...] = ("diarist", "poet", "whaler")
 AUTO: dict[str, Any] = {"name": "auto", "router": {"every": 2, "steps": 1}}
 Tensors = Mapping[str, Tensor]
 Change = Callable[[Message], Message]

@@ -290,12 +290,14 @@ class AutoServer(PersonalServer[Auto]):
         self.uploads: dict[ClientId, Tensors] = {}
         """The latest attention pairs of each client, if a trial is due for a client."""
         self._received: dict[ClientId, Tensors] = {}
+        self._chosen: dict[ClientId, dict[str, Json]] = {}
+        """The choices in the uploads of this exchange, which the server may have to repeat."""
         self._similarities: Tensor | None = None
         """Cosines between the changes of all pairs of clients in `uploads`."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
-        self._received = {}
+        self._received, self._chosen = {}, {}
 
     def download(self, client: ClientId) -> Message:
         message, parameters = super().download(client), self.parameters
@@ -331,7 +333,7 @@ class AutoServer(PersonalServer[Auto]):
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
-        self.choices[client] = self._checked(client, upload.values.get("choice"))
+        self._chosen[client] = self._checked(client, upload.values.get("choice"))
         judges, parameters = self.method.judges, self.parameters
         pairs = {n: t for n, t in upload["adapter"].items() if judges(parameters[n])}
         self._received[client] = pairs
@@ -354,11 +356,13 @@ class AutoServer(PersonalServer[Auto]):
         raise MessageError(f"The client {client!r} sent invalid weights of other clients.")
 
     def rows(self) -> Rows:
-        everybody = shares_of({client: c["tokens"] for client, c in self.choices.items()})
-        return {client: c["row"] or everybody for client, c in self.choices.items()}
+        choices = self.choices | self._chosen
+        everybody = shares_of({client: choice["tokens"] for client, choice in choices.items()})
+        return {client: choice["row"] or everybody for client, choice in choices.items()}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
+        self.choices |= self._chosen
         due = any(choice["trial"] for choice in self.choices.values())
         self.uploads = {**self.uploads, **self._received} if due else {}
         self._similarities = None
