@@ -362,7 +362,7 @@ class AutoServer(PersonalServer[Auto]):
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
-        self.choices |= self._chosen
+        self.choices, self._chosen = self.choices | self._chosen, {}
         due = any(choice["trial"] for choice in self.choices.values())
         self.uploads = {**self.uploads, **self._received} if due else {}
         self._similarities = None
