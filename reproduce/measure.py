@@ -1,5 +1,7 @@
 """Measure all small tables again, in every regime, smallest first, and write their pages.
 
+The grid is not among them: its cells take hours, and `reproduce.regret` writes its page.
+
 `python -m reproduce.measure DATA` can be stopped at any time; started again, it keeps the
 cells that are finished. What a table prints goes to runs/NAME.log.
 """
@@ -58,7 +60,8 @@ class Job:
 
 def jobs(names: list[str]) -> list[Job]:
     """Those of some tables, or of all; smallest first."""
-    tables = {path.stem: path for path in sorted(SMALL.glob("*.yaml")) if is_table(path)}
+    paths = [path for path in sorted(SMALL.glob("*.yaml")) if is_table(path)]
+    tables = {path.stem: path for path in paths if not path.stem.startswith("grid")}
     if unknown := set(names) - set(tables):
         raise typer.BadParameter(f"no table {min(unknown)!r} (tables: {', '.join(tables)})")
     found = []
