@@ -304,10 +304,12 @@ class AutoServer(PersonalServer[Auto]):
         self.uploads: dict[ClientId, Tensors] = {}
         """The latest attention pairs of each client, if a trial is due for a client."""
         self._received: dict[ClientId, Tensors] = {}
+        self._chosen: dict[ClientId, dict[str, Json]] = {}
+        """The choices in the uploads of this exchange, which the server may have to repeat."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
-        self._received = {}
+        self._received, self._chosen = {}, {}
 
     def download(self, client: ClientId) -> Message:
         message, parameters = super().download(client), self.parameters
@@ -340,7 +342,7 @@ class AutoServer(PersonalServer[Auto]):
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
-        self.choices[client] = self._checked(client, upload.values.get("choice"))
+        self._chosen[client] = self._checked(client, upload.values.get("choice"))
         judges, parameters = self.method.judges, self.parameters
         pairs = {n: t for n, t in upload["adapter"].items() if judges(parameters[n])}
         self._received[client] = pairs
@@ -363,11 +365,13 @@ class AutoServer(PersonalServer[Auto]):
 
     def rows(self) -> Rows:
         # A row is empty if all of its clients have left.
-        rows = {client: choice["row"] for client, choice in self.choices.items()}
+        choices = {**self.choices, **self._chosen}
+        rows = {client: choice["row"] for client, choice in choices.items()}
         return {client: row if any(row.values()) else {client: 1.0} for client, row in rows.items()}
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
+        self.choices, self._chosen = {**self.choices, **self._chosen}, {}
         due = any(choice["trial"] for choice in self.choices.values())
         self.uploads = {**self.uploads, **self._received} if due else {}
 
