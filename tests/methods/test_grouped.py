@@ -70,3 +70,12 @@ def test_a_client_with_fewer_sets_receives_only_what_it_holds(config) -> None:
         ]
         assert torch.allclose(tensor.double(), torch.stack(both).mean(0), atol=1e-7)
         assert name not in whaler or torch.equal(whaler[name], tensor)
+
+
+@pytest.mark.parametrize("method", ["auto", "grouped"])
+@pytest.mark.parametrize("name", ["median", "trimmed_mean"])
+def test_a_reduction_that_no_mean_would_use_is_refused(method, name, config) -> None:
+    settings = {"name": method} | ({"groups": GROUPS} if method == "grouped" else {})
+    run = config(method=settings, aggregation={"transforms": [name]})
+    with pytest.raises(CoterieError, match=f"{name!r} has no effect with the method {method!r}"):
+        joined(run)

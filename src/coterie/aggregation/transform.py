@@ -74,11 +74,9 @@ class Transform(BaseModel):
 
         Returns:
             The names of the groups that contain float32 tensors and whose reduction is listed in
-            the attribute `reductions`. A sealed transform excludes groups whose reduction is
-            `rows`, because the server can decode only one mean.
+            the attribute `reductions`.
         """
-        kinds = self.reductions - {"rows"} if self.sealed else self.reductions
-        fields = (f for f in schema.up if f.reduce in kinds)
+        fields = (f for f in schema.up if f.reduce in self.reductions)
         return {f.name for f in fields if f.dtype == "float32"}
 
     def retyped(self, schema: Schema, dtype: str) -> Schema:
@@ -354,8 +352,11 @@ class Transform(BaseModel):
 class Reduction(Transform):
     """A transform that replaces the weighted mean by another reduction of the uploads.
 
-    A run has at most one reduction.
+    A run has at most one reduction. It does not replace the means of methods that have a mean for
+    each client (fields whose reduction is `rows`).
     """
+
+    reductions: ClassVar[frozenset[Reduce]] = frozenset({"mean"})
 
     def reduce(
         self, contributions: Iterable[Contribution], clients: Sequence[str], memory: Memory
