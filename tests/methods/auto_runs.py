@@ -116,7 +116,7 @@ def trial(
         tokens: The number of training tokens of all clients.
     """
     method, own = client.method, client.context.name
-    most = 10 * median_low(tokens.values())
+    most = 3 * median_low(tokens.values())
     prior = {name: float(min(tokens[name], most)) for name in sorted(pairs)}
     shares = [*prior.values(), fmean(prior.values())]  # the last direction is zero
     shares = [share / sum(shares) for share in shares]

@@ -64,7 +64,7 @@ def along_gradient(client: Any, windows: list[Tensor], initial: Mapping[str, Ten
         pytest.param(
             "random random",
             {"trust": 0.0},
-            lambda t: t.row["whaler"] == pytest.approx(20_000 / 22_900),
+            lambda t: t.row["whaler"] == pytest.approx(6000 / 8900),
             id="prior alone",
         ),
         pytest.param(

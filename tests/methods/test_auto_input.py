@@ -251,3 +251,8 @@ def test_pairs_that_are_not_finite_are_refused_by_both_sides(bad, make) -> None:
         local.schema.send("down", wrong)
     with pytest.raises(MessageError, match="non-finite values"):
         local.schema.receive("down", wrong.encode())
+
+
+def test_weights_by_tokens_do_not_count_twice(config) -> None:
+    with pytest.raises(CoterieError, match=r"set aggregation\.weights to uniform"):
+        joined(config(method=auto(), aggregation={"weights": "tokens"}))

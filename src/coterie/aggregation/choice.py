@@ -12,8 +12,10 @@ NOISE, LARGEST_EVIDENCE = 1.0, 3.0
 """The standard errors that do not count as evidence, and the largest evidence."""
 SMALLEST_WEIGHT = 0.02
 """The weight below which a client is left out."""
-LARGEST_SIZE = 10.0
-"""The largest number of training tokens that counts, as a multiple of the clients' median."""
+LARGEST_SIZE = 3.0
+"""The largest number of training tokens that counts, as a multiple of the clients' median.
+
+Clients report their numbers themselves, so the limit is low."""
 
 
 def shares_of(tokens: Mapping[str, float]) -> dict[str, float]:

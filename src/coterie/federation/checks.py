@@ -61,6 +61,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             instructions,
             config.training.optimiser.name,
             any(isinstance(t, ServerOptimiser) for t in config.every_transform),
+            config.aggregation.weights == "tokens",
         )
     )
 

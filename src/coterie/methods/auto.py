@@ -38,6 +38,7 @@ from coterie.aggregation.choice import (
     with_no_change,
 )
 from coterie.aggregation.context import Rows
+from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import (
     Groups,
@@ -52,7 +53,7 @@ from coterie.messages import (
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.comigs import Mixture
-from coterie.methods.contract import ClientContext, ClientId, ServerContext
+from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.grouped import PersonalServer
 from coterie.methods.settings import Generalists, PhasedRouter
 from coterie.methods.sides import Holders
@@ -96,6 +97,14 @@ class Auto(Mixture):
     @property
     def budget(self) -> Budget | None:
         return Budget(math.inf, 1.0, "weights that depend on this client's validation samples")
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if run.token_weights:
+            raise CoterieError(
+                f"The method {self.name!r} weights clients by their training tokens itself; set "
+                "aggregation.weights to uniform."
+            )
 
     def sends(self, parameter: Parameter, exchange: int) -> bool:
         return self.shared(parameter) and (

@@ -59,6 +59,8 @@ class RunFacts:
 
     If False, the aggregates replace the server's parameters.
     """
+    token_weights: bool = False
+    """Whether the run weights clients by their training tokens (`aggregation.weights`)."""
 
 
 @dataclass(frozen=True)
