@@ -21,7 +21,7 @@ from reproduce.scenarios import new_cell
 from reproduce.table_file import ColumnRuns, RowSpec, TableSpec, read_table, slug, table_folder
 
 NOT_COMPARED = {*NOT_IN_DIGEST, "seed", "data_root"}
-"""Keys of a run's configuration that differ between the seeds, or the machines, of a cell."""
+"""Configuration keys that may differ between a row's seeds in a scenario, or between machines."""
 Runs = Annotated[
     Path, typer.Argument(metavar="RUNS", help="Folder of the runs of `python -m reproduce`.")
 ]

@@ -134,8 +134,8 @@ class Scenario:
     def best(self) -> dict[str, str]:
         """Pick the best single method of each seed by the mean loss with the other seeds.
 
-        With one seed, the method is picked on this seed. Only the largest set of candidates that
-        are finished with the same seed is used, with all seeds with which this set is finished.
+        With one seed, the method is picked on this seed. Only the largest set of candidates
+        finished with any one seed is used, and only the seeds with which this set is finished.
         """
         seeds = sorted({s for row in self.candidates for s in self.results[row]}, key=int)
         finished = {s: {row for row in self.candidates if s in self.results[row]} for s in seeds}
@@ -248,7 +248,7 @@ def _regret_table(rows: Sequence[str], unit: Unit, group: Sequence[Scenario]) ->
     heads = ["method"]
     if several:
         heads += ["scenarios", "mean", "worst", "worst scenario"]
-        heads += ["perplexity there"] if nats else []
+        heads += ["perplexity change"] if nats else []
     lines = []
     for row in rows:
         known = {name: by_row[row] for name, by_row in regrets.items() if row in by_row}

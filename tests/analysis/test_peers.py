@@ -71,7 +71,7 @@ def test_weights_are_those_of_the_model_that_a_client_kept(kept, reports, peers,
     result = json.loads((run / "result.json").read_text())
     result |= {"kept": {"anna": kept, "ben": 1}, "reports": reports}
     (run / "result.json").write_text(json.dumps(result))
-    earlier = "anna kept a model that precedes its first weights"
+    earlier = "anna kept a model from before its first weights for other clients"
     assert said(run) == [f"anna learns with {peers} (1.00)" if peers else earlier]
 
 
@@ -96,7 +96,7 @@ def test_a_summary_counts_the_clients_with_better_scores(written, tmp_path) -> N
     written("us/local", {"name": "local"})
     assert said(tmp_path / "us") == [
         "21 of 21 clients learn with others (1.0 on average); test perplexity is better than alone "
-        "for 1 of 2; 1 more kept a model that precedes their first weights"
+        "for 1 of 2; 1 more kept a model from before their first weights for other clients"
     ]
 
 

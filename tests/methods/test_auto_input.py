@@ -144,7 +144,7 @@ def test_an_invalid_choice_is_refused(choice, make) -> None:
     local.server.receive("poet", upload)
     before = local.server.state()
     wrong = local.schema.receive("up", local.schema.send("up", chosen(upload, **choice)))
-    with pytest.raises(MessageError, match="'poet' sent invalid weights of other clients"):
+    with pytest.raises(MessageError, match="'poet' sent an invalid choice"):
         local.server.receive("poet", wrong)
     assert_equal(local.server.state(), before, "server")
 
@@ -162,7 +162,7 @@ def test_numbers_that_are_not_plain_are_never_sent(key, number, make) -> None:
 def test_a_missing_choice_is_refused(sent, make) -> None:
     local = make(["poet", "whaler"], 17)
     upload = replace(local.clients["poet"].upload(0), values=sent)
-    with pytest.raises(MessageError, match="sent invalid weights"):
+    with pytest.raises(MessageError, match="sent an invalid choice"):
         local.server.receive("poet", upload)
     assert local.server.choices == {}
 

@@ -117,7 +117,7 @@ def test_regret_is_that_of_naive_loops(table, tmp_path) -> None:
         assert float(mean) == pytest.approx(fmean(regrets[row].values()), abs=6e-4)
         assert float(column_of(layouts, title, "worst")[row]) == pytest.approx(worst, abs=6e-4)
         assert regrets[row][column_of(layouts, title, "worst scenario")[row]] == worst
-        change = float(column_of(layouts, title, "perplexity there")[row].split()[0])
+        change = float(column_of(layouts, title, "perplexity change")[row].split()[0])
         assert change == pytest.approx(100 * (exp(worst) - 1), abs=0.06)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NOISE, LARGEST_EVIDENCE = 1.0, 3.0
-"""The standard errors that do not count as evidence, and the largest evidence."""
+"""The number of standard errors treated as noise, and the largest evidence in standard errors."""
 SMALLEST_WEIGHT = 0.02
 """The weight below which a client is left out."""
 LARGEST_SIZE = 3.0
@@ -19,7 +19,7 @@ Clients report their numbers themselves, so the limit is low."""
 
 
 def shares_of(tokens: Mapping[str, float]) -> dict[str, float]:
-    """Return the clients' shares in all training tokens, after a limit on each client's tokens.
+    """Return the clients' shares of all training tokens, after a limit on each client's tokens.
 
     Args:
         tokens: A mapping from clients to numbers of training tokens.
@@ -37,7 +37,7 @@ def standard_error(samples: Tensor) -> Tensor:
 
 
 def with_no_change(shares: Mapping[str, float]) -> Tensor:
-    """Return the clients' shares and the mean share, for no change, scaled to a sum of 1.
+    """Return the shares, followed by the mean share as the weight of no change, scaled to sum to 1.
 
     Args:
         shares: A mapping from n clients to shares with a sum of 1.
@@ -52,13 +52,13 @@ def with_no_change(shares: Mapping[str, float]) -> Tensor:
 def row_from_slopes(
     shares: Mapping[str, float], slopes: Tensor, trust: float, own: str
 ) -> dict[str, float]:
-    """Return a client's weights of all clients (the equations in `methods/auto.py`).
+    """Return a client's weights for all clients (the equations in `methods/auto.py`).
 
     Args:
         shares: A mapping from n clients to shares with a sum of 1.
         slopes: The slope of each sample's loss along the change of each client, shaped (samples,
             n), in float64.
-        trust: The strength with which evidence changes weights (eta).
+        trust: The step size with which evidence changes weights (eta).
         own: The name of the client itself.
 
     Returns:

@@ -34,8 +34,8 @@ def cosine_distances(rows: Sequence[Tensors], columns: Sequence[Tensors]) -> np.
 def clusters(distances: np.ndarray, most: int) -> list[int]:
     """Divide clients into clusters by agglomerative clustering with average linkage.
 
-    The number of clusters is the number from 2 to `most` with the highest mean silhouette. If there
-    is no such number below the number of clients, all clients are in one cluster.
+    The number of clusters, from 2 to `most` and below n, has the highest mean silhouette. With
+    fewer than three clients, or if `most` is 1, all clients are in one cluster.
 
     Args:
         distances: The distances between n clients, shaped (n, n).

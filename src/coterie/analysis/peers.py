@@ -21,7 +21,7 @@ Weights = Mapping[str, Mapping[str, float] | None]
 
 The value is None if the client recorded no weights before it scored the model that it kept.
 """
-EARLIER = "kept a model that precedes {} first weights"
+EARLIER = "kept a model from before {} first weights for other clients"
 Pairs = Mapping[str, tuple[float, float]]
 """For each client, the score after training alone, and the score after learning with others."""
 
@@ -37,9 +37,9 @@ def sentences(run: ReportedRun, runs: Iterable[ReportedRun]) -> list[str]:
         runs: all runs on the same texts and base.
 
     Returns:
-        A sentence without a full stop for each client that recorded weights. If there are more than
-        `MOST_CLIENTS`, one sentence about all of them. The list is empty if the run has no weights,
-        or if it only records them (the setting `mix` of PCL).
+        A sentence without a full stop for each client that recorded weights. With more than
+        `MOST_CLIENTS` such clients, the list has one sentence about all of them. The list is empty
+        if the run has no weights, or if it only records them (the setting `mix` of PCL).
     """
     if not run.names(TRUST) or run.config["method"].get("mix") is False:
         return []

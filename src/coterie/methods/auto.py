@@ -1,23 +1,25 @@
 """Auto: each client finds out with whom it should learn.
 
-The adapter is that of CoMiGS (arXiv 2409.13931): on every MLP, two experts and a router that is
+The adapter is the CoMiGS adapter (arXiv 2409.13931): on every MLP, two experts and a router that is
 trained on validation text; and LoRA pairs on attention. The server sends each client its own mean
-of all clients' parameters. Its weights are the clients' shares in all training tokens, until the
+of all clients' parameters. Its weights are the clients' shares of all training tokens, until the
 client determines better ones in trials:
 
-1. The client receives the attention pairs of the other clients. Each client j proposes a direction
-   d_j, the change of its pairs since the start of the run. On validation samples, the client
-   measures the slope of its loss along each direction, at the mean over all clients. With z_j, the
-   slope relative to the mean slope, in standard errors, the client's new weights are
+1. The client receives the attention pairs of the other clients. Each client j contributes a
+   direction d_j, the change of its pairs since the start of the run. On validation samples, the
+   client measures the slope of its loss along each direction, at the weighted mean of all
+   directions. With z_j, the slope relative to the mean slope, in standard errors, the client's new
+   weights are
 
        w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
        e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
 
-   where p_j is the share of client j in all training tokens (a step of exponentiated gradient
-   descent). One more direction, d = 0, takes up what smaller changes alone would gain. A client
-   that no other client helps proposes the mean over all clients.
+   where p_j is the share of client j of all training tokens (a step of exponentiated gradient
+   descent). An additional direction, d = 0, absorbs the gain that comes only from making all
+   changes smaller. A client that no other client helps chooses the mean over all clients.
 2. The client trains the next round twice: from its own parameters, and from its new mean. It stays
-   alone only if its loss on validation text is then lower by more than a standard error.
+   alone only if training from its own parameters gives a validation loss that is lower by more than
+   one standard error (`patience`).
 """
 
 import math
@@ -67,7 +69,7 @@ CHOICE = ("row", "tokens", "trial")
 
 
 class Auto(Mixture):
-    """A mixture of experts whose averages each client chooses for itself.
+    """A mixture of experts, averaged with weights that each client sets for itself.
 
     Trials follow the rounds 1, 3, 7, 15 and so on of the first half of a run.
     """
@@ -84,15 +86,17 @@ class Auto(Mixture):
     samples: int = Field(default=16, ge=2)
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
-    """fraction of the validation text that serves only to judge; routers are trained on the rest"""
+    """fraction of the validation samples reserved for judging; routers are trained on the rest"""
     trust: float = Field(default=1.0, ge=0)
-    """strength with which slopes change weights (eta)"""
+    """step size with which slopes change weights (eta)"""
     patience: float = 1.0
-    """standard errors by which training alone must be better for a client to stay alone"""
+    """number of standard errors by which training alone must be better for a client to stay
+    alone"""
     peers: int = Field(default=16, ge=1)
-    """largest number of clients judged in a trial: those with the most similar changes"""
+    """maximum number of clients judged in a trial; the clients with the most similar changes are
+    chosen"""
     every: int = Field(default=2, ge=1)
-    """rounds from one average of the second and further experts to the next"""
+    """number of rounds between two averages of every expert but the first"""
 
     @property
     def budget(self) -> Budget | None:
@@ -154,7 +158,7 @@ class Auto(Mixture):
 
 
 class AutoClient(AdapterClient[Auto]):
-    """A client that judges other clients in trials, and tells the server its weights."""
+    """A client that judges other clients in trials, and sends its weights to the server."""
 
     def __init__(self, method: Auto, context: ClientContext) -> None:
         data, window = context.data, context.window
@@ -173,9 +177,11 @@ class AutoClient(AdapterClient[Auto]):
         self.judged = self.adapter.tensors(method.judges)
         self.initial = copied(self.judged)
         self.buffers |= {"mean": copied(self.shared), "own": copied(self.shared)}
-        """The parameters before and after the last download replaced them by a mean."""
+        """mean: the parameters after the last download. own: the parameters before this
+        download."""
         self.row: Row = {}
-        """The client's weights of all clients; empty, for all by their size, before a trial."""
+        """The client's weights for all clients. Before its first trial, the mapping is empty, and
+        the server weights clients by their training tokens."""
         self.tried = 0
         """The latest trial in which the client judged other clients."""
         self.stage: Literal["", "proposed", "undecided"] = ""
@@ -211,11 +217,9 @@ class AutoClient(AdapterClient[Auto]):
         elif self.stage == "proposed":
             self.stage = "undecided"
         copy(download["adapter"], sent)
-        self.buffers |= {"mean": copied(self.shared), "own": own}
-        if (
-            len(self.row) > 1
-            and self._losses(own).mean() <= self._losses(self.buffers["mean"]).mean()
-        ):
+        self.buffers |= {"mean": (mean := copied(self.shared)), "own": own}
+        shares = download.round > 0 and self.row.keys() != {self.context.name}
+        if shares and self._losses(own).mean() <= self._losses(mean).mean():
             copy(own, self.shared)
 
     def train(self, exchange: int) -> None:
@@ -261,8 +265,8 @@ class AutoClient(AdapterClient[Auto]):
             peers: The attention pairs of other clients.
             sizes: The number of training tokens of each of these clients.
         """
-        own, name = copied(self.judged), self.context.name
-        pairs = dict(sorted({**peers, name: own}.items()))
+        name = self.context.name
+        pairs = dict(sorted({**peers, name: copied(self.judged)}.items()))
         changes = [
             {n: t.to(s.device) - s for n, s in self.initial.items() for t in [p[n]]}
             for p in pairs.values()
@@ -275,7 +279,6 @@ class AutoClient(AdapterClient[Auto]):
                 parameter.copy_(self.initial[n] + sum(steps))
         self.adapter.require_grad(self.method.judges)
         slopes = sample_slopes(self.context, self.model(), self.judging, self.judged, changes)
-        copy(own, self.judged)
         self.row = row_from_slopes(shares, slopes, self.method.trust, name)
 
     def state(self) -> State:
@@ -297,10 +300,11 @@ class AutoServer(PersonalServer[Auto]):
         self.choices: dict[ClientId, dict[str, Json]] = {}
         """The latest choice of each client: `row`, `tokens` and `trial`."""
         self.uploads: dict[ClientId, Tensors] = {}
-        """The latest attention pairs of each client, if a trial is due for a client."""
+        """The latest attention pairs of each client, if a trial is due for any client."""
         self._received: dict[ClientId, Tensors] = {}
         self._chosen: dict[ClientId, dict[str, Json]] = {}
-        """The choices in the uploads of this exchange, which the server may have to repeat."""
+        """The choices uploaded in this exchange, kept apart because the exchange may be
+        repeated."""
         self._similarities: Tensor | None = None
         """Cosines between the changes of all pairs of clients in `uploads`."""
 
@@ -362,7 +366,9 @@ class AutoServer(PersonalServer[Auto]):
                 known = {name: w for name, w in row.items() if name in self.held}
                 row = known if any(known.values()) or not row else {client: 1.0}
                 return {"row": row, "tokens": tokens, "trial": trial}
-        raise MessageError(f"The client {client!r} sent invalid weights of other clients.")
+        raise MessageError(
+            f"The client {client!r} sent an invalid choice (weights, number of tokens, or trial)."
+        )
 
     def rows(self) -> Rows:
         choices = self.choices | self._chosen
@@ -379,7 +385,8 @@ class AutoServer(PersonalServer[Auto]):
     def state(self) -> State:
         state = super().state()
         parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
-        # The keys of a choice are not beside names of clients, which `State.without` deletes.
+        # Clients' names are the inner keys: `State.without` deletes a client's name at every level,
+        # and would delete `row`, `tokens` or `trial` if a client had this name.
         choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in CHOICE}
         return replace(state, values={**state.values, **choices}, parts=parts)
 

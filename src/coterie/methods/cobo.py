@@ -48,12 +48,12 @@ Row = dict[ClientId, float]
 class CoBo(FedIT):
     """CoBo: each client's LoRA pairs stay near the pairs of clients whose gradients agree.
 
-    The default settings are those of the experiment on language models in the authors' code.
+    The default settings come from the experiment on language models in the authors' code.
     """
 
     name: ClassVar[str] = "cobo"
     paper: ClassVar[str] = "arXiv 2409.05539"
-    summary: ClassVar[str] = "LoRA pairs stay near those of clients with agreeing gradients"
+    summary: ClassVar[str] = "LoRA pairs stay near the pairs of clients with agreeing gradients"
     reports: ClassVar[Literal["trained", "aggregated"]] = "trained"
 
     proximity: float = Field(default=0.5, ge=0)
@@ -121,8 +121,8 @@ class CoBoClient(AdapterClient[CoBo]):
         """Return the gradient of the loss on a batch of training text, flattened.
 
         Args:
-            peer: The client with which this client has the current values of the adapter as the
-                midpoint. The batch depends on the peer's name.
+            peer: The other client of the pair at whose midpoint the gradient is computed. Its name
+                also seeds the batch.
             exchange: The number of the exchange.
         """
         context, base, model = self.context, self.context.base, self.model()

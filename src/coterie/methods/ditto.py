@@ -44,7 +44,10 @@ class Ditto(FedIT):
 
 
 class PersonalClient(AdapterClient[M]):
-    """A client with a personal adapter beside the averaged adapter; its model has the former."""
+    """A client with a personal and an averaged adapter; its model uses the personal adapter.
+
+    The personal adapter is trained from the exchange `first` on.
+    """
 
     def __init__(
         self,

@@ -32,12 +32,12 @@ OTHERS, OWN = 0, 1
 
 
 class FedALT(PersonalMethod):
-    """FedALT: own LoRA pairs, which no mean replaces, beside the frozen mean of the others' pairs.
+    """FedALT: a client's own LoRA pairs beside the frozen mean of the others' pairs.
 
     In reports, `generalist 1` is the rest-of-world pair, and `generalist 2` is the client's own
-    pair. The mean over the other clients includes the clients that took part in the round. If there
-    are none, a client keeps its rest-of-world pair, which has no effect at the start. With two
-    clients, each client receives the pairs of the other client.
+    pair. The mean is over the other clients that took part in the round. If there are none, a
+    client keeps its rest-of-world pair, which has no effect at the start. With two clients, each
+    client receives the pairs of the other client.
     """
 
     name: ClassVar[str] = "fedalt"

@@ -23,11 +23,11 @@ from coterie.methods.ditto import PersonalClient
 
 
 class FedDPA(FedIT):
-    """FedDPA-T: averaged LoRA pairs, to whose outputs those of personal LoRA pairs are added.
+    """FedDPA-T: averaged and personal LoRA pairs, whose outputs are added.
 
-    Departure from the paper: models are scored and used with the weights of training. In the paper,
-    a weight is computed for each prompt from its similarity to training samples, which has no
-    equivalent in running text.
+    Departure from the paper: models are scored and used with the fixed weight used in training. In
+    the paper, a weight is computed for each prompt from its similarity to training samples; running
+    text has no prompts.
 
     Clients train the personal pairs for as many steps as the averaged pairs, so a round takes about
     twice as long as in FedAvg.

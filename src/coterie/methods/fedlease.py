@@ -1,10 +1,10 @@
 """FedLEASE (arXiv 2509.15087): one expert for each cluster of clients, and adaptive routing.
 
-Every client trains a LoRA pair on each chosen layer alone for some rounds, from the same initial
-values. The server then clusters the clients by the cosine distances between their factors B. The
-mean of a cluster's LoRA pairs is the initial value of the cluster's expert. From then on, every
-client holds all experts, and trains only its cluster's expert and its router. The server averages
-both within the cluster. adapters/lease.py describes the routing.
+For some rounds, every client trains alone: a LoRA pair on each chosen layer, from initial values
+that are equal for all clients. The server then clusters the clients by the cosine distances between
+their factors B. The mean of a cluster's LoRA pairs is the initial value of the cluster's expert.
+From then on, every client holds all experts, and trains only its cluster's expert and its router.
+The server averages both within the cluster. adapters/lease.py describes the routing.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,8 @@ class FedLease(Method):
     warmup: int = Field(default=5, ge=1)
     """rounds in which clients train alone, before the server clusters them"""
     max_clusters: int = Field(default=4, ge=1)
-    """maximum number of clusters (M_max); at least 2 clusters unless it is 1"""
+    """maximum number of clusters (M_max); 1 puts all clients in one cluster. With three or more
+    clients, other values give at least 2"""
 
     def shared(self, parameter: Parameter) -> bool:
         return True
@@ -110,7 +111,7 @@ class FedLeaseClient(ClientSide):
         if type(experts) is not int or not 1 <= experts <= self.method.max_clusters:
             raise MessageError("The download has no valid number of experts.")
         if type(own) is not int or not 0 <= own < experts:
-            raise MessageError("The download has no valid number of the client's expert.")
+            raise MessageError("The download has no valid index of the client's expert.")
         adapter = self._adapter(experts, own)
         check_shapes(download["adapter"], shapes_of(adapter.tensors()))
         copy(download["adapter"], adapter.tensors())
@@ -159,7 +160,7 @@ class FedLeaseServer(ServerSide):
         self.alone: dict[ClientId, Tensors] = {}
         """The LoRA pairs that clients without a cluster uploaded in this exchange."""
         self.joining: dict[ClientId, int] = {}
-        """The clusters to which these clients are assigned in this exchange."""
+        """The cluster assigned in this exchange to each client in `alone`."""
 
     def _adapter(self, experts: int, own: int) -> LeaseAdapter:
         return self.method.adapter(self.context.base, self.context.seed, experts, own)
