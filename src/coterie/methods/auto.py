@@ -41,6 +41,7 @@ from coterie.aggregation.choice import (
 )
 from coterie.aggregation.context import Rows
 from coterie.errors import CoterieError
+from coterie.evaluation.evaluate import mean_loss
 from coterie.messages import Field as MessageField
 from coterie.messages import (
     Groups,
@@ -141,10 +142,7 @@ class Auto(Mixture):
         return AutoServer(self, context)
 
     def judges(self, parameter: Parameter) -> bool:
-        """Return whether clients judge one another by a parameter.
-
-        Without LoRA on attention, they judge by the first expert.
-        """
+        """Return whether clients judge one another by a parameter (on attention, if it has LoRA)."""
         return parameter.expert == 0 if self.attention is None else parameter.role == "dense"
 
     def latest_trial(self, complete: int, rounds: int) -> int:
@@ -172,8 +170,8 @@ class AutoClient(AdapterClient[Auto]):
         """The validation samples on which the client judges other clients."""
         self.tokens = len(data.train.ids)
         self.log, self._logged = context.log, list[tuple[str, Json]]()
-        data = replace(data, validation=routers)
-        super().__init__(method, replace(context, data=data, log=self._keep))
+        data, log = replace(data, validation=routers), lambda *metric: self._logged.append(metric)
+        super().__init__(method, replace(context, data=data, log=log))
         self.judged = self.adapter.tensors(method.judges)
         self.initial = copied(self.judged)
         self.buffers |= {"mean": copied(self.shared), "own": copied(self.shared)}
@@ -187,9 +185,6 @@ class AutoClient(AdapterClient[Auto]):
         self.stage: Literal["", "proposed", "undecided"] = ""
         """proposed: the server does not know the new weights yet. undecided: the next training
         decides if the client stays alone."""
-
-    def _keep(self, name: str, value: Json) -> None:
-        self._logged.append((name, value))
 
     def receive(self, download: Message) -> None:
         parameters, sends = self.parameters(), self.method.sends
@@ -219,7 +214,7 @@ class AutoClient(AdapterClient[Auto]):
         copy(download["adapter"], sent)
         self.buffers |= {"mean": (mean := copied(self.shared)), "own": own}
         shares = download.round > 0 and self.row.keys() != {self.context.name}
-        if shares and self._losses(own).mean() <= self._losses(mean).mean():
+        if shares and self._mean_loss(own) <= self._mean_loss(mean):
             copy(own, self.shared)
 
     def train(self, exchange: int) -> None:
@@ -253,10 +248,14 @@ class AutoClient(AdapterClient[Auto]):
         choice = {"row": self.row, "tokens": self.tokens, "trial": self.tried < latest}
         return replace(super().upload(exchange), values={"choice": choice})
 
-    def _losses(self, tensors: Tensors | None = None) -> Tensor:
-        """Return the losses on the samples for judging, after copying tensors to the adapter."""
-        copy(tensors or {}, self.shared if tensors else {})
+    def _losses(self) -> Tensor:
         return sample_losses(self.context, self.model(), self.judging)
+
+    def _mean_loss(self, tensors: Tensors) -> float:
+        """Return the mean loss on the samples for judging, after setting the shared parameters."""
+        copy(tensors, self.shared)
+        at_once = self.context.training.at_once
+        return mean_loss(self.context.base, self.model(), self.judging, at_once)
 
     def _judge(self, peers: Mapping[ClientId, Tensors], sizes: Mapping[ClientId, float]) -> None:
         """Determine the weights of all clients (the module's first step).
