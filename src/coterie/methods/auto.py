@@ -142,7 +142,7 @@ class Auto(Mixture):
         return AutoServer(self, context)
 
     def judges(self, parameter: Parameter) -> bool:
-        """Return whether clients judge one another by a parameter (on attention, if it has LoRA)."""
+        """Return whether clients judge by a parameter: on attention, or else of expert 0."""
         return parameter.expert == 0 if self.attention is None else parameter.role == "dense"
 
     def latest_trial(self, complete: int, rounds: int) -> int:
