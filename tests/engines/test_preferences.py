@@ -26,9 +26,9 @@ from coterie.testing.rounds import joined
 NAMES = ("diarist", "poet", "whaler")
 TRAINING = {"steps": 6, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
 LEARNS = [name for name, kind in available().items() if kind.learns_preferences]
-NOT_BASE = {"fedprompt", "fedprompt-ft", "fedptuning", "fedptuning-ft", "fdlora"}
-"""Their clients' first step is not at the base: a prompt changes what is read, and FDLoRA's shared
-adapter has learnt alone by then."""
+NOT_BASE = {"fedprompt", "fedprompt-ft", "fedptuning", "fedptuning-ft", "fdlora", "feddpa"}
+"""Their clients' first step is not at the base: a prompt changes what is read, and the shared
+adapters of FDLoRA and FedDPA have learnt alone by then."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
 
 
