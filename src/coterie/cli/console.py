@@ -138,7 +138,8 @@ class ClientBoard(LiveDisplay[Status]):
                 for adapter in value.part.covered:
                     self._say(f"  trained on this machine: {adapter}")
                 for when, texts in value.part.schema.described().items():
-                    self._say(*(f"  leaves this machine {when}: {text}" for text in texts))
+                    for text in texts:
+                        self._say(f"  leaves this machine {when}: {text}")
             case "warning":
                 self._say(value)
             case "fault":
