@@ -86,7 +86,11 @@ def test_lines_without_a_terminal_can_be_json(console) -> None:
 def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     schema = Schema(
         (Field("size", "how much there is", "json"),),
-        (Field("a", "the averaged part", reduce="mean"), Field("a", "the averaged part")),
+        (
+            Field("a", "the averaged part", reduce="mean"),
+            Field("a", "the averaged part"),
+            Field("b", "what a transform adds"),
+        ),
     )
     part = SimpleNamespace(schema=schema, covered=("experts inside A in all 2 layers", "LoRA on B"))
     run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=2), part=part)
@@ -105,6 +109,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     assert "  trained on this machine: LoRA on B\n" in text
     assert "leaves this machine once: how much there is" in text
     assert text.count("leaves this machine every exchange: the averaged part") == 1
+    assert "leaves this machine every exchange: what a transform adds\n" in text
     assert "round 1/2: loss 2.500, 999 bytes up, 1.5 kB down, about" in text
     assert "round 2/2: 999 bytes up, 1.5 kB down\n" in text
     assert text.endswith("is unreachable; retrying\n")
