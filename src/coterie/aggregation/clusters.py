@@ -59,8 +59,8 @@ def silhouette(distances: np.ndarray, labels: np.ndarray) -> float:
     """Return the mean silhouette of a clustering.
 
     The silhouette of a client is (b - a) / max(a, b). Here a is the mean distance to the other
-    clients of its cluster, and b is the lowest mean distance to the clients of another cluster. It
-    is 0 if the client is alone in its cluster.
+    clients of its cluster, and b is the lowest mean distance to the clients of another cluster. The
+    silhouette of a client that is alone in its cluster is 0.
 
     Args:
         distances: The distances between n clients, shaped (n, n).

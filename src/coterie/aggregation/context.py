@@ -13,6 +13,8 @@ from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
 from coterie.seeding import generator
 
+Row = dict[str, float]
+"""One client's weights of all clients' uploads in a mean, by the clients' names."""
 Rows = Mapping[str, Mapping[str, float]]
 """A matrix of weights: each row contains the clients' weights in one mean, by the mean's name.
 

@@ -12,7 +12,7 @@ from coterie.messages.names import TRUST
 SMALLEST = 0.005
 """The weight below which another client is not mentioned."""
 MOST_PEERS = 8
-"""The largest number of other clients that the sentence on a client names."""
+"""The largest number of items in the list of a sentence; the last may be `n others`."""
 MOST_CLIENTS = 20
 """The largest number of clients that have a sentence each."""
 

@@ -39,7 +39,7 @@ from coterie.aggregation.choice import (
     standard_error,
     with_no_change,
 )
-from coterie.aggregation.context import Rows
+from coterie.aggregation.context import Row, Rows
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss
 from coterie.messages import Field as MessageField
@@ -64,7 +64,6 @@ from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.privacy.ledger import Budget
 from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 
-Row = dict[ClientId, float]
 CHOICE = ("row", "tokens", "trial")
 """The keys of a client's choice."""
 
@@ -115,6 +114,10 @@ class Auto(Mixture):
         return self.shared(parameter) and (
             parameter.role == "dense" or not parameter.expert or (exchange + 1) % self.every == 0
         )
+
+    def averaged(self, parameter: Parameter, complete: int) -> bool:
+        """Return whether the download after `complete` exchanges contains a parameter."""
+        return not complete or self.sends(parameter, complete - 1)
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
@@ -187,13 +190,9 @@ class AutoClient(AdapterClient[Auto]):
         decides if the client stays alone."""
 
     def receive(self, download: Message) -> None:
-        parameters, sends = self.parameters(), self.method.sends
-        own = copied(self.shared)
-        sent = {
-            n: t
-            for n, t in self.shared.items()
-            if not download.round or sends(parameters[n], download.round - 1)
-        }
+        parameters, own = self.parameters(), copied(self.shared)
+        averaged = self.method.averaged
+        sent = {n: t for n, t in self.shared.items() if averaged(parameters[n], download.round)}
         check_shapes(download["adapter"], shapes_of(sent))
         peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         for tensors in peers.values():
@@ -267,8 +266,8 @@ class AutoClient(AdapterClient[Auto]):
         name = self.context.name
         pairs = dict(sorted({**peers, name: copied(self.judged)}.items()))
         changes = [
-            {n: t.to(s.device) - s for n, s in self.initial.items() for t in [p[n]]}
-            for p in pairs.values()
+            {n: tensors[n].to(start.device) - start for n, start in self.initial.items()}
+            for tensors in pairs.values()
         ]
         shares = shares_of({n: self.tokens if n == name else sizes[n] for n in pairs})
         weights = with_no_change(shares).tolist()[:-1]
@@ -313,9 +312,9 @@ class AutoServer(PersonalServer[Auto]):
 
     def download(self, client: ClientId) -> Message:
         message, parameters = super().download(client), self.parameters
-        last, sends = self.exchange - 1, self.method.sends
+        averaged = self.method.averaged
         sent = {
-            n: t for n, t in message["adapter"].items() if last < 0 or sends(parameters[n], last)
+            n: t for n, t in message["adapter"].items() if averaged(parameters[n], self.exchange)
         }
         message = replace(message, groups={"adapter": sent})
         if client not in self.uploads or not self.choices[client]["trial"]:

@@ -27,6 +27,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import trained
+from coterie.aggregation.context import Row
 from coterie.bases.precision import autocast
 from coterie.data.windows import sample_batch
 from coterie.messages import Field as MessageField
@@ -41,8 +42,6 @@ from coterie.privacy.ledger import Budget
 from coterie.seeding import generator
 from coterie.training.passes import training_pass
 from coterie.training.schedule import Penalty
-
-Row = dict[ClientId, float]
 
 
 class CoBo(FedIT):

@@ -19,6 +19,7 @@ from pydantic import Field, field_validator
 from torch import nn
 
 from coterie.adapters import Adapter, Trainable
+from coterie.aggregation.context import Row
 from coterie.aggregation.trust import cosine, sparse_distance
 from coterie.data.split import AnyBatch
 from coterie.data.windows import sample_batch
@@ -44,7 +45,6 @@ from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
 
-Row = dict[ClientId, float]
 Uploads = Mapping[ClientId, Message]
 Mixtures = dict[ClientId, dict[str, float]]
 
