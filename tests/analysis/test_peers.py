@@ -1,4 +1,4 @@
-"""Who learns with whom, in one sentence for each client."""
+"""Tests of the sentences that say with whom each client learns."""
 
 import json
 

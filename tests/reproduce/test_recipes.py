@@ -78,7 +78,7 @@ def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_a_recipe_ends_with_the_models_that_the_papers_end_with(recipe) -> None:
-    """Those of the last round, whatever the default is; the grid has what users have."""
+    """Recipes of papers keep the last round's models; the grid keeps the best, as users do."""
     if recipe.stem in GRIDS:
         return
     if recipe in RUNS:
