@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,10 +53,15 @@ def family() -> list[psutil.Process]:
     return [psutil.Process(), *psutil.Process().children(recursive=True)]
 
 
+def three_rounds(config: Callable[..., coterie.RunConfig], **changes: Any) -> coterie.RunConfig:
+    """A run in which every worker gets an order after the round that `Kill` interrupts."""
+    return config(method=METHODS["comigs"], rounds=3, evaluation={"every": 1}, **changes)
+
+
 @pytest.fixture(scope="module")
 def local(config, tmp_path_factory) -> RunFolder:
     """A run by the local engine that nothing happened to."""
-    run = config(method=METHODS["comigs"], evaluation={"every": 1})
+    run = three_rounds(config)
     return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("local") / "run").path)
 
 
@@ -144,7 +150,8 @@ def test_a_run_stopped_in_mid_round_continues_to_the_same_bits(
     number, code, engine, values, local, tmp_path, monkeypatch
 ) -> None:
     run, out = tmp_path / "run.yaml", tmp_path / "out"
-    run.write_text(yaml.safe_dump(values(method=METHODS["comigs"], evaluation={"every": 1})))
+    three = values(method=METHODS["comigs"], rounds=3, evaluation={"every": 1})
+    run.write_text(yaml.safe_dump(three))
     with TemporaryDirectory(ignore_cleanup_errors=True) as short:
         stopped = subprocess.Popen(
             [sys.executable, "-c", STOPPED, str(run), str(out), str(int(number))],
@@ -206,7 +213,7 @@ def two_workers(monkeypatch) -> ModuleType:
 def test_a_lost_workers_clients_are_executed_again(
     count, config, local, tmp_path, two_workers
 ) -> None:
-    run, kill = config(method=METHODS["comigs"], evaluation={"every": 1}), Kill("ray::Work", count)
+    run, kill = three_rounds(config), Kill("ray::Work", count)
     done = coterie.run(run, out=tmp_path / "run", engine=RAY, callbacks=[kill])
     assert kill.killed == count
     assert_same(RunFolder(done.path), local)
@@ -218,7 +225,7 @@ def test_a_client_that_loses_every_worker_ends_the_run_with_a_sentence(
     config, local, tmp_path, two_workers, monkeypatch
 ) -> None:
     monkeypatch.setattr(two_workers, "TRIES", 1)
-    run, kill = config(method=METHODS["comigs"], evaluation={"every": 1}), Kill("ray::Work")
+    run, kill = three_rounds(config), Kill("ray::Work")
     with pytest.raises(CoterieError, match=r"Client '\w+' failed: 1 workers were lost.*ray\.log"):
         coterie.run(run, out=tmp_path, engine=RAY, callbacks=[kill])
     assert "died" in (tmp_path / "ray.log").read_text()
@@ -231,7 +238,7 @@ def test_a_dead_cluster_ends_the_run_with_a_sentence_and_resume_continues(
     config, local, tmp_path, two_workers, monkeypatch
 ) -> None:
     monkeypatch.setattr(two_workers, "CHECK", 0.01)
-    run, kill = config(method=METHODS["comigs"], evaluation={"every": 1}), Kill("gcs_server")
+    run, kill = three_rounds(config), Kill("gcs_server")
     with pytest.raises(
         CoterieError, match=r"cluster at 127\.0\.0\.1:\d+ does not answer.*--resume"
     ):
@@ -270,7 +277,7 @@ def test_workers_share_a_gpu_and_a_run_that_needs_more_is_refused(
     monkeypatch.setattr(two_workers.ray, "init", with_gpu)
     monkeypatch.setattr(two_workers, "processors", lambda: 3)
     monkeypatch.setattr(two_workers, "share", lambda _, gpus: (gpus, "cpu"))  # no real GPU
-    run = config(method=METHODS["comigs"], evaluation={"every": 1}, device="auto")
+    run = three_rounds(config, device="auto")
     done = coterie.run(run, out=tmp_path / "run", engine=RAY, gpus=0.5, callbacks=[Count()])
     assert_same(RunFolder(done.path), local)
     assert len(seen) == 2
