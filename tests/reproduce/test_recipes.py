@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coterie.bases import load_tokenizer
+from coterie.bases.sites import QUERY_VALUE
 from coterie.config.read import load_config
 from coterie.data.examples import Examples
 from coterie.data.files import Record
@@ -26,6 +27,8 @@ RUNS = [path for path in RECIPES if path not in TABLES]
 TEXTS = [path for path in RUNS if path.stem != "instructions"]
 SMALL = [path for path in TABLES if path.parent.name == "small"]
 GRIDS = ("grid", "grid-aside")
+WHOLE = ("opposite", "rivals", *GRIDS)
+"""Tables without a quarter regime, because they have little text or few pairs."""
 DATA = ROOT.parent / "shared" / "data"
 at_hand = pytest.mark.skipif(not DATA.is_dir(), reason="the experiments' data sets are not at hand")
 
@@ -63,8 +66,8 @@ def test_a_recipe_is_a_table_whose_rows_are_known_and_can_run(recipe) -> None:
 @pytest.mark.parametrize("recipe", SMALL, ids=name)
 def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> None:
     spec, columns = load_table(recipe)
-    if spec.shows is not None or recipe.stem in ("opposite", *GRIDS) or "-figures" in recipe.stem:
-        return  # opposite pairs are few, and these figures are of unequal amounts of text
+    if spec.shows is not None or recipe.stem in WHOLE or "-figures" in recipe.stem:
+        return  # these figures are of unequal amounts of text
     _, quarters = load_table(recipe, regime="quarter")
     for column, quarter in zip(columns, quarters, strict=True):
         for row, cell in column.cells.items():
@@ -110,6 +113,16 @@ def test_active_and_full_ranks_match_the_experts_of_comigs() -> None:
                 assert methods[f"{method} full"]["mlp"]["rank"] == {
                     c: 8 * n for c, n in held.items()
                 }
+
+
+def test_methods_of_other_papers_have_adapters_of_one_size() -> None:
+    for column in load_table(SMALL[0].parent / "rivals.yaml")[1]:
+        for cell in column.cells.values():
+            settings = cell.method.model_dump()
+            assert settings["attention"] == {"rank": 8, "targets": QUERY_VALUE}
+            assert settings["lora"].items() >= {"alpha": 16, "dropout": 0}.items()
+            assert settings["lora"].get("scale", "rank") == "rank"
+            assert settings.get("mlp") is None
 
 
 def test_a_small_tables_cells_are_the_runs_of_the_run_files() -> None:
