@@ -26,7 +26,7 @@ TABLES = [path for path in RECIPES if is_table(path)]
 RUNS = [path for path in RECIPES if path not in TABLES]
 TEXTS = [path for path in RUNS if path.stem != "instructions"]
 SMALL = [path for path in TABLES if path.parent.name == "small"]
-GRIDS = ("grid", "grid-aside")
+GRIDS = ("grid", "grid-aside", "auto-settings")
 WHOLE = ("opposite", "rivals", *GRIDS)
 """Tables without a quarter regime, because they have little text or few pairs."""
 DATA = ROOT.parent / "shared" / "data"
