@@ -56,6 +56,13 @@ def forged_round(
     return downloads, uploads
 
 
+def whole(client: Any, tensors: Tensors, round: int = 1, **more: Any) -> Message:
+    """Return a download with values for all tensors that the server sends after a round."""
+    parameters, method = client.parameters(), client.method
+    sent = method.downloaded(tensors, parameters, round)
+    return Message(round, {"adapter": sent}, **more)
+
+
 def copies(tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -94,7 +101,13 @@ class Trial:
     limited: int
     """The number of clients whose evidence reached the limit."""
     ignored: int
-    """The number of clients whose slope is less than a standard error from the mean."""
+    """The number of clients whose slope differs from the mean slope by less than 0.01, or by less
+    than a standard error."""
+    small: int
+    """The number of ignored clients whose slope differs from the mean slope by more than two
+    standard errors."""
+    noisy: int
+    """The number of ignored clients whose slope differs from the mean slope by more than 0.01."""
     dropped: list[str]
     fell_back: bool
 
@@ -139,11 +152,13 @@ def trial(
     averages = [
         sum(s * row[i] for s, row in zip(shares, slopes, strict=True)) for i in range(len(windows))
     ]
-    z = []
+    means, errors, evidence = [], [], []
     for row in slopes:
         relative = [slope - average for slope, average in zip(row, averages, strict=True)]
-        z.append(fmean(relative) / (stdev(relative) / math.sqrt(len(relative))))
-    evidence = [math.copysign(min(max(abs(value) - 1, 0), 3), value) for value in z]
+        s, error = fmean(relative), stdev(relative) / math.sqrt(len(relative))
+        means.append(s)
+        errors.append(error)
+        evidence.append(math.copysign(min(max(abs(s) - max(error, 0.01), 0) / error, 3), s))
     weights = [s * math.exp(-method.trust * e) for s, e in zip(shares, evidence, strict=True)][:-1]
     row = {n: w / sum(weights) for n, w in zip(prior, weights, strict=True)}
     kept = {name: weight for name, weight in row.items() if weight >= 0.02}
@@ -151,7 +166,13 @@ def trial(
     if fell_back:
         kept = prior
     row = {name: weight / sum(kept.values()) for name, weight in kept.items()}
-    clients = evidence[:-1]
-    dropped = sorted(prior.keys() - row.keys())
-    limited, ignored = sum(abs(e) == 3 for e in clients), sum(e == 0 for e in clients)
-    return Trial(row, limited, ignored, dropped, fell_back)
+    sizes = [*zip(map(abs, means[:-1]), errors[:-1], strict=True)]
+    return Trial(
+        row,
+        limited=sum(abs(e) == 3 for e in evidence[:-1]),
+        ignored=sum(e == 0 for e in evidence[:-1]),
+        small=sum(2 * error < s < 0.01 for s, error in sizes),
+        noisy=sum(0.01 < s < error for s, error in sizes),
+        dropped=sorted(prior.keys() - row.keys()),
+        fell_back=fell_back,
+    )

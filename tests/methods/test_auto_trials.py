@@ -1,6 +1,7 @@
 """Auto: which rounds have trials, who is judged, and what is left of clients that leave."""
 
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -187,13 +188,19 @@ def test_the_nearest_peers_are_forwarded(config) -> None:
     start = {n: t.clone() for n, t in local.server.shared.items() if n.startswith("dense/")}
     _, uploads = forged_round(local, 0)
     changes = {
-        name: torch.cat([(u["adapter"][n] - t).flatten().double() for n, t in start.items()])
+        name: [(u["adapter"][n] - t).flatten().double() for n, t in start.items()]
         for name, u in uploads.items()
     }
-    choices = {}
+    choices: dict[str, list[str]] = {}
     for name, change in changes.items():
-        angle = {p: float(c @ change / c.norm()) for p, c in changes.items() if p != name}
-        nearest = sorted(sorted(angle, key=lambda p: -angle[p])[:2])
+        cosines = {
+            peer: fmean(
+                float(a @ b / (a.norm() * b.norm())) for a, b in zip(change, other, strict=True)
+            )
+            for peer, other in changes.items()
+            if peer != name
+        }
+        nearest = sorted(sorted(cosines, key=lambda peer: -cosines[peer])[:2])
         download = down(local, name)
         choices[name] = list(download.peers)
         assert choices[name] == nearest == list(download.values["sizes"])

@@ -1,21 +1,39 @@
 """Weights by which a client chooses with whom it learns; see `methods/auto.py`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median_low
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
-from torch.nn import functional as F
+from typing_extensions import TypedDict
 
-NOISE, LARGEST_EVIDENCE = 1.0, 3.0
-"""The number of standard errors treated as noise, and the largest evidence in standard errors."""
+MARGIN = 0.01
+"""The difference between slopes, in nats per token, that counts as none."""
+LARGEST_EVIDENCE = 3.0
+"""The largest evidence, in standard errors."""
 SMALLEST_WEIGHT = 0.02
 """The weight below which a client is left out."""
 LARGEST_SIZE = 3.0
 """The largest number of training tokens that counts, as a multiple of the clients' median.
 
 Clients report their numbers themselves, so the limit is low."""
+
+
+class Choice(TypedDict):
+    """The message from which the server takes the weights of a client's mean."""
+
+    row: dict[str, Annotated[float, Field(ge=0, le=1)]]
+    """The client's weights for all clients, or nothing before its first trial."""
+    tokens: Annotated[int, Field(gt=0)]
+    """The number of the client's training tokens."""
+    trial: bool
+    """Whether a trial is due for the client."""
+
+
+CHOICE = TypeAdapter(Choice)
 
 
 def shares_of(tokens: Mapping[str, float]) -> dict[str, float]:
@@ -67,24 +85,11 @@ def row_from_slopes(
     prior = with_no_change(shares)
     slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)
     slopes = slopes - slopes @ prior[:, None]
-    z = (slopes.mean(0) / standard_error(slopes)).nan_to_num()
-    evidence = z.sign() * (z.abs() - NOISE).clamp(0, LARGEST_EVIDENCE)
+    means, errors = slopes.mean(0), standard_error(slopes)
+    sizes = ((means.abs() - errors.clamp(MARGIN)) / errors).nan_to_num()
+    evidence = means.sign() * sizes.clamp(0, LARGEST_EVIDENCE)
     weights = torch.softmax(prior.log() - trust * evidence, 0)[:-1]
     weights /= weights.sum()
     row = {n: w for n, w in zip(shares, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
     row = dict(shares) if row.keys() <= {own} else row
     return {name: weight / sum(row.values()) for name, weight in row.items()}
-
-
-def similarities(changes: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Return the cosines between changes.
-
-    Args:
-        changes: For each of n clients, a mapping from names to tensors.
-
-    Returns:
-        A tensor shaped (n, n).
-    """
-    vectors = torch.stack([torch.cat([t.flatten() for t in c.values()]) for c in changes])
-    vectors = F.normalize(vectors, dim=1)
-    return vectors @ vectors.T

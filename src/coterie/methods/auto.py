@@ -8,18 +8,24 @@ client determines better ones in trials:
 1. The client receives the attention pairs of the other clients. Each client j contributes a
    direction d_j, the change of its pairs since the start of the run. On validation samples, the
    client measures the slope of its loss along each direction, at the weighted mean of all
-   directions. With z_j, the slope relative to the mean slope, in standard errors, the client's new
-   weights are
+   directions. With s_j, the slope relative to the mean slope, and its standard error E_j, the
+   client's new weights are
 
        w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
-       e_j = sign(z_j) min(max(|z_j| - 1, 0), 3),
+       e_j = sign(s_j) min(max(|s_j| - max(E_j, margin), 0) / E_j, 3),
 
    where p_j is the share of client j of all training tokens (a step of exponentiated gradient
-   descent). An additional direction, d = 0, absorbs the gain that comes only from making all
-   changes smaller. A client that no other client helps chooses the mean over all clients.
-2. The client trains the next round twice: from its own parameters, and from its new mean. It stays
-   alone only if training from its own parameters gives a validation loss that is lower by more than
-   one standard error (`patience`).
+   descent). The margin is 0.01 nats: among similar clients, smaller differences are certain but do
+   not last, and following them costs more than equal weights. An additional direction, d = 0,
+   absorbs the gain that comes only from making all changes smaller. A client that no other client
+   helps chooses the mean over all clients.
+2. The client receives its new mean. If its validation loss with the mean is not lower than with its
+   own parameters, the client trains the next round twice: from its own parameters, and from the
+   mean. It stays alone only if training from its own parameters gives a validation loss that is
+   lower by more than one standard error (`patience`).
+
+Whenever the mean contains all parameters, the client evaluates its own parameters instead if their
+validation loss is not higher. It trains from the mean in any case.
 """
 
 import math
@@ -27,18 +33,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
-from pydantic import Field
-from torch import Tensor
+from pydantic import Field, ValidationError
 
 from coterie.adapters import Parameter, Role
 from coterie.aggregation.choice import (
+    CHOICE,
+    Choice,
     row_from_slopes,
     shares_of,
-    similarities,
     standard_error,
     with_no_change,
 )
+from coterie.aggregation.clusters import cosine_distances
 from coterie.aggregation.context import Row, Rows
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss
@@ -62,10 +70,7 @@ from coterie.methods.settings import Generalists, PhasedRouter
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.privacy.ledger import Budget
-from coterie.training.probe import probe_batch, sample_losses, sample_slopes
-
-CHOICE = ("row", "tokens", "trial")
-"""The keys of a client's choice."""
+from coterie.training.probe import divided, probe_batch, sample_losses, sample_slopes
 
 
 class Auto(Mixture):
@@ -115,9 +120,12 @@ class Auto(Mixture):
             parameter.role == "dense" or not parameter.expert or (exchange + 1) % self.every == 0
         )
 
-    def averaged(self, parameter: Parameter, complete: int) -> bool:
-        """Return whether the download after `complete` exchanges contains a parameter."""
-        return not complete or self.sends(parameter, complete - 1)
+    def downloaded(
+        self, tensors: Tensors, parameters: Mapping[str, Parameter], complete: int
+    ) -> Tensors:
+        """Return the tensors that the download after `complete` exchanges contains."""
+        sent = (n for n in tensors if not complete or self.sends(parameters[n], complete - 1))
+        return {name: tensors[name] for name in sent}
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
@@ -163,12 +171,7 @@ class AutoClient(AdapterClient[Auto]):
 
     def __init__(self, method: Auto, context: ClientContext) -> None:
         data, window = context.data, context.window
-        order = torch.arange(len(data.validation.samples(window, window + 1)))
-        judges = order * method.set_aside % 1 + method.set_aside >= 1
-        routers, judging = data.validation, data.validation
-        if judges.any() and not judges.all():
-            routers = routers.without(order[judges], window)
-            judging = judging.without(order[~judges], window)
+        routers, judging = divided(data.validation, window, method.set_aside)
         self.judging = probe_batch(judging, window, method.samples)
         """The validation samples on which the client judges other clients."""
         self.tokens = len(data.train.ids)
@@ -190,9 +193,8 @@ class AutoClient(AdapterClient[Auto]):
         decides if the client stays alone."""
 
     def receive(self, download: Message) -> None:
-        parameters, own = self.parameters(), copied(self.shared)
-        averaged = self.method.averaged
-        sent = {n: t for n, t in self.shared.items() if averaged(parameters[n], download.round)}
+        own = copied(self.shared)
+        sent = self.method.downloaded(self.shared, self.parameters(), download.round)
         check_shapes(download["adapter"], shapes_of(sent))
         peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         for tensors in peers.values():
@@ -211,10 +213,21 @@ class AutoClient(AdapterClient[Auto]):
         elif self.stage == "proposed":
             self.stage = "undecided"
         copy(download["adapter"], sent)
-        self.buffers |= {"mean": (mean := copied(self.shared)), "own": own}
-        shares = download.round > 0 and self.row.keys() != {self.context.name}
-        if shares and self._mean_loss(own) <= self._mean_loss(mean):
-            copy(own, self.shared)
+        self.buffers |= {"mean": copied(self.shared), "own": own}
+        last = download.round == self.context.rounds
+        if self.stage == "undecided" or (download.round and (last or len(sent) == len(own))):
+            self._compare()
+
+    def _compare(self) -> None:
+        """End a trial if the mean has a lower loss, or else set the model to the client's own."""
+        if self.row.keys() != {self.context.name}:
+            loss = self._mean_loss(self.buffers["own"])
+            if not self._mean_loss(self.buffers["mean"]) < loss:  # it may be NaN
+                copy(self.buffers["own"], self.shared)
+                return
+        if self.stage == "undecided":
+            self.stage = ""
+            self.log(TRUST, self.row)
 
     def train(self, exchange: int) -> None:
         copy(self.buffers["mean"], self.shared)
@@ -231,11 +244,12 @@ class AutoClient(AdapterClient[Auto]):
         before = super().state()
         copy(self.buffers["own"], self.shared)
         super().train(exchange)
-        alone, losses, logged = super().state(), self._losses(), [*self._logged]
+        alone, logged = super().state(), [*self._logged]
+        losses = sample_losses(self.context, self.model(), self.judging)
         super().restore(before)
         self._logged.clear()
         super().train(exchange)
-        gain = losses - self._losses()
+        gain = losses - sample_losses(self.context, self.model(), self.judging)
         if gain.mean() < -self.method.patience * standard_error(gain):
             super().restore(alone)
             self.row, self._logged = {self.context.name: 1.0}, logged
@@ -247,9 +261,6 @@ class AutoClient(AdapterClient[Auto]):
         choice = {"row": self.row, "tokens": self.tokens, "trial": self.tried < latest}
         return replace(super().upload(exchange), values={"choice": choice})
 
-    def _losses(self) -> Tensor:
-        return sample_losses(self.context, self.model(), self.judging)
-
     def _mean_loss(self, tensors: Tensors) -> float:
         """Return the mean loss on the samples for judging, after setting the shared parameters."""
         copy(tensors, self.shared)
@@ -257,12 +268,7 @@ class AutoClient(AdapterClient[Auto]):
         return mean_loss(self.context.base, self.model(), self.judging, at_once)
 
     def _judge(self, peers: Mapping[ClientId, Tensors], sizes: Mapping[ClientId, float]) -> None:
-        """Determine the weights of all clients (the module's first step).
-
-        Args:
-            peers: The attention pairs of other clients.
-            sizes: The number of training tokens of each of these clients.
-        """
+        """Determine the weights, from other clients' pairs and numbers of training tokens."""
         name = self.context.name
         pairs = dict(sorted({**peers, name: copied(self.judged)}.items()))
         changes = [
@@ -295,34 +301,30 @@ class AutoServer(PersonalServer[Auto]):
 
     def __init__(self, method: Auto, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.choices: dict[ClientId, dict[str, Json]] = {}
-        """The latest choice of each client: `row`, `tokens` and `trial`."""
+        self.choices: dict[ClientId, Choice] = {}
+        """The latest choice of each client."""
         self.uploads: dict[ClientId, Tensors] = {}
         """The latest attention pairs of each client, if a trial is due for any client."""
         self._received: dict[ClientId, Tensors] = {}
-        self._chosen: dict[ClientId, dict[str, Json]] = {}
+        self._chosen: dict[ClientId, Choice] = {}
         """The choices uploaded in this exchange, kept apart because the exchange may be
         repeated."""
-        self._similarities: Tensor | None = None
-        """Cosines between the changes of all pairs of clients in `uploads`."""
+        self._distances: np.ndarray | None = None
+        """Distances between the changes of all pairs of clients in `uploads`."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
         self._received, self._chosen = {}, {}
 
     def download(self, client: ClientId) -> Message:
-        message, parameters = super().download(client), self.parameters
-        averaged = self.method.averaged
-        sent = {
-            n: t for n, t in message["adapter"].items() if averaged(parameters[n], self.exchange)
-        }
+        message = super().download(client)
+        sent = self.method.downloaded(message["adapter"], self.parameters, self.exchange)
         message = replace(message, groups={"adapter": sent})
         if client not in self.uploads or not self.choices[client]["trial"]:
             return message
-        peers = self._nearest(client)
+        peers = {peer: {"adapter": self.uploads[peer]} for peer in self._nearest(client)}
         sizes = {peer: self.choices[peer]["tokens"] for peer in peers}
-        groups = {peer: {"adapter": self.uploads[peer]} for peer in peers}
-        return replace(message, peers=groups, values={"sizes": sizes} if peers else {})
+        return replace(message, peers=peers, values={"sizes": sizes} if peers else {})
 
     def reference(self, client: ClientId) -> Groups:
         return super().download(client).groups
@@ -333,40 +335,37 @@ class AutoServer(PersonalServer[Auto]):
         others = [name for name in names if name != client]
         if len(others) <= self.method.peers:
             return others
-        if self._similarities is None:
-            changes = (self.uploads[name].items() for name in names)
-            self._similarities = similarities(
-                [{n: tensor - self.shared[n] for n, tensor in change} for change in changes]
-            )
-        cosines = dict(zip(names, self._similarities[names.index(client)].tolist(), strict=True))
-        others.sort(key=lambda name: -cosines[name])
+        if self._distances is None:
+            uploads = (self.uploads[name].items() for name in names)
+            changes = [{n: t - self.shared[n] for n, t in upload} for upload in uploads]
+            self._distances = cosine_distances(changes, changes)
+        distances = dict(zip(names, self._distances[names.index(client)].tolist(), strict=True))
+        others.sort(key=distances.__getitem__)
         return sorted(others[: self.method.peers])
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
         self._chosen[client] = self._checked(client, upload.values.get("choice"))
         judges, parameters = self.method.judges, self.parameters
-        pairs = {n: t for n, t in upload["adapter"].items() if judges(parameters[n])}
-        self._received[client] = pairs
+        pairs = upload["adapter"].items()
+        self._received[client] = {n: t for n, t in pairs if judges(parameters[n])}
 
-    def _checked(self, client: ClientId, choice: Json) -> dict[str, Json]:
+    def _checked(self, client: ClientId, choice: Json) -> Choice:
         """Return a client's choice without the weights of clients that have left.
 
         Raises:
             MessageError: The choice is invalid.
         """
-        match choice:
-            case {"row": dict(row), "tokens": int(tokens), "trial": bool(trial)} if (
-                type(tokens) is int
-                and tokens > 0
-                and all(type(w) in (int, float) and 0 <= w <= 1 for w in row.values())
-            ):
-                known = {name: w for name, w in row.items() if name in self.held}
-                row = known if any(known.values()) or not row else {client: 1.0}
-                return {"row": row, "tokens": tokens, "trial": trial}
-        raise MessageError(
-            f"The client {client!r} sent an invalid choice (weights, number of tokens, or trial)."
-        )
+        try:
+            valid = CHOICE.validate_python(choice, strict=True)
+        except ValidationError as error:
+            raise MessageError(
+                f"The client {client!r} sent an invalid choice (weights, number of tokens, or "
+                "trial)."
+            ) from error
+        known = {name: weight for name, weight in valid["row"].items() if name in self.held}
+        row = known if any(known.values()) or not valid["row"] else {client: 1.0}
+        return {**valid, "row": row}
 
     def rows(self) -> Rows:
         choices = self.choices | self._chosen
@@ -378,21 +377,22 @@ class AutoServer(PersonalServer[Auto]):
         self.choices, self._chosen = self.choices | self._chosen, {}
         due = any(choice["trial"] for choice in self.choices.values())
         self.uploads = {**self.uploads, **self._received} if due else {}
-        self._similarities = None
+        self._distances = None
 
     def state(self) -> State:
         state = super().state()
         parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
         # Clients' names are the inner keys: `State.without` deletes a client's name at every level,
         # and would delete `row`, `tokens` or `trial` if a client had this name.
-        choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in CHOICE}
+        keys = Choice.__annotations__
+        choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in keys}
         return replace(state, values={**state.values, **choices}, parts=parts)
 
     def restore(self, state: State) -> None:
         super().restore(state)
         self.choices = {
-            client: {key: state.values[key][client] for key in CHOICE}
+            client: Choice(**{key: state.values[key][client] for key in Choice.__annotations__})
             for client in state.values["row"]
         }
         self.uploads = {name: part["adapter"] for name, part in state.parts.items()}
-        self._similarities = None
+        self._distances = None

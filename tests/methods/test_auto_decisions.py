@@ -1,0 +1,286 @@
+"""Auto: when a client compares its mean with its own parameters, and when it trains twice."""
+
+import math
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+from auto_runs import (
+    altered,
+    auto,
+    chosen,
+    copies,
+    equal,
+    forged_round,
+    judging_windows,
+    noise,
+    whole,
+    window_losses,
+)
+
+from coterie.messages import Message, State
+from coterie.messages.names import TRUST
+from coterie.testing.loop import assert_equal
+from coterie.testing.rounds import down, joined, one_round
+
+TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
+
+
+def private(state: State) -> State:
+    """Return the part of a state that must not depend on the branch that was not kept."""
+    return State({"adapter": state["adapter"]}, parts=state.parts)
+
+
+def after(config, complete: int, rounds: int = 6, **settings: Any) -> Any:
+    """Return a run after some rounds."""
+    local: Any = joined(config(method=auto(**settings), rounds=rounds, training=TRAINING))
+    for exchange in range(complete):
+        one_round(local, exchange)
+    return local
+
+
+def before_decision(
+    config, damaged: str, seed: int, name: str = "poet", size: float = 0.2, **settings: Any
+) -> tuple[Any, Message]:
+    """Return a client before it decides, and a download whose mean, or whose client, is damaged."""
+    local = after(config, 2, **settings)
+    client = local.clients[name]
+    assert client.stage == "proposed"
+    download = down(local, name)
+    wrong = noise(download["adapter"], size, seed)
+    if damaged == "mean":
+        download = altered(download, lambda n, t: t + wrong[n])
+    else:
+        for n, change in wrong.items():
+            client.shared[n].data.add_(change)
+    return client, download
+
+
+def observed(client: Any) -> tuple[list[int], list[tuple[str, Any]]]:
+    """Return two lists to which a client's trainings and its metrics are appended from now on."""
+    trainings: list[int] = []
+    metrics: list[tuple[str, Any]] = []
+    train = client.training.round
+
+    def counted(round: int) -> None:
+        trainings.append(round)
+        train(round)
+
+    client.training.round = counted
+    client.log = lambda metric, value: metrics.append((metric, value))
+    return trainings, metrics
+
+
+def rows(metrics: list[tuple[str, Any]]) -> list[Any]:
+    """Return the weights among a client's metrics."""
+    return [value for metric, value in metrics if metric == TRUST]
+
+
+def branch(client: Any, download: Message, start: str) -> list[tuple[str, Any]]:
+    """Let a client train only from its own parameters, or only from the mean.
+
+    Returns:
+        The metrics of the training.
+    """
+    round, tensors = download.round, {**client.shared}
+    tensors |= download["adapter"] if start == "mean" else {}
+    client.row = {client.context.name: 1.0}  # the client then does not compare
+    client.receive(whole(client, copies(tensors), round))
+    client.stage = ""
+    trainings, metrics = observed(client)
+    client.train(round)
+    assert trainings == [round]
+    return metrics
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "size", "better"), [("poet", 0.2, "own"), ("diarist", 0.03, "mean")]
+)
+def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
+    name, size, better, every, config
+) -> None:
+    """Both means are worse before training. With `every` 3, they lack the second expert."""
+    start: Any = ("mean", 8, name, size)
+    client, download = before_decision(config, *start, every=every)
+    trainings, metrics = observed(client)
+    own, row = copies(client.adapter.tensors()), dict(client.row)
+    assert len(row) > 1
+    assert (len(download["adapter"]) == len(client.shared)) == (every == 2)
+    client.receive(download)
+    assert client.stage == "undecided"
+    assert equal(client.adapter.tensors(), own)
+    assert metrics == []
+    client.train(2)
+    alone = better == "own"
+    assert trainings == [2, 2]
+    assert client.row == ({name: 1.0} if alone else row)
+    assert client.upload(2).values["choice"]["row"] == client.row
+    kept, other = (before_decision(config, *start, every=every) for _ in range(2))
+    expected = branch(*kept, better)
+    branch(*other, "mean" if alone else "own")
+    assert_equal(private(client.state()), private(kept[0].state()), "client")
+    assert not equal(client.adapter.tensors(), other[0].adapter.tensors())
+    assert client.stage == ""
+    assert rows(metrics) == [client.row]
+    assert [metric for metric in metrics if metric[0] != TRUST] == expected != []
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_client_whose_mean_is_better_at_once_trains_once(every, config) -> None:
+    client, download = before_decision(config, "own", 5, every=every)
+    trainings, metrics = observed(client)
+    own, row = copies(client.shared), dict(client.row)
+    assert len(row) > 1
+    assert (len(download["adapter"]) == len(client.shared)) == (every == 2)
+    client.receive(download)
+    assert client.stage == ""
+    assert metrics == [(TRUST, row)]
+    assert equal(client.shared, {**own, **download["adapter"]})
+    client.train(2)
+    assert trainings == [2]
+    assert client.row == row == client.upload(2).values["choice"]["row"]
+    other = before_decision(config, "own", 5, every=every)
+    expected = branch(*other, "mean")
+    assert_equal(private(client.state()), private(other[0].state()), "client")
+    assert metrics[1:] == expected
+
+
+def test_a_client_whose_mean_is_equally_good_trains_twice_and_keeps_the_mean(config) -> None:
+    client, _ = before_decision(config, "mean", 5)
+    (trainings, metrics), row = observed(client), dict(client.row)
+    client.receive(whole(client, copies(client.shared), round=2))
+    assert client.stage == "undecided"
+    client.train(2)
+    assert trainings == [2, 2]
+    assert (client.stage, client.row, rows(metrics)) == ("", row, [row])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "alone"),
+    [("diarist", 0.03, False), ("whaler", 0.01, False), ("whaler", 0.03, True)],
+)
+def test_the_difference_is_compared_with_its_standard_error(name, size, alone, config) -> None:
+    client, download = before_decision(config, "mean", 8, name, size)
+    windows, losses = judging_windows(after(config, 0), name), {}
+    state, row = client.state(), dict(client.row)
+    for start in ("own", "mean"):
+        branch(client, download, start)
+        losses[start] = [loss.item() for loss in window_losses(client, windows)]
+        client.restore(state)
+    gain = [b - a for a, b in zip(losses["own"], losses["mean"], strict=True)]
+    errors = fmean(gain) / (stdev(gain) / math.sqrt(len(gain)))
+    assert abs(errors) > 0.01
+    assert (errors > 1) == alone
+    for patience in (1.0, errors - 0.1 * abs(errors), errors + 0.1 * abs(errors)):
+        client.restore(state)
+        client.method = client.method.model_copy(update={"patience": patience})
+        client.receive(download)
+        assert client.stage == "undecided"
+        client.train(2)
+        assert client.row == ({name: 1.0} if errors > patience else row)
+
+
+@pytest.mark.parametrize("damaged", ["mean", "own"])
+def test_a_decision_has_the_same_bits_after_a_restart(damaged, config) -> None:
+    """The client is stopped after it received its download, and before it trains."""
+    client, download = before_decision(config, damaged, 5)
+    client.receive(download)
+    assert client.stage == ("undecided" if damaged == "mean" else "")
+    saved = State.decode(client.state().encode())
+    resumed: Any = after(config, 0).clients["poet"]
+    resumed.restore(saved)
+    for each in (client, resumed):
+        each.train(2)
+    assert_equal(resumed.state(), client.state(), "client")
+    assert resumed.upload(2).encode() == client.upload(2).encode()
+
+
+@pytest.mark.parametrize(
+    ("complete", "every", "rounds", "stage", "better"),
+    [
+        pytest.param(0, 2, 6, "", "mean", id="start"),
+        pytest.param(1, 2, 6, "proposed", "mean", id="trial without the second expert"),
+        pytest.param(3, 2, 5, "", "mean", id="no second expert"),
+        pytest.param(1, 1, 6, "proposed", "own", id="trial with the second expert"),
+        pytest.param(4, 2, 5, "", "own", id="second expert"),
+        pytest.param(3, 1, 5, "", "own", id="second expert in every round"),
+        pytest.param(5, 2, 5, "", "own", id="end"),
+    ],
+)
+def test_a_worse_mean_is_replaced_if_the_download_has_all_parameters_or_is_the_last(
+    complete, every, rounds, stage, better, config
+) -> None:
+    local = after(config, complete, rounds, every=every)
+    client = local.clients["diarist"]
+    assert client.row.keys() != {"diarist"}
+    own = copies(client.shared)
+    wrong = noise(own, 0.5, 4)
+    download = altered(down(local, "diarist"), lambda n, t: t + wrong[n])
+    client.receive(download)
+    assert client.stage == stage
+    mean = {**own, **download["adapter"]}
+    assert equal(client.shared, own if better == "own" else mean)
+    assert equal(client.buffers["own"], own)
+    assert equal(client.buffers["mean"], mean)
+    trainings, metrics = observed(client)
+    client.train(complete)
+    assert trainings == [complete]  # a client that is not undecided trains from the mean
+    assert rows(metrics) == []
+
+
+def test_a_mean_whose_loss_is_not_a_number_is_replaced(config) -> None:
+    local = after(config, 2)
+    client, own = local.clients["poet"], copies(local.clients["poet"].shared)
+    client.receive(altered(down(local, "poet"), lambda _, t: t * math.nan))
+    assert equal(client.shared, own)
+    assert client.stage == "undecided"
+
+
+def test_a_better_mean_decides_no_trial_whose_weights_were_not_applied(config) -> None:
+    local = after(config, 1, every=1)
+    client, download = local.clients["poet"], down(local, "poet")
+    wrong = noise(client.shared, 0.5, 4)
+    for name, tensor in client.shared.items():
+        tensor.data.add_(wrong[name])
+    trainings, metrics = observed(client)
+    client.receive(download)
+    assert equal(client.shared, download["adapter"])
+    client.train(1)
+    assert client.stage == "proposed"
+    assert trainings == [1]
+    assert rows(metrics) == []
+
+
+def test_a_client_that_stays_alone_keeps_its_parameters(config) -> None:
+    local: Any = joined(config(method=auto(), rounds=6, training=TRAINING))
+    forged_round(local, 0)
+    wrong = noise(local.clients["whaler"].shared, 0.5, 3)
+    spoil = {n: lambda u: altered(u, lambda m, t: t + wrong[m]) for n in ("diarist", "whaler")}
+    spoil["poet"] = lambda u: chosen(u, row={"diarist": 0.5, "whaler": 0.5})
+    forged_round(local, 1, spoil)
+    poet = local.clients["poet"]
+    assert len(poet.row) > 1
+    _, uploads = forged_round(local, 2)
+    assert uploads["poet"].values["choice"]["row"] == {"poet": 1.0}
+    before, download = copies(poet.adapter.tensors()), down(local, "poet")
+    assert set(download["adapter"]) < poet.shared.keys()  # the second expert is not due
+    poet.receive(download)
+    assert equal(poet.adapter.tensors(), before)
+    poet.train(3)
+    assert equal(poet.buffers["mean"], {n: before[n] for n in poet.shared})
+
+
+def test_a_mean_that_is_worse_is_not_evaluated_but_trained_from(config) -> None:
+    runs = [after(config, 4, rounds=5) for _ in range(2)]
+    client, twin = (local.clients["diarist"] for local in runs)
+    download = down(runs[0], "diarist")
+    wrong = noise(download["adapter"], 0.2, 6)
+    download = altered(download, lambda n, t: t + wrong[n])
+    own = copies(client.adapter.tensors())
+    client.receive(download)
+    assert client.stage == ""
+    assert equal(client.adapter.tensors(), own)
+    client.train(4)
+    branch(twin, download, "mean")
+    assert_equal(private(client.state()), private(twin.state()), "client")
