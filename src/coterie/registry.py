@@ -101,7 +101,7 @@ class NamedSpec(BaseModel):
     The class with this name validates the settings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str
 

@@ -25,7 +25,7 @@ class ServerOptimiserSpec(BaseModel):
     The value is a name, or a mapping with the key `name` and the optimiser's settings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"]
     """server optimiser: momentum (fedavgm), Adam, Yogi or Adagrad"""
@@ -82,7 +82,7 @@ class TransformSpec(NamedSpec):
 class BoundsSpec(BaseModel):
     """Bounds on the sizes of uploads. Each bound is a multiple of the round's median size."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     largest_change: float | None = Field(default=3.0, ge=1)
     """largest norm of the change of a client's shared parameters in a round, as a multiple of the

@@ -45,7 +45,7 @@ class Transform(BaseModel):
     hook.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     """The transform's name in run files."""

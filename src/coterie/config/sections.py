@@ -37,7 +37,7 @@ class MethodSpec(BaseModel):
     This model checks the name. The method's class checks the settings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str = METHOD
 
@@ -59,7 +59,7 @@ class MethodSpec(BaseModel):
 class DeploymentSpec(BaseModel):
     """Section `deployment` of a run file: admission, quorum and limits of a server."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     anyone: bool = False
     """whether any client with a key may join, even if `clients` does not list it; implied if
@@ -80,7 +80,7 @@ class DeploymentSpec(BaseModel):
 class ServerSpec(BaseModel):
     """Section `server` of a run file, which gives the server its own model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     base: BaseSpec | None = None
     """base of the server's own model: a name, or a mapping as in `base`; default: the run's base;
@@ -120,7 +120,7 @@ class Sections(BaseModel, Generic[M]):
     and `Method` in a `RunConfig`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """name of the run; default: name of the run file, without its extension"""

@@ -63,7 +63,7 @@ class DivideSpec(Spec):
     parts: int | None = Field(default=None, ge=1)
     """number of equal parts into which the records are divided; each client takes one part, and so
     does the public set; default: as many as are needed (even only)"""
-    alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    alpha: float | None = Field(default=None, gt=0)
     """Dirichlet concentration; larger values give more even shares (dirichlet only)"""
     balanced: bool = False
     """assign no further labels to a client that has an even share of the records (dirichlet

@@ -51,7 +51,7 @@ class DataKind(BaseModel):
                 return examples(items, how)  # from coterie.data.kinds.instructions
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     """The kind's name in run files (`data.kind`)."""

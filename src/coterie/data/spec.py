@@ -29,7 +29,7 @@ PIECE = 2000
 class Spec(BaseModel):
     """A section of a run file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ClientLimits(Spec):

@@ -89,7 +89,7 @@ class Method(BaseModel):
     the server.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""

@@ -23,7 +23,7 @@ In a mapping, the key `others` gives the number of all clients that are not name
 class Settings(BaseModel):
     """A part of a method's settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Mlp(Settings):

@@ -22,7 +22,7 @@ class OptimiserSpec(BaseModel):
     schedule. `optimiser.check` checks the arguments.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
 
     name: str = "adamw"
 
@@ -63,7 +63,7 @@ def _converted(value: Any) -> Any:
 class Section(BaseModel):
     """A section of a run file; its fields are the valid keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DPOSpec(Section):
