@@ -1,4 +1,4 @@
-"""Weights from slopes, by equations in plain Python; see `methods/auto.py`."""
+"""Weights from slopes, compared with the equations in plain Python; see `methods/auto.py`."""
 
 import math
 
@@ -11,10 +11,10 @@ EQUAL = dict.fromkeys("abcd", 0.25)
 
 
 def slopes_of(means: list[float], errors: list[float]) -> torch.Tensor:
-    """Return the slopes of two samples, with certain means and standard errors for each client.
+    """Return slopes for two samples with given means and standard errors for each client.
 
-    If the means and the errors both sum to 0 over equal clients, the mean slope of each sample is
-    0. An error may be negative: samples then differ in the opposite direction.
+    If the shares are equal, and the means and the errors both sum to 0, then each sample's mean
+    slope is 0. A negative error reverses which sample has the larger slope.
     """
     rows = [[m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1)]
     return torch.tensor(rows, dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_slopes_count_outside_the_margin_and_the_standard_error(
 
 
 def test_evidence_is_relative_to_the_mean_slope_and_no_change_has_a_weight() -> None:
-    """All clients help, but only `b` clearly helps more than the mean."""
+    """All clients help: `a` and `b` clearly more than the mean, and `c` slightly less."""
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     prior = [0.5 / (4 / 3), 0.3 / (4 / 3), 0.2 / (4 / 3), 0.25]
     assert with_no_change(shares).tolist() == pytest.approx(prior)

@@ -27,7 +27,7 @@ TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
 
 
 def private(state: State) -> State:
-    """Return the part of a state that must not depend on the branch that was not kept."""
+    """Return the part of a state that must be as if only the kept training had been executed."""
     return State({"adapter": state["adapter"]}, parts=state.parts)
 
 
@@ -42,7 +42,10 @@ def after(config, complete: int, rounds: int = 6, **settings: Any) -> Any:
 def before_decision(
     config, damaged: str, seed: int, name: str = "poet", size: float = 0.2, **settings: Any
 ) -> tuple[Any, Message]:
-    """Return a client before it decides, and a download whose mean, or whose client, is damaged."""
+    """Return a client before its decision, and its next download.
+
+    Noise is added to the mean in the download, or to the client's own parameters.
+    """
     local = after(config, 2, **settings)
     client = local.clients[name]
     assert client.stage == "proposed"
@@ -100,7 +103,7 @@ def branch(client: Any, download: Message, start: str) -> list[tuple[str, Any]]:
 def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
     name, size, better, every, config
 ) -> None:
-    """Both means are worse before training. With `every` 3, they lack the second expert."""
+    """In both cases, the mean is worse before training. With `every` 3, it lacks an expert."""
     start: Any = ("mean", 8, name, size)
     client, download = before_decision(config, *start, every=every)
     trainings, metrics = observed(client)
@@ -271,7 +274,7 @@ def test_a_client_that_stays_alone_keeps_its_parameters(config) -> None:
     assert equal(poet.buffers["mean"], {n: before[n] for n in poet.shared})
 
 
-def test_a_mean_that_is_worse_is_not_evaluated_but_trained_from(config) -> None:
+def test_a_worse_mean_is_not_the_model_that_is_scored_but_is_trained_from(config) -> None:
     runs = [after(config, 4, rounds=5) for _ in range(2)]
     client, twin = (local.clients["diarist"] for local in runs)
     download = down(runs[0], "diarist")

@@ -9,8 +9,8 @@ import torch
 from auto_runs import NAMES, auto, chosen, equal, forged_round
 from every_method import some
 
+from coterie.aggregation.choice import latest_trial
 from coterie.messages import Message, State
-from coterie.methods.auto import Auto
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, take
 
@@ -40,7 +40,7 @@ def test_trials_follow_rounds_1_3_7_15_of_the_first_half() -> None:
     for rounds in range(1, 140):
         for complete in range(rounds + 1):
             due = [t for t in (1, 3, 7, 15, 31, 63) if t <= complete and t <= rounds // 2]
-            assert Auto().latest_trial(complete, rounds) == max(due, default=0)
+            assert latest_trial(complete, rounds) == max(due, default=0)
 
 
 @pytest.mark.parametrize("rounds", some({1, 2, 6}, [1, 2, 6, 14]))

@@ -1,4 +1,4 @@
-"""Weights by which a client chooses with whom it learns; see `methods/auto.py`."""
+"""Averaging weights that a client computes for all clients; see `methods/auto.py`."""
 
 import math
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 MARGIN = 0.01
-"""The difference between slopes, in nats per token, that counts as none."""
+"""Differences from the mean slope up to this size, in nats per token, are ignored."""
 LARGEST_EVIDENCE = 3.0
-"""The largest evidence, in standard errors."""
+"""The limit of the evidence, in standard errors."""
 SMALLEST_WEIGHT = 0.02
-"""The weight below which a client is left out."""
+"""The weight below which a client is excluded from the mean."""
 LARGEST_SIZE = 3.0
 """The largest number of training tokens that counts, as a multiple of the clients' median.
 
-Clients report their numbers themselves, so the limit is low."""
+Clients report their own numbers; a low limit bounds the influence of a false one."""
 
 
 class Choice(TypedDict):
-    """The message from which the server takes the weights of a client's mean."""
+    """The value `choice` of an upload, which determines the weights of the client's mean."""
 
     row: dict[str, Annotated[float, Field(ge=0, le=1)]]
     """The client's weights for all clients, or nothing before its first trial."""
@@ -36,8 +36,18 @@ class Choice(TypedDict):
 CHOICE = TypeAdapter(Choice)
 
 
+def latest_trial(complete: int, rounds: int) -> int:
+    """Return the number of rounds after which the latest trial was due, or 0 if none was.
+
+    Args:
+        complete: The number of completed rounds.
+        rounds: The number of rounds of the run.
+    """
+    return 2 ** (min(complete, rounds // 2) + 1).bit_length() // 2 - 1
+
+
 def shares_of(tokens: Mapping[str, float]) -> dict[str, float]:
-    """Return the clients' shares of all training tokens, after a limit on each client's tokens.
+    """Return the clients' shares of all training tokens, with a limit on each client's tokens.
 
     Args:
         tokens: A mapping from clients to numbers of training tokens.
@@ -55,7 +65,7 @@ def standard_error(samples: Tensor) -> Tensor:
 
 
 def with_no_change(shares: Mapping[str, float]) -> Tensor:
-    """Return the shares, followed by the mean share as the weight of no change, scaled to sum to 1.
+    """Return the shares and, as the weight of d = 0, their mean, all scaled to a sum of 1.
 
     Args:
         shares: A mapping from n clients to shares with a sum of 1.
@@ -76,11 +86,12 @@ def row_from_slopes(
         shares: A mapping from n clients to shares with a sum of 1.
         slopes: The slope of each sample's loss along the change of each client, shaped (samples,
             n), in float64.
-        trust: The step size with which evidence changes weights (eta).
-        own: The name of the client itself.
+        trust: The step size of the change of weights (eta).
+        own: The name of the client whose weights are computed.
 
     Returns:
-        The weights, which sum to 1. They are the shares if no other client has a weight.
+        The weights, which sum to 1. They are the shares if no other client's weight reaches
+        `SMALLEST_WEIGHT`.
     """
     prior = with_no_change(shares)
     slopes = torch.cat([slopes, torch.zeros_like(slopes[:, :1])], 1)

@@ -80,8 +80,8 @@ class State:
         """Return a copy that omits a client's nested state and the client's entries in `values`.
 
         Args:
-            client: The client's name. Every key in `values` that equals this name is removed, also
-                in nested mappings.
+            client: The client's name. Keys that equal this name are removed from all mappings
+                within `values`, but not from `values` itself.
         """
         values = {key: without(value, client) for key, value in self.values.items()}
         return State(self.groups, values, {n: p for n, p in self.parts.items() if n != client})

@@ -2,30 +2,34 @@
 
 The adapter is the CoMiGS adapter (arXiv 2409.13931): on every MLP, two experts and a router that is
 trained on validation text; and LoRA pairs on attention. The server sends each client its own mean
-of all clients' parameters. Its weights are the clients' shares of all training tokens, until the
-client determines better ones in trials:
+of all clients' parameters. The weights of this mean are the clients' shares of all training tokens,
+until the client determines better ones in trials:
 
-1. The client receives the attention pairs of the other clients. Each client j contributes a
-   direction d_j, the change of its pairs since the start of the run. On validation samples, the
-   client measures the slope of its loss along each direction, at the weighted mean of all
-   directions. With s_j, the slope relative to the mean slope, and its standard error E_j, the
-   client's new weights are
+1. The client receives the attention pairs of the other clients (at most `peers`). For every client
+   j, including itself, d_j is the change of j's pairs since the start of the run. On validation
+   samples, the client measures the slope of its loss along each d_j, at the mean of all d_j with
+   the weights p_j, client j's share of the training tokens of these clients. With s_j, this slope
+   minus the mean slope, and E_j, the standard error of s_j, the evidence e_j and the new weights
+   are
 
-       w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
        e_j = sign(s_j) min(max(|s_j| - max(E_j, margin), 0) / E_j, 3),
+       w_j = p_j exp(-eta e_j) / sum_k p_k exp(-eta e_k),
 
-   where p_j is the share of client j of all training tokens (a step of exponentiated gradient
-   descent). The margin is 0.01 nats: among similar clients, smaller differences are certain but do
-   not last, and following them costs more than equal weights. An additional direction, d = 0,
-   absorbs the gain that comes only from making all changes smaller. A client that no other client
-   helps chooses the mean over all clients.
-2. The client receives its new mean. If its validation loss with the mean is not lower than with its
-   own parameters, the client trains the next round twice: from its own parameters, and from the
-   mean. It stays alone only if training from its own parameters gives a validation loss that is
-   lower by more than one standard error (`patience`).
+   as in exponentiated gradient descent, with e_j in place of the gradient. The margin is 0.01 nats
+   per token: among similar clients, smaller differences can exceed their standard errors but do not
+   persist, and following them gives worse models. An additional direction, d = 0, takes part in
+   both means and receives no weight in the result: it absorbs the gain that comes only from making
+   all changes smaller. Weights below 0.02 are dropped. If no weight of another client remains, the
+   new weights are the shares p_j, and step 2 decides whether the client stays alone.
+2. In the next round, the client receives the first mean with its new weights. If its validation
+   loss is not lower with this mean than with the client's own parameters, the client trains that
+   round twice, from its own parameters and from the mean. If the loss is then lower after training
+   from its own parameters, by more than one standard error (`patience`), the client stays alone
+   until the next trial.
 
-Whenever the mean contains all parameters, the client evaluates its own parameters instead if their
-validation loss is not higher. It trains from the mean in any case.
+The same comparison without training determines which model is evaluated, in the rounds whose mean
+contains all parameters and after the last round: the mean, or the client's own parameters if the
+mean's loss is not lower.
 """
 
 import math
@@ -41,6 +45,7 @@ from coterie.adapters import Parameter, Role
 from coterie.aggregation.choice import (
     CHOICE,
     Choice,
+    latest_trial,
     row_from_slopes,
     shares_of,
     standard_error,
@@ -91,17 +96,18 @@ class Auto(Mixture):
     samples: int = Field(default=16, ge=2)
     """number of validation samples on which a client judges other clients"""
     set_aside: float = Field(default=0.5, ge=0, lt=1)
-    """fraction of the validation samples reserved for judging; routers are trained on the rest"""
+    """fraction of the validation samples reserved for judging; routers are trained on the rest (0:
+    both use all samples)"""
     trust: float = Field(default=1.0, ge=0)
-    """step size with which slopes change weights (eta)"""
+    """step size of the change of weights in a trial (eta)"""
     patience: float = 1.0
-    """number of standard errors by which training alone must be better for a client to stay
-    alone"""
+    """number of standard errors by which training from the client's own parameters must be better
+    than training from the mean for the client to stay alone"""
     peers: int = Field(default=16, ge=1)
-    """maximum number of clients judged in a trial; the clients with the most similar changes are
-    chosen"""
+    """maximum number of other clients in a trial; those whose changes are the most similar to the
+    client's are chosen"""
     every: int = Field(default=2, ge=1)
-    """number of rounds between two averages of every expert but the first"""
+    """how often experts other than the first are averaged: every this many rounds"""
 
     @property
     def budget(self) -> Budget | None:
@@ -123,7 +129,7 @@ class Auto(Mixture):
     def downloaded(
         self, tensors: Tensors, parameters: Mapping[str, Parameter], complete: int
     ) -> Tensors:
-        """Return the tensors that the download after `complete` exchanges contains."""
+        """Return the tensors in the download that follows `complete` completed exchanges."""
         sent = (n for n in tensors if not complete or self.sends(parameters[n], complete - 1))
         return {name: tensors[name] for name in sent}
 
@@ -153,21 +159,12 @@ class Auto(Mixture):
         return AutoServer(self, context)
 
     def judges(self, parameter: Parameter) -> bool:
-        """Return whether clients judge by a parameter: on attention, or else of expert 0."""
+        """Return whether trials compare a parameter: of attention or, without it, of expert 0."""
         return parameter.expert == 0 if self.attention is None else parameter.role == "dense"
-
-    def latest_trial(self, complete: int, rounds: int) -> int:
-        """Return the number of rounds after which the latest trial was due, or 0 if none was.
-
-        Args:
-            complete: The number of completed rounds.
-            rounds: The number of rounds of the run.
-        """
-        return 2 ** (min(complete, rounds // 2) + 1).bit_length() // 2 - 1
 
 
 class AutoClient(AdapterClient[Auto]):
-    """A client that judges other clients in trials, and sends its weights to the server."""
+    """A client that judges other clients in trials, and sends averaging weights to the server."""
 
     def __init__(self, method: Auto, context: ClientContext) -> None:
         data, window = context.data, context.window
@@ -181,16 +178,15 @@ class AutoClient(AdapterClient[Auto]):
         self.judged = self.adapter.tensors(method.judges)
         self.initial = copied(self.judged)
         self.buffers |= {"mean": copied(self.shared), "own": copied(self.shared)}
-        """mean: the parameters after the last download. own: the parameters before this
-        download."""
+        """mean: the shared parameters after the last download. own: those before that download."""
         self.row: Row = {}
         """The client's weights for all clients. Before its first trial, the mapping is empty, and
         the server weights clients by their training tokens."""
         self.tried = 0
-        """The latest trial in which the client judged other clients."""
+        """The number of rounds after which the client's latest trial was due, or 0."""
         self.stage: Literal["", "proposed", "undecided"] = ""
-        """proposed: the server does not know the new weights yet. undecided: the next training
-        decides if the client stays alone."""
+        """proposed: the client has not received a mean with its new weights yet. undecided: the
+        next training determines whether the client stays alone."""
 
     def receive(self, download: Message) -> None:
         own = copied(self.shared)
@@ -208,7 +204,7 @@ class AutoClient(AdapterClient[Auto]):
             )
         if peers:
             self._judge(peers, sizes)
-            self.tried = self.method.latest_trial(download.round, self.context.rounds)
+            self.tried = latest_trial(download.round, self.context.rounds)
             self.stage = "proposed"
         elif self.stage == "proposed":
             self.stage = "undecided"
@@ -219,7 +215,10 @@ class AutoClient(AdapterClient[Auto]):
             self._compare()
 
     def _compare(self) -> None:
-        """End a trial if the mean has a lower loss, or else set the model to the client's own."""
+        """Set the model to the client's own parameters, unless the mean has a lower loss.
+
+        A lower loss of the mean also ends a trial. A client that is alone does not compare.
+        """
         if self.row.keys() != {self.context.name}:
             loss = self._mean_loss(self.buffers["own"])
             if not self._mean_loss(self.buffers["mean"]) < loss:  # it may be NaN
@@ -240,7 +239,7 @@ class AutoClient(AdapterClient[Auto]):
         self._logged.clear()
 
     def _decide(self, exchange: int) -> None:
-        """Train from the client's own parameters and from the mean, and keep the better result."""
+        """Train from both, and keep the result from the mean unless the other is clearly better."""
         before = super().state()
         copy(self.buffers["own"], self.shared)
         super().train(exchange)
@@ -257,7 +256,7 @@ class AutoClient(AdapterClient[Auto]):
         self.log(TRUST, self.row)
 
     def upload(self, exchange: int) -> Message:
-        latest = self.method.latest_trial(exchange + 1, self.context.rounds)
+        latest = latest_trial(exchange + 1, self.context.rounds)
         choice = {"row": self.row, "tokens": self.tokens, "trial": self.tried < latest}
         return replace(super().upload(exchange), values={"choice": choice})
 
@@ -310,7 +309,7 @@ class AutoServer(PersonalServer[Auto]):
         """The choices uploaded in this exchange, kept apart because the exchange may be
         repeated."""
         self._distances: np.ndarray | None = None
-        """Distances between the changes of all pairs of clients in `uploads`."""
+        """Cosine distances between the clients in `uploads`, or None if not computed yet."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
@@ -330,7 +329,7 @@ class AutoServer(PersonalServer[Auto]):
         return super().download(client).groups
 
     def _nearest(self, client: ClientId) -> list[ClientId]:
-        """Return the other clients, or those whose changes are the most similar to a client's."""
+        """Return the other clients, or the `peers` whose changes are the most similar."""
         names = sorted(self.uploads)
         others = [name for name in names if name != client]
         if len(others) <= self.method.peers:
@@ -352,6 +351,8 @@ class AutoServer(PersonalServer[Auto]):
 
     def _checked(self, client: ClientId, choice: Json) -> Choice:
         """Return a client's choice without the weights of clients that have left.
+
+        If no weight remains, the client is alone.
 
         Raises:
             MessageError: The choice is invalid.
@@ -382,8 +383,8 @@ class AutoServer(PersonalServer[Auto]):
     def state(self) -> State:
         state = super().state()
         parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
-        # Clients' names are the inner keys: `State.without` deletes a client's name at every level,
-        # and would delete `row`, `tokens` or `trial` if a client had this name.
+        # Clients' names are the inner keys, because `State.without` deletes a client's name from
+        # nested mappings, and would delete `row`, `tokens` or `trial` if a client had this name.
         keys = Choice.__annotations__
         choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in keys}
         return replace(state, values={**state.values, **choices}, parts=parts)

@@ -13,11 +13,11 @@ from coterie.training.context import ClientContext
 
 
 def divided(split: Split, window: int, fraction: float) -> tuple[Split, Split]:
-    """Divide the samples of a split into two parts, evenly spaced.
+    """Divide a split into two parts, each spread evenly over the split.
 
     Args:
         split: The split.
-        window: The number of predicted tokens of a sample of plain text.
+        window: The number of tokens predicted in each sample of plain text.
         fraction: The fraction of the samples in the second part.
 
     Returns:
@@ -35,7 +35,7 @@ def probe_batch(split: Split, window: int, most: int) -> AnyBatch:
 
     Args:
         split: The split.
-        window: The number of predicted tokens of a sample of plain text.
+        window: The number of tokens predicted in each sample of plain text.
         most: The maximum number of samples.
     """
     samples = split.samples(window, window + 1)
@@ -65,8 +65,8 @@ def sample_slopes(
         context: The client's context.
         model: The model to which the parameters belong.
         batch: The samples.
-        parameters: The parameters at whose current values the derivatives are computed. They must
-            require gradients.
+        parameters: The parameters with respect to which derivatives are computed, at their current
+            values. They must require gradients.
         directions: For each direction, a mapping from every parameter's name to a tensor.
 
     Returns:
