@@ -270,8 +270,11 @@ def digest(config, teachers, tmp_path_factory) -> Callable[..., str]:
     def made(name: str, settings: str, again: bool) -> str:
         session = plain if name not in TEACHING else one if name == "fedmkt-fedavg" else several
         method = available()[name].model_validate(json.loads(settings))
-        rounds = 3 if name == "auto" else session.config.rounds  # the first trial ends in round 3
-        run = session.config.model_copy(update={"method": method, "rounds": rounds})
+        changes: dict[str, Any] = {"method": method}
+        if name == "auto":  # the first trial ends in round 3; small changes of pairs are ignored
+            training = session.config.training.model_copy(update={"learning_rate": 0.007})
+            changes |= {"rounds": 3, "training": training}
+        run = session.config.model_copy(update=changes)
         return digest_of(session, run, tmp_path_factory.mktemp("run"))
 
     def of(name: str, given: Given, again: bool = False) -> str:
