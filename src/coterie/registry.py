@@ -93,7 +93,13 @@ class Registry(Generic[T]):
             ) from error
 
 
-class NamedSpec(BaseModel):
+class Section(BaseModel):
+    """A part of a run file: immutable, with known keys only, and with finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class NamedSpec(Section):
     """An entry of a run file that selects a registered class by its name.
 
     The entry is the name alone, or a mapping with the name and settings.
@@ -101,7 +107,7 @@ class NamedSpec(BaseModel):
     The class with this name validates the settings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     name: str
 

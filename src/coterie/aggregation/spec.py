@@ -4,7 +4,6 @@ from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     field_serializer,
@@ -13,19 +12,17 @@ from pydantic import (
 )
 
 from coterie.aggregation.registry import TRANSFORMS
-from coterie.registry import NamedSpec
+from coterie.registry import NamedSpec, Section
 
 UNUSED = {"fedavgm": ("beta2", "tau"), "fedadagrad": ("beta2",)}
 """A mapping from the name of each optimiser to the settings that have no effect with it."""
 
 
-class ServerOptimiserSpec(BaseModel):
+class ServerOptimiserSpec(Section):
     """Key `aggregation.optimiser` of a run file.
 
     The value is a name, or a mapping with the key `name` and the optimiser's settings.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: Literal["fedavgm", "fedadam", "fedyogi", "fedadagrad"]
     """server optimiser: momentum (fedavgm), Adam, Yogi or Adagrad"""
@@ -79,10 +76,8 @@ class TransformSpec(NamedSpec):
         return name
 
 
-class BoundsSpec(BaseModel):
+class BoundsSpec(Section):
     """Bounds on the sizes of uploads. Each bound is a multiple of the round's median size."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     largest_change: float | None = Field(default=3.0, ge=1)
     """largest norm of the change of a client's shared parameters in a round, as a multiple of the

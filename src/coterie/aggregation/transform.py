@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from coterie.aggregation.context import Context, Contribution, Memory, TransformFacts
@@ -32,20 +31,19 @@ from coterie.errors import CoterieError
 from coterie.messages import Groups, Json, Message, Schema
 from coterie.messages.schema import Reduce
 from coterie.privacy.ledger import Budget
+from coterie.registry import Section
 
 TRAIN = "train"
 """The phase of a round in which clients train and upload. Transforms may add other phases."""
 
 
-class Transform(BaseModel):
+class Transform(Section):
     """A method-independent modification of all uploads, all downloads or all means.
 
     Subclasses set `name` and `summary`, declare their settings as pydantic fields, and override the
     hooks that they need. An exception in a hook becomes an error that names the transform and the
     hook.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     """The transform's name in run files."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from coterie.aggregation.spec import AggregationSpec
 from coterie.bases.spec import BaseSpec
@@ -16,6 +16,7 @@ from coterie.data.spec import ClientSpec, DataSpec
 from coterie.evaluation.metrics import metric_named
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
+from coterie.registry import Section
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 METHOD = "comigs-1g1s"
@@ -31,13 +32,13 @@ REQUIREMENTS = {
 M = TypeVar("M")
 
 
-class MethodSpec(BaseModel):
+class MethodSpec(Section):
     """Key `method` of a run file: a method's name, or a mapping of `name` and settings.
 
     This model checks the name. The method's class checks the settings.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     name: str = METHOD
 
@@ -56,10 +57,8 @@ class MethodSpec(BaseModel):
         return dict(self.model_extra or {})
 
 
-class DeploymentSpec(BaseModel):
+class DeploymentSpec(Section):
     """Section `deployment` of a run file: admission, quorum and limits of a server."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     anyone: bool = False
     """whether any client with a key may join, even if `clients` does not list it; implied if
@@ -77,10 +76,8 @@ class DeploymentSpec(BaseModel):
     """maximum size of a message in MiB; larger messages are rejected"""
 
 
-class ServerSpec(BaseModel):
+class ServerSpec(Section):
     """Section `server` of a run file, which gives the server its own model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     base: BaseSpec | None = None
     """base of the server's own model: a name, or a mapping as in `base`; default: the run's base;
@@ -113,14 +110,12 @@ def _absolute(folder: str) -> str:
     return str(expanded(folder).resolve())
 
 
-class Sections(BaseModel, Generic[M]):
+class Sections(Section, Generic[M]):
     """The sections and all other top-level keys of a run file.
 
     The type variable M is the type of the value of the key `method`: `MethodSpec` in a `RunFile`,
     and `Method` in a `RunConfig`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """name of the run; default: name of the run file, without its extension"""
@@ -134,7 +129,7 @@ class Sections(BaseModel, Generic[M]):
     a deployment choose their own device"""
     base: BaseSpec = BaseSpec(name="tiny-gpt2")
     """base model: a name, or a mapping of the keys below"""
-    bases: dict[str, BaseSpec] = {}
+    bases: dict[str, BaseSpec] = Field(default={})
     """bases of clients that do not use `base`: a mapping from a client's name to a base, which is
     a name, or a mapping as in `base`"""
     server: ServerSpec | None = None

@@ -7,8 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from coterie.data.spec import PIECE, Spec
+from coterie.data.spec import PIECE
 from coterie.files import ClientName
+from coterie.registry import Section
 
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -24,7 +25,7 @@ USED_BY = {
 """For each option, the values of `by` that use the option."""
 
 
-class SourceSpec(Spec):
+class SourceSpec(Section):
     """A label's entry in `divide.source`, if the entry is a mapping with `source` and `subset`."""
 
     source: str
@@ -33,7 +34,7 @@ class SourceSpec(Spec):
     """subset (configuration) of a hub data set"""
 
 
-class DivideSpec(Spec):
+class DivideSpec(Section):
     """The run file's section `divide:`, which divides one labelled data set among clients."""
 
     source: str | dict[Label, str | SourceSpec]

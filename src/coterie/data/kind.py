@@ -10,19 +10,17 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
 from coterie.data.files import Record
 from coterie.data.measured import Needs
 from coterie.errors import CoterieError
-from coterie.registry import Registry, check_named
+from coterie.registry import Registry, Section, check_named
 
 if TYPE_CHECKING:
     from coterie.data.examples import Encoding
     from coterie.data.split import Split
 
 
-class DataKind(BaseModel):
+class DataKind(Section):
     """A kind of data, which reads records as items, and encodes items as a split of tokens.
 
     A subclass defines `name`, `summary`, `used`, `items` and `encode`, and is registered with
@@ -50,8 +48,6 @@ class DataKind(BaseModel):
             def encode(self, items, how):
                 return examples(items, how)  # from coterie.data.kinds.instructions
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     """The kind's name in run files (`data.kind`)."""

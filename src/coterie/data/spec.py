@@ -6,8 +6,6 @@ An invalid value raises a pydantic `ValidationError` whose message is a sentence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     InstanceOf,
     field_serializer,
@@ -18,7 +16,7 @@ from pydantic import (
 from coterie.data.kind import DATA_KINDS, DataKind
 from coterie.data.measured import Needs
 from coterie.files import ClientName
-from coterie.registry import NamedSpec
+from coterie.registry import NamedSpec, Section
 
 CHAT = "chat"
 """The name of the prompt template that renders a prompt as a user's turn of a conversation."""
@@ -26,13 +24,7 @@ PIECE = 2000
 """The minimum length, in characters, of the pieces of a text file that are assigned to splits."""
 
 
-class Spec(BaseModel):
-    """A section of a run file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ClientLimits(Spec):
+class ClientLimits(Section):
     """The maximum size of each of a client's splits.
 
     A limit is a number of tokens for plain text, or a number of samples for other kinds of data. If
@@ -54,7 +46,7 @@ class Limits(ClientLimits):
     """maximum number of tokens (or samples) of the public set; default: all"""
 
 
-class Fractions(Spec):
+class Fractions(Section):
     """The fractions of the data that are set aside for validation and for test.
 
     They are fractions of the number of characters for plain text, and of the number of samples for
@@ -177,7 +169,7 @@ class KindSpec(NamedSpec):
         return name
 
 
-class DataSpec(Spec):
+class DataSpec(Section):
     """The run file's section `data:`, which applies to all clients."""
 
     window: int = Field(default=128, ge=1)
@@ -209,7 +201,7 @@ class DataSpec(Spec):
     its own"""
     limits: Limits = Limits()
     """maximum size of each split in tokens (with instructions: samples)"""
-    limits_of: dict[ClientName, ClientLimits] = {}
+    limits_of: dict[ClientName, ClientLimits] = Field(default={})
     """maximum sizes for individual clients, by client name; a limit that is left out has the
     value in data.limits"""
     deduplicate: bool = False
@@ -326,7 +318,7 @@ class DataSpec(Spec):
         return self
 
 
-class ClientSpec(Spec):
+class ClientSpec(Section):
     """An entry of the run file's list `clients:`, with a client's name and text files."""
 
     name: ClientName

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, model_validator
 from torch import nn
 
 from coterie.adapters import Parameter
@@ -32,6 +32,7 @@ from coterie.bases import BaseSpec
 from coterie.messages import Message, Schema
 from coterie.methods.sides import ClientSide, ServerSide
 from coterie.privacy.ledger import Budget
+from coterie.registry import Section
 from coterie.training.context import ClientContext, ClientId, Log
 from coterie.training.spec import TrainingSpec
 
@@ -82,14 +83,12 @@ class ServerContext:
     """
 
 
-class Method(BaseModel):
+class Method(Section):
     """A federated learning method: its settings, the schema of its messages, and two factories.
 
     The factories are `client` and `server`, which create the objects that run on the clients and on
     the server.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     paper: ClassVar[str] = ""

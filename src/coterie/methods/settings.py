@@ -7,10 +7,11 @@ comparison of methods can copy a part's values from one method to another.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
+from coterie.registry import Section
 from coterie.training.context import ClientId
 
 PerClient = int | dict[ClientId, int]
@@ -20,10 +21,8 @@ In a mapping, the key `others` gives the number of all clients that are not name
 """
 
 
-class Settings(BaseModel):
+class Settings(Section):
     """A part of a method's settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Mlp(Settings):

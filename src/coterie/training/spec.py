@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+
+from coterie.registry import Section
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -14,7 +16,7 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01
 """Default arguments of adamw; other optimisers have torch's defaults."""
 
 
-class OptimiserSpec(BaseModel):
+class OptimiserSpec(Section):
     """Key `training.optimiser` of a run file.
 
     The value is the name of a class of `torch.optim` (case-insensitive), or a mapping of `name`
@@ -22,7 +24,7 @@ class OptimiserSpec(BaseModel):
     schedule. `optimiser.check` checks the arguments.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     name: str = "adamw"
 
@@ -58,12 +60,6 @@ def _converted(value: Any) -> Any:
         with suppress(ValueError):
             return float(value)
     return value
-
-
-class Section(BaseModel):
-    """A section of a run file; its fields are the valid keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DPOSpec(Section):
@@ -104,7 +100,7 @@ class TrainingSpec(Section):
     """peak learning rate, reached at the end of the warm-up (without warm-up: at the first step)"""
     final_learning_rate: NotNegative = 2e-4
     """learning rate at the last step of the schedule (cosine and one-cycle only)"""
-    learning_rates: dict[str, PositiveFloat] = {}
+    learning_rates: dict[str, PositiveFloat] = Field(default={})
     """learning rates that replace learning_rate, by client name (or `server`);
     initial_learning_rate and final_learning_rate are scaled in proportion"""
     schedule: Literal["cosine", "one-cycle", "constant"] | None = None
