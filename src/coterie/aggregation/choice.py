@@ -1,14 +1,16 @@
 """Averaging weights that a client computes for all clients; see `methods/auto.py`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import median_low
 from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
+
+from coterie.messages import Json, MessageError
 
 MARGIN = 0.01
 """Differences from the mean slope up to this size, in nats per token, are ignored."""
@@ -33,7 +35,50 @@ class Choice(TypedDict):
     """Whether a trial is due for the client."""
 
 
-CHOICE = TypeAdapter(Choice)
+_CHOICE = TypeAdapter(Choice)
+_SIZES = TypeAdapter(dict[str, Annotated[int, Field(gt=0)]])
+
+
+def checked_choice(client: str, value: Json, known: Collection[str]) -> Choice:
+    """Return a client's choice without the weights of clients that have left.
+
+    If no weight remains, the client is alone.
+
+    Args:
+        client: The client's name.
+        value: The value `choice` of the client's upload.
+        known: The names of all clients that have not left.
+
+    Raises:
+        MessageError: The choice is invalid.
+    """
+    try:
+        choice = _CHOICE.validate_python(value, strict=True)
+    except ValidationError as error:
+        raise MessageError(
+            f"The client {client!r} sent an invalid choice (weights, number of tokens, or trial)."
+        ) from error
+    row = {name: weight for name, weight in choice["row"].items() if name in known}
+    return {**choice, "row": row if any(row.values()) or not choice["row"] else {client: 1.0}}
+
+
+def checked_sizes(value: Json, peers: Collection[str]) -> dict[str, int]:
+    """Return the numbers of training tokens of other clients.
+
+    Args:
+        value: The value `sizes` of a download.
+        peers: The names of the other clients whose parameters are in the download.
+
+    Raises:
+        MessageError: A number is missing or invalid.
+    """
+    try:
+        sizes = _SIZES.validate_python(value, strict=True)
+        return {peer: sizes[peer] for peer in peers}
+    except (ValidationError, KeyError) as error:
+        raise MessageError(
+            "The download has no valid numbers of training tokens of the other clients."
+        ) from error
 
 
 def latest_trial(complete: int, rounds: int) -> int:

@@ -1,6 +1,6 @@
-"""Clusters of clients by the distances between their adapters (FedLEASE, arXiv 2509.15087)."""
+"""Distances between clients' adapters, and clusters of clients (FedLEASE, arXiv 2509.15087)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,26 @@ def cosine_distances(rows: Sequence[Tensors], columns: Sequence[Tensors]) -> np.
         )
         similarities.append(x @ y.t())
     return (1 - torch.stack(similarities).mean(0)).numpy()
+
+
+def nearest(adapters: Mapping[str, Tensors], most: int) -> dict[str, list[str]]:
+    """Return, for each client, the other clients whose adapters are the nearest.
+
+    Args:
+        adapters: A mapping from clients to adapters with tensors of the same names.
+        most: The largest number of other clients for each client.
+
+    Returns:
+        The names of the other clients, in alphabetical order.
+    """
+    names = sorted(adapters)
+    others = {name: [other for other in names if other != name] for name in names}
+    if len(names) > most + 1:
+        ordered = [adapters[name] for name in names]
+        for name, row in zip(names, cosine_distances(ordered, ordered).tolist(), strict=True):
+            distances = dict(zip(names, row, strict=True))
+            others[name] = sorted(sorted(others[name], key=distances.__getitem__)[:most])
+    return others
 
 
 def clusters(distances: np.ndarray, most: int) -> list[int]:

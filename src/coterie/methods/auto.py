@@ -37,35 +37,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from coterie.adapters import Parameter, Role
 from coterie.aggregation.choice import (
-    CHOICE,
     Choice,
+    checked_choice,
+    checked_sizes,
     latest_trial,
     row_from_slopes,
     shares_of,
     standard_error,
     with_no_change,
 )
-from coterie.aggregation.clusters import cosine_distances
+from coterie.aggregation.clusters import nearest
 from coterie.aggregation.context import Row, Rows
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss
 from coterie.messages import Field as MessageField
-from coterie.messages import (
-    Groups,
-    Json,
-    Message,
-    MessageError,
-    Schema,
-    State,
-    Tensors,
-    check_shapes,
-)
+from coterie.messages import Groups, Json, Message, Schema, State, Tensors, check_shapes
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.comigs import Mixture
@@ -195,13 +186,7 @@ class AutoClient(AdapterClient[Auto]):
         peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         for tensors in peers.values():
             check_shapes(tensors, shapes_of(self.judged))
-        sizes = download.values.get("sizes", {})
-        if not isinstance(sizes, dict) or not all(
-            type(sizes.get(peer)) is int and sizes[peer] > 0 for peer in peers
-        ):
-            raise MessageError(
-                "The download has no valid numbers of training tokens of the other clients."
-            )
+        sizes = checked_sizes(download.values.get("sizes", {}), peers)
         if peers:
             self._judge(peers, sizes)
             self.tried = latest_trial(download.round, self.context.rounds)
@@ -308,8 +293,8 @@ class AutoServer(PersonalServer[Auto]):
         self._chosen: dict[ClientId, Choice] = {}
         """The choices uploaded in this exchange, kept apart because the exchange may be
         repeated."""
-        self._distances: np.ndarray | None = None
-        """Cosine distances between the clients in `uploads`, or None if not computed yet."""
+        self._nearest: dict[ClientId, list[ClientId]] = {}
+        """The peers of each client in `uploads`, or an empty mapping if not computed yet."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
@@ -321,52 +306,25 @@ class AutoServer(PersonalServer[Auto]):
         message = replace(message, groups={"adapter": sent})
         if client not in self.uploads or not self.choices[client]["trial"]:
             return message
-        peers = {peer: {"adapter": self.uploads[peer]} for peer in self._nearest(client)}
+        if not self._nearest:
+            changes = {
+                name: {n: tensor - self.shared[n] for n, tensor in upload.items()}
+                for name, upload in self.uploads.items()
+            }
+            self._nearest = nearest(changes, self.method.peers)
+        peers = {peer: {"adapter": self.uploads[peer]} for peer in self._nearest[client]}
         sizes = {peer: self.choices[peer]["tokens"] for peer in peers}
         return replace(message, peers=peers, values={"sizes": sizes} if peers else {})
 
     def reference(self, client: ClientId) -> Groups:
         return super().download(client).groups
 
-    def _nearest(self, client: ClientId) -> list[ClientId]:
-        """Return the other clients, or the `peers` whose changes are the most similar."""
-        names = sorted(self.uploads)
-        others = [name for name in names if name != client]
-        if len(others) <= self.method.peers:
-            return others
-        if self._distances is None:
-            uploads = (self.uploads[name].items() for name in names)
-            changes = [{n: t - self.shared[n] for n, t in upload} for upload in uploads]
-            self._distances = cosine_distances(changes, changes)
-        distances = dict(zip(names, self._distances[names.index(client)].tolist(), strict=True))
-        others.sort(key=distances.__getitem__)
-        return sorted(others[: self.method.peers])
-
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
-        self._chosen[client] = self._checked(client, upload.values.get("choice"))
+        self._chosen[client] = checked_choice(client, upload.values.get("choice"), self.held)
         judges, parameters = self.method.judges, self.parameters
         pairs = upload["adapter"].items()
         self._received[client] = {n: t for n, t in pairs if judges(parameters[n])}
-
-    def _checked(self, client: ClientId, choice: Json) -> Choice:
-        """Return a client's choice without the weights of clients that have left.
-
-        If no weight remains, the client is alone.
-
-        Raises:
-            MessageError: The choice is invalid.
-        """
-        try:
-            valid = CHOICE.validate_python(choice, strict=True)
-        except ValidationError as error:
-            raise MessageError(
-                f"The client {client!r} sent an invalid choice (weights, number of tokens, or "
-                "trial)."
-            ) from error
-        known = {name: weight for name, weight in valid["row"].items() if name in self.held}
-        row = known if any(known.values()) or not valid["row"] else {client: 1.0}
-        return {**valid, "row": row}
 
     def rows(self) -> Rows:
         choices = self.choices | self._chosen
@@ -378,7 +336,7 @@ class AutoServer(PersonalServer[Auto]):
         self.choices, self._chosen = self.choices | self._chosen, {}
         due = any(choice["trial"] for choice in self.choices.values())
         self.uploads = {**self.uploads, **self._received} if due else {}
-        self._distances = None
+        self._nearest = {}
 
     def state(self) -> State:
         state = super().state()
@@ -396,4 +354,4 @@ class AutoServer(PersonalServer[Auto]):
             for client in state.values["row"]
         }
         self.uploads = {name: part["adapter"] for name, part in state.parts.items()}
-        self._distances = None
+        self._nearest = {}
