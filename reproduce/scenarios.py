@@ -9,7 +9,7 @@ on up to BLOCKS blocks of adjacent windows of each client's test text. All table
 these entries, so that the run folders can be deleted. The bootstrap resamples blocks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, exp, hypot, log
 from statistics import fmean
@@ -134,23 +134,27 @@ class Scenario:
     def best(self) -> dict[str, str]:
         """Pick the best single method of each seed by the mean loss with the other seeds.
 
-        With one seed, the method is picked on this seed. Only the largest set of candidates
-        finished with any one seed is used, and only the seeds with which this set is finished.
+        With one seed, the method is picked on this seed. A candidate that is not finished with all
+        seeds is ignored if another candidate, which is, has a lower mean loss with the same seeds.
+        Otherwise, only the seeds with which it is finished are used.
         """
-        seeds = sorted({s for row in self.candidates for s in self.results[row]}, key=int)
-        finished = {s: {row for row in self.candidates if s in self.results[row]} for s in seeds}
-        most = max(finished.values(), key=len, default=set[str]())
-        used = [seed for seed in seeds if finished[seed] == most]
+        seeds = {row: set(self.results[row]) for row in self.candidates if self.results[row]}
+        every = set[str]().union(*seeds.values())
+        complete = [row for row in seeds if seeds[row] == every]
+        kept = [
+            row
+            for row, own in seeds.items()
+            if own == every or all(self._loss(row, own) <= self._loss(c, own) for c in complete)
+        ]
+        used = sorted((seed for seed in every if all(seed in seeds[row] for row in kept)), key=int)
         best = {}
         for seed in used:
             others = [other for other in used if other != seed] or used
-            losses = {
-                row: mean_score([self.results[row][other] for other in others], LOSS.name)
-                for row in self.candidates
-                if row in most
-            }
-            best[seed] = min(losses, key=losses.__getitem__)
+            best[seed] = min(kept, key=lambda row: self._loss(row, others))
         return best
+
+    def _loss(self, row: str, seeds: Iterable[str]) -> float:
+        return mean_score([self.results[row][seed] for seed in sorted(seeds)], LOSS.name)
 
     def regrets(self) -> dict[str, Difference]:
         """Return each row's mean loss minus the best single method's; see `differences`."""

@@ -200,6 +200,16 @@ def test_missing_cells_are_named_and_not_used(table, tmp_path) -> None:
     assert column_of(layouts, "Regret in nats per token", "scenarios")["auto"] == "1/2"
 
 
+def test_a_candidate_that_misses_seeds_and_is_behind_is_ignored(table, tmp_path) -> None:
+    """Use both seeds, although fedavg has only the first, where local is better."""
+    file, runs = table("x", seeds=2), tmp_path / "runs"
+    for row, seed, loss in (("local", 0, 2.0), ("local", 1, 3.0), ("fedavg", 0, 2.1)):
+        write_cell(runs, "x", row, seed, {"a": [loss] * 3})
+    [scenario] = scenarios(read_cells(runs, file, EXCLUDED))
+    assert scenario.best() == {"0": "local", "1": "local"}
+    assert scenario.regrets()["fedavg"].value == pytest.approx(0.1)
+
+
 def test_a_page_keeps_the_cells_whose_run_folders_are_gone(table, tmp_path, monkeypatch) -> None:
     """Write a page, delete a run, write the page again, and refuse runs with other settings."""
     file, runs, docs = table("x", seeds=2), tmp_path / "runs", tmp_path / "docs"
