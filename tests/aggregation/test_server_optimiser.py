@@ -204,7 +204,10 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        ("local", "has no effect with the method 'local', whose server averages no uploads"),
+        (
+            "local",
+            "has no effect with the method 'local', whose server computes no mean over all clients",
+        ),
         ("pcl-2", "has no effect with the method 'pcl-2'"),
         ({"name": "hetlora", "attention": None}, "because no parameter is replaced by a mean"),
         ({"name": "flexlora", "attention": None}, "because no parameter is replaced by a mean"),

@@ -280,8 +280,8 @@ def test_what_cannot_be_is_refused(changes, why, config) -> None:
     ("method", "transform", "why"),
     [
         ("local", "median", "has no effect with the method 'local'"),
-        ("pcl-2", "clipped_gaussian", "encodes; remove it"),
-        ("pcl-2", "tokens", "whose server averages no uploads; remove it"),
+        ("pcl-2", "clipped_gaussian", "encodes. Remove it"),
+        ("pcl-2", "tokens", "whose server averages no uploads. Remove it"),
         (
             "fdlora",
             {"name": "server_optimiser", "optimiser": "fedadam"},

@@ -37,7 +37,8 @@ class ServerOptimiser(Transform):
         if not run.schema.reduced("mean"):
             raise CoterieError(
                 f"aggregation.optimiser has no effect with the method {run.method!r}, "
-                "whose server averages no uploads; remove it."
+                "whose server computes no mean over all clients. Remove it, or choose another "
+                "method."
             )
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> dict[str, dict[str, Tensor]]:

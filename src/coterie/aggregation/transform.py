@@ -128,7 +128,8 @@ class Transform(Section):
         if self.reductions and not self.covered(run.schema):
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, whose "
-                "uploads contain no field that the transform encodes; remove it."
+                "uploads contain no field that the transform encodes. Remove it, or choose another "
+                "method."
             )
         exact = ("json", "uint8", "int64")
         floats = {

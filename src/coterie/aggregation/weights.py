@@ -27,7 +27,7 @@ class TokenWeights(Transform):
         if not run.schema.averaged:
             raise CoterieError(
                 f"The transform {self.name!r} has no effect with the method {run.method!r}, "
-                "whose server averages no uploads; remove it."
+                "whose server averages no uploads. Remove it, or choose another method."
             )
 
     def declare(self, tokens: int) -> int:

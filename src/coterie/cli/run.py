@@ -57,7 +57,7 @@ Jobs = Annotated[
         "method. The results do not change if the run file sets `threads`.",
     ),
 ]
-METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
+METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s", "auto"]
 """The methods that `coterie compare` compares by default."""
 MethodNames = Annotated[
     str | None,
@@ -106,7 +106,7 @@ def run(
     Without a run file, the command runs the built-in demo, which takes a few minutes on two cores
     and downloads nothing. For your own data, write a run file, such as mine.yaml:
 
-        method: comigs-1g1s
+        method: auto
         rounds: 10
         clients:
           - {name: anna, path: anna.txt}
@@ -188,7 +188,7 @@ def compare(
 
     For example:
 
-        coterie compare mine.yaml --methods local,fedavg,comigs-1g1s --seeds 3
+        coterie compare mine.yaml --methods local,fedavg,auto --seeds 3
 
         coterie compare mine.yaml --tune training.learning_rate=1e-4,5e-4,2e-3
     """

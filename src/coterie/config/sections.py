@@ -19,7 +19,7 @@ from coterie.methods.registry import POOLED, check_name
 from coterie.registry import Section
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
-METHOD = "comigs-1g1s"
+METHOD = "auto"
 """The default method."""
 
 REQUIREMENTS = {
