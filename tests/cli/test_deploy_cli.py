@@ -51,7 +51,7 @@ def complaint(*arguments: object) -> str:
         ({"clients": 3}, "clients should be a list"),
         ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
         (
-            {"method": {"mlp": {"specialists": {"dora": 1, "others": 1}}}},
+            {"method": {"name": "comigs-1g1s", "mlp": {"specialists": {"dora": 1, "others": 1}}}},
             "'dora'",
         ),
     ],

@@ -145,7 +145,7 @@ def test_settings_reach_into_sections_and_methods(run_file) -> None:
     run = load_config(run_file, ["training.batch=7", "method=local", "method.mlp.rank=3", "seed=5"])
     assert (run.training.batch, run.label, run.seed) == (7, "local", 5)
     assert run.method.described()["mlp"] == {"rank": 3, "placement": "auto", "sets": 2}
-    assert load_config(run_file, ["method={mlp: {rank: 2}}"]).label == "comigs-1g1s"
+    assert load_config(run_file, ["method={mlp: {rank: 2}}"]).label == "auto"
 
 
 def test_a_run_survives_the_way_through_plain_data(config) -> None:
@@ -188,7 +188,7 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
     talks = load_config(Path("four-assistants"))
     assert (talks.method.name, talks.data.chats) == ("comigs-1g1s", True)
     (tmp_path / "who-wrote-this").write_text("clients: [{name: a, path: x}]", encoding="utf-8")
-    assert load_config(Path("who-wrote-this")).method.name == "comigs-1g1s"  # one's own comes first
+    assert load_config(Path("who-wrote-this")).method.name == "auto"  # one's own comes first
     with pytest.raises(CoterieError, match="There is no run file"):
         load_config(Path("elsewhere/who-wrote-this"))
 

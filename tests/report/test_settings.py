@@ -27,7 +27,7 @@ def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:
     adamw = "{name: adamw, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.01}"
     assert found["training.optimiser"][0] == adamw
     assert found["clients[].name"][0] == "required"
-    assert found["method"][0] == "comigs-1g1s"
+    assert found["method"][0] == "auto"
     assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= found.keys()
 
 
