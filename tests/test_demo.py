@@ -18,11 +18,11 @@ from coterie.config.read import load_config
 )
 def test_the_demo(changes, tmp_path) -> None:
     run = coterie.run(load_config(None, changes), out=tmp_path / "demo")
-    assert list(run.results) == ["pretrained", "local", "comigs-1g1s"]
-    bare, local, comigs = (mean_score([result], "perplexity") for result in run.results.values())
-    assert comigs < local < bare
+    assert list(run.results) == ["pretrained", "local", "auto"]
+    bare, local, auto = (mean_score([result], "perplexity") for result in run.results.values())
+    assert auto < local < bare
     assert run.gains() is not None
-    assert run.results["comigs-1g1s"]["traffic"]["up"] > 0
+    assert run.results["auto"]["traffic"]["up"] > 0
     assert run.results["local"]["traffic"]["up"] < 10_000  # empty messages
     tokenizer = coterie.tokenizer(run.path)
     ids = tokenizer("The sea", return_tensors="pt")["input_ids"]
