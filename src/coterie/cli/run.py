@@ -57,7 +57,7 @@ Jobs = Annotated[
         "method. The results do not change if the run file sets `threads`.",
     ),
 ]
-METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s", "auto"]
+METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """The methods that `coterie compare` compares by default."""
 MethodNames = Annotated[
     str | None,
