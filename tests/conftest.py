@@ -1,6 +1,8 @@
 """A small base and small texts that every room's tests can use."""
 
+import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from coterie.testing.small import (
 )
 
 WRITERS = EMBEDDED / "demo-writers"
+TEXTS = ("diarist", "poet", "whaler")
 LONGEST = ("test_demo.py", "test_deploy_files.py", "test_four_assistants.py")
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
 
@@ -160,3 +163,36 @@ def teachers(bases: Path, questions: Path, other: str) -> Callable[..., coterie.
         return parse(teaching_values(bases / "gpt2", other, questions, **values))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def opinions(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with questions of three writers, who prefer the same answer or the other one."""
+    folder = tmp_path_factory.mktemp("opinions")
+    for name in TEXTS:
+        lines = (questions / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        answers = ("yes", "no") if name != "whaler" else ("no", "yes")
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for line in lines:
+                prompt = json.loads(line)["instruction"]
+                record = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+                file.write(json.dumps(record) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of one to three exchanges, for each of two writers and for everybody."""
+    path = tmp_path_factory.mktemp("talks")
+    draw = random.Random(0)
+    for name in TEXTS:
+        words = (WRITERS / f"{name}.txt").read_text(encoding="utf-8").split()
+        lines = []
+        for _ in range(40):
+            turns = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.5 else []
+            for role in ("user", "assistant") * draw.randint(1, 3):
+                text = " ".join(draw.choices(words, k=draw.randint(1, 4)))
+                turns.append({"role": role, "content": text})
+            lines.append(json.dumps({"messages": turns, "label": name}))
+        (path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return path

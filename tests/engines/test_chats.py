@@ -1,7 +1,5 @@
 """Runs on conversations: resumed, deployed or in several processes, they end in the same bits."""
 
-import json
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 import coterie
-from coterie.bases import EMBEDDED, load_tokenizer
+from coterie.bases import load_tokenizer
 from coterie.cli.use import answer
 from coterie.config.run import parse
 from coterie.data.chat import OURS
@@ -24,24 +22,6 @@ from coterie.testing.loop import assert_as_local, assert_same_states, deploy, fo
 
 NAMES = ("diarist", "poet")
 Run = Callable[..., coterie.RunConfig]
-
-
-@pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations of one to three exchanges, for each of two writers and for everybody."""
-    path = tmp_path_factory.mktemp("talks")
-    draw = random.Random(0)
-    for name in ("diarist", "poet", "whaler"):
-        words = (EMBEDDED / "demo-writers" / f"{name}.txt").read_text(encoding="utf-8").split()
-        lines = []
-        for _ in range(40):
-            turns = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.5 else []
-            for role in ("user", "assistant") * draw.randint(1, 3):
-                text = " ".join(draw.choices(words, k=draw.randint(1, 4)))
-                turns.append({"role": role, "content": text})
-            lines.append(json.dumps({"messages": turns, "label": name}))
-        (path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

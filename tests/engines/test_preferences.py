@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,21 +36,6 @@ class Stopped(Callback):
 
     def on_round_end(self, round: int, scores: str) -> None:
         raise KeyboardInterrupt
-
-
-@pytest.fixture(scope="session")
-def opinions(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with questions of three writers, who prefer the same answer or the other one."""
-    folder = tmp_path_factory.mktemp("opinions")
-    for name in NAMES:
-        lines = (questions / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        answers = ("yes", "no") if name != "whaler" else ("no", "yes")
-        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for line in lines:
-                prompt = json.loads(line)["instruction"]
-                record = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
-                file.write(json.dumps(record) + "\n")
-    return folder
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ class ServerOptimiser(Transform):
         for group, tensors in result.items():
             moments = {kind: dict(memory.groups.get(f"{kind}.{group}", {})) for kind in "mv"}
             for name in [name for name in tensors if name in before.get(group, {})]:
-                x = before[group][name].detach().to("cpu", torch.float64)
+                x = before[group][name].to(torch.float64)
                 step = self._step(moments, name, tensors[name].to(torch.float64) - x)
                 tensors[name] = (x + step).to(torch.float32)
             memory.groups |= {f"{kind}.{group}": m for kind, m in moments.items() if m}

@@ -31,7 +31,7 @@ from coterie.messages import (
     Tensors,
     check_shapes,
 )
-from coterie.messages.message import is_finite
+from coterie.messages.host import are_finite
 from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
@@ -246,7 +246,7 @@ def _shifted(groups: Groups, names: frozenset[str], reference: Groups, sign: int
     for group in names & groups.keys():
         before = reference.get(group, {})
         shifted[group] = {
-            name: tensor + sign * before[name].detach().to(tensor.device)
+            name: tensor + sign * before[name].detach()
             if name in before and before[name].shape == tensor.shape
             else tensor
             for name, tensor in groups[group].items()
@@ -270,7 +270,7 @@ def check_groups(stage: Stage, hook: str, groups: Groups) -> None:
 def check_finite(stage: Stage, hook: str, groups: Groups) -> None:
     """Raise CoterieError unless a hook returned a mapping from group and name to finite tensors."""
     check_groups(stage, hook, groups)
-    if not all(is_finite(t) for tensors in groups.values() for t in tensors.values()):
+    if not are_finite(t for tensors in groups.values() for t in tensors.values()):
         raise stage.failure(hook, "returned values that are not finite.")
 
 

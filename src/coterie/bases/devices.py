@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from coterie.errors import CoterieError
 
@@ -54,6 +54,13 @@ def _device(name: str) -> torch.device:
             "The device 'mps' (a Mac's GPU) is not available on this machine; set `device` to auto."
         )
     return device
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. A copy from the CPU to a GPU does not block the CPU."""
+    if tensor.device.type == "cpu" and device.type not in ("cpu", "mps"):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:

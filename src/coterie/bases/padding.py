@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from coterie.bases.devices import moved
+
 
 class _Pass(NamedTuple):
     """The padding mask of a forward pass, and the pass's relation to the previous forward pass.
@@ -22,12 +24,27 @@ class _Pass(NamedTuple):
     recomputes an earlier pass, as gradient checkpointing does.
     """
 
+    copies: dict[tuple[str, torch.device], Tensor]
+    """Copies of the mask, and of the numbers of its True elements, on the devices of the layers."""
     mask: Tensor | None = None
     goes_on: bool = False
     repeats: bool = False
 
+    def copied(self, kind: str, device: torch.device) -> Tensor:
+        """Return the mask, or the numbers of its True elements in the flattened mask, on a device.
 
-NO_PADDING = _Pass()
+        Args:
+            kind: "mask" or "numbers".
+            device: The device.
+        """
+        assert self.mask is not None
+        if (kind, device) not in self.copies:
+            tensor = self.mask if kind == "mask" else self.mask.flatten().nonzero()[:, 0]
+            self.copies[kind, device] = moved(tensor, device)
+        return self.copies[kind, device]
+
+
+NO_PADDING = _Pass({})
 _now: ContextVar[_Pass] = ContextVar("now", default=NO_PADDING)
 
 
@@ -44,12 +61,12 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
     """Set the padding mask of forward passes inside the `with` block.
 
     Args:
-        mask: (batch, time) bool, False for padding. None if there is no padding.
+        mask: (batch, time) bool, False for padding, on the CPU. None if there is no padding.
         goes_on: Whether the forward passes process further samples of the previous pass's batch.
             If true, a module that stores one row of values for each token of a batch appends its
             new rows to the rows from the batch's previous passes; see `collected`.
     """
-    return _set(_now.get()._replace(mask=mask, goes_on=goes_on))
+    return _set(_now.get()._replace(mask=mask, goes_on=goes_on, copies={}))
 
 
 def repeating_batch() -> AbstractContextManager[None]:
@@ -67,14 +84,14 @@ def real_mask(device: torch.device) -> Tensor | None:
     Returns:
         A bool tensor shaped (batch, time), False for padding. None if there is no padding.
     """
-    mask = _now.get().mask
-    return None if mask is None else mask.to(device)
+    now = _now.get()
+    return None if now.mask is None else now.copied("mask", device)
 
 
 def only_real(rows: Tensor) -> Tensor:
     """Select the rows of a (batch * time, ...) tensor that are not padding."""
-    mask = real_mask(rows.device)
-    return rows if mask is None else rows[mask.flatten()]
+    now = _now.get()
+    return rows if now.mask is None else rows[now.copied("numbers", rows.device)]
 
 
 def collected(before: Tensor | None, now: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from statistics import fmean
 from tempfile import gettempdir
 from typing import Any, Generic, TypeVar
 
-from coterie.bases import Base
+from coterie.bases import Base, load_skeleton
 from coterie.config.run import RunConfig
 from coterie.engines.clients import Clients
 from coterie.engines.runtime import AT_THE_END, result
@@ -58,7 +58,8 @@ class Rounds(ServerPart, Generic[C]):
         self.names = [p.name for p in participants]
         self.callbacks = callbacks
         recorder = Recorder(partial(_log, callbacks))  # a method would cause a reference cycle
-        super().__init__(config, base.model, self.names, own, folder, recorder)
+        skeleton = load_skeleton(config.base, config.root)  # the server's tensors are on the CPU
+        super().__init__(config, skeleton, self.names, own, folder, recorder)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
         """The clients whose last upload was not accepted."""

@@ -25,7 +25,7 @@ from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stop
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
 from coterie.messages import names as metric
-from coterie.messages.message import is_finite
+from coterie.messages.host import are_finite
 from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
@@ -124,18 +124,22 @@ class ClientPart:
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         self.side.train(round)
-        if not all(is_finite(p.tensor.detach()) for p in self.side.parameters().values()):
+        if not are_finite(p.tensor for p in self.side.parameters().values()):
             raise self._diverged("A parameter", round)
         if not self.compares_aggregated:
             self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
-        message = self.side.upload(round)
+        message = self.upload(round)
         if not message.is_finite():
             raise self._diverged("The upload", round)
         upload = self._serialise("up", message, exchange)
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
+
+    def upload(self, exchange: int) -> Message:
+        """Return the method's upload of an exchange, copied to the CPU."""
+        return self.side.upload(exchange).on_host()
 
     def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
         """Apply a download and return the client's upload, in a phase without training.

@@ -26,7 +26,7 @@ class ServerPart:
 
     Args:
         config: The run.
-        base: The run's base, possibly without weights.
+        base: The run's base without weights, on the meta device.
         clients: The names of the clients.
         own: The data of the server itself; None if the server has no model.
         folder: The run folder.

@@ -33,5 +33,5 @@ def answer_losses(base: Base, model: PreTrainedModel, samples: Examples, batch: 
     with autocast(base.precision, base.device.type):
         for chosen in samples.starts.diff().argsort(stable=True).split(batch):
             losses = token_losses(model, *samples.batch(chosen).to(base.device))
-            nats[chosen] = losses.sum(1, dtype=torch.float64).cpu()
+            nats[chosen] = losses.cpu().sum(1, dtype=torch.float64)
     return finite(nats, samples.lengths)

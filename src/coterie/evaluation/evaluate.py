@@ -20,6 +20,7 @@ from coterie.evaluation.generation import generate_answers
 from coterie.evaluation.metrics import METRICS, metric_named
 from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.losses.tokens import Batch, logits_in_pieces, token_losses
+from coterie.messages.host import copied_to_host
 
 
 @dataclass(frozen=True)
@@ -220,12 +221,13 @@ def top_logits(base: Base, batch: Batch, k: int, at_once: int) -> tuple[Tensor, 
         for part in batch.to(base.device).split(at_once):
             for logits in logits_in_pieces(base.model, part._replace(counted=_last(part))):
                 ids = logits.topk(k).indices.sort().values
-                logits_and_ids.append((logits.gather(-1, ids).float().cpu(), ids.cpu()))
+                logits_and_ids.append(copied_to_host([logits.gather(-1, ids).float(), ids]))
     values, ids = zip(*logits_and_ids, strict=True)
     return torch.cat(values), torch.cat(ids)
 
 
 def _last(batch: Batch) -> Tensor:
     """Return a mask of each sample's last input token, as a bool tensor shaped (batch, time)."""
-    real = torch.ones_like(batch.ids[:, 1:], dtype=torch.bool) if batch.real is None else batch.real
+    everything = torch.ones(batch.ids[:, 1:].shape, dtype=torch.bool)
+    real = everything if batch.real is None else batch.real
     return real & (real.cumsum(1) == real.sum(1, keepdim=True))

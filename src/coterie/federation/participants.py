@@ -387,12 +387,11 @@ def server_context(
 
     Args:
         config: The run.
-        base: The run's base, whose tensors may be on the meta device. Any adapter is detached.
+        base: The run's base without weights, on the meta device.
         clients: The names of the clients.
         server: The server's data and base; None if the server has no model of its own.
         log: Called with each metric of the server.
     """
-    detach(base)
     context = None
     if server is not None:
         assert server.base is not None, "a server that has its own model needs a loaded base"

@@ -65,7 +65,7 @@ class Rewards(NamedTuple):
         Returns:
             The mean rewards `chosen` and `rejected`, the mean `margin`, and the `accuracy`.
         """
-        values = torch.cat([part.values.cpu().double() for part in parts])
+        values = torch.cat([part.values.double() for part in parts])
         rewards = Rewards(values, torch.cat([part.rounding for part in parts]))
         chosen, rejected = values.unbind(1)
         return {

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from coterie.bases.devices import moved
 from coterie.bases.padding import real_tokens
 from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
@@ -36,9 +37,15 @@ class Batch(NamedTuple):
     ids: Tensor
     """The token ids, shaped (batch, time + 1), int64."""
     counted: Tensor | None = None
-    """A (batch, time) mask of tokens in ids[:, 1:] that count for the loss; None selects all."""
+    """A (batch, time) mask of tokens in ids[:, 1:] that count for the loss; None selects all.
+
+    The mask is on the CPU.
+    """
     real: Tensor | None = None
-    """A (batch, time) mask of tokens in ids[:, :-1] that are not padding; None selects all."""
+    """A (batch, time) mask of tokens in ids[:, :-1] that are not padding; None selects all.
+
+    The mask is on the CPU.
+    """
 
     @property
     def terms(self) -> int:
@@ -46,8 +53,11 @@ class Batch(NamedTuple):
         return self.ids[:, 1:].numel() if self.counted is None else int(self.counted.sum())
 
     def to(self, device: torch.device) -> Self:
-        """Return the batch with all of its tensors on a device."""
-        return self._make(None if part is None else part.to(device) for part in self)
+        """Return the batch with its token ids on a device.
+
+        The masks stay on the CPU: the number of tokens that they select is needed there.
+        """
+        return self._replace(ids=moved(self.ids, device))
 
     def by_length(self) -> Self:
         """Return the samples sorted by ascending length. A batch without padding is unchanged."""
@@ -66,7 +76,7 @@ class Batch(NamedTuple):
         Yields:
             For each piece, the row numbers of its samples in this batch, and the piece itself.
         """
-        all_rows = torch.arange(len(self.ids), device=self.ids.device)
+        all_rows = torch.arange(len(self.ids))
         if self.counted is None or self.real is None:
             yield all_rows, self
             return
@@ -77,12 +87,18 @@ class Batch(NamedTuple):
             order = all_rows
         for start, end in zip([0, *ends], ends, strict=False):
             rows, time = order[start:end], ascending[end - 1]
-            counted, real = self.counted[rows, :time], self.real[rows, :time]
-            yield rows, type(self)(self.ids[rows, : time + 1], counted, real)
+            piece = self.only(rows)
+            assert piece.counted is not None
+            assert piece.real is not None
+            counted, real = piece.counted[:, :time], piece.real[:, :time]
+            yield rows, type(self)(piece.ids[:, : time + 1], counted, real)
 
     def only(self, rows: Tensor | slice) -> Self:
         """Return a batch of the samples selected by `rows`, which are row numbers or a slice."""
-        return self._make(None if part is None else part[rows] for part in self)
+        counted, real = (None if mask is None else mask[rows] for mask in self[1:])
+        if isinstance(rows, Tensor):
+            rows = moved(rows, self.ids.device)
+        return type(self)(self.ids[rows], counted, real)
 
     def split(self, size: int) -> Iterator[Self]:
         """Split the batch into consecutive batches of at most `size` samples."""
@@ -211,7 +227,8 @@ def _all_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
     losses = _hard_losses(model, batch)
     if batch.counted is None:
         return losses.view(batch.ids[:, 1:].shape)
-    return losses.new_zeros(batch.counted.shape).masked_scatter(batch.counted, losses)
+    mask = moved(batch.counted, losses.device)
+    return losses.new_zeros(mask.shape).masked_scatter(mask, losses)
 
 
 def _hard_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -316,8 +333,13 @@ def _pieces(hidden: Tensor, weight: Tensor) -> int:
 
 
 def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
-    """Select the rows of a (batch * time, ...) tensor where `counted` is True; None selects all."""
-    return rows if counted is None else rows[counted.flatten()]
+    """Select the rows of a (batch * time, ...) tensor where `counted` is True; None selects all.
+
+    The selection is by number: with a mask, a GPU would have to report the number of rows.
+    """
+    if counted is None:
+        return rows
+    return rows[moved(counted.flatten().nonzero()[:, 0], rows.device)]
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -362,8 +384,7 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     Returns:
         Values shaped (tokens, dim) for the tokens that count for the loss, in the batch's order.
     """
-    numbers = torch.arange(batch.ids[:, 1:].numel(), device=batch.ids.device)
-    numbers = numbers.view_as(batch.ids[:, 1:])
+    numbers = torch.arange(batch.ids[:, 1:].numel()).view(batch.ids[:, 1:].shape)
     parts: list[Tensor] = []
     places: list[Tensor] = []
     cost = PIECE_COST.get(batch.ids.device.type, PIECE_COST["cuda"])
@@ -373,7 +394,9 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
         values = values.to(batch.ids.device)  # the last layer may be on another device
         parts.append(_select_counted(values.flatten(0, 1), piece.counted))
         places.append(_select_counted(numbers[rows, : values.shape[1]].flatten(), piece.counted))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(places).argsort()]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)[moved(torch.cat(places).argsort(), batch.ids.device)]
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:

@@ -15,12 +15,12 @@ from typing import Any, Self
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
 from coterie.files import check_nesting, parse_json
 from coterie.messages.formats import check_format, version_fields
+from coterie.messages.host import are_finite, copied_to_host, on_host
 
 Json = Any
 Tensors = Mapping[str, Tensor]
@@ -135,18 +135,9 @@ def without(value: Json, key: str) -> Any:
     return value
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of any dtype contains only finite numbers."""
-    if not tensor.numel():  # torch cannot compute with some shapes of empty tensors
-        return True
-    # torch.isfinite supports only some 8-bit floats; float32 represents all of them exactly.
-    wide = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-    return bool(torch.isfinite(wide).all())
-
-
 def _are_finite(values: Mapping[str, Json], *all_groups: Groups) -> bool:
     tensors = (t for groups in all_groups for group in groups.values() for t in group.values())
-    return all(map(is_finite, tensors)) and _has_finite_numbers(values)
+    return are_finite(tensors) and _has_finite_numbers(values)
 
 
 def _has_finite_numbers(value: object) -> bool:
@@ -231,6 +222,18 @@ class Message:
                 for name, tensor in tensors.items():
                     yield peer, group, name, tensor
 
+    def on_host(self) -> Self:
+        """Return a copy whose tensors are detached and on the CPU; see `host.on_host`."""
+        located = list(self.tensors())
+        hosted = copied_to_host([tensor for *_, tensor in located])
+        groups: dict[str | None, dict[str, dict[str, Tensor]]] = {
+            peer: {group: {} for group in groups}
+            for peer, groups in ((None, self.groups), *self.peers.items())
+        }
+        for (peer, group, name, _), tensor in zip(located, hosted, strict=True):
+            groups[peer][group][name] = tensor
+        return replace(self, groups=groups.pop(None), peers=groups)
+
     def is_finite(self) -> bool:
         """Return whether all numbers in tensors and values are finite."""
         return _are_finite(self.values, self.groups, *self.peers.values())
@@ -297,7 +300,8 @@ def _pack(by_path: Mapping[tuple[str, ...], Groups], header: dict[str, Json]) ->
             prefix = ":".join((*path, group))
             assert all(map(NAME.fullmatch, (*path, group))), prefix
             for name, tensor in tensors.items():
-                keyed[f"{prefix}/{name}"] = tensor.detach().cpu().contiguous()
+                keyed[f"{prefix}/{name}"] = tensor
+    keyed = {key: tensor.contiguous() for key, tensor in on_host(keyed).items()}
     text = json.dumps(version_fields() | header, allow_nan=False, sort_keys=True)
     return safetensors.torch.save(keyed, {"coterie": text})
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from coterie.messages.message import Json, Message, MessageError, Tensors, is_finite
+from coterie.messages.host import are_finite
+from coterie.messages.message import Json, Message, MessageError, Tensors
 
 Way = Literal["hello", "up", "down"]
 Reduce = Literal["mean", "rows", "each"]
@@ -117,7 +118,7 @@ class Schema:
                     f"The tensor {name!r} ({dtype}) of the group {group!r} may not be sent: the "
                     f"method's schema does not declare it for `{way}` messages."
                 )
-            if not is_finite(tensor):
+            if not are_finite([tensor]):
                 raise MessageError(
                     f"The tensor {name!r} of the group {group!r} contains non-finite values."
                 )

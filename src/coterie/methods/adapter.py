@@ -17,6 +17,7 @@ from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, traine
 from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages.host import on_host
 from coterie.messages.names import ROUTING
 from coterie.methods.contract import (
     ClientContext,
@@ -245,7 +246,7 @@ class AdapterClient(ClientSide, Generic[M]):
 
     def train(self, exchange: int) -> None:
         self.training.round(exchange)
-        for layer, weights in self.adapter.routing().items():
+        for layer, weights in on_host(self.adapter.routing()).items():
             self.context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
 
     def upload(self, exchange: int) -> Message:

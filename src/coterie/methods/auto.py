@@ -37,7 +37,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from coterie.adapters import Parameter, Role
@@ -57,6 +56,7 @@ from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss
 from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Json, Message, Schema, State, Tensors, check_shapes
+from coterie.messages.host import on_host
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.comigs import Mixture
@@ -167,7 +167,7 @@ class AutoClient(AdapterClient[Auto]):
         data, log = replace(data, validation=routers), lambda *metric: self._logged.append(metric)
         super().__init__(method, replace(context, data=data, log=log))
         self.judged = self.adapter.tensors(method.judges)
-        self.initial = copied(self.judged)
+        self.initial = {n: t.clone() for n, t in on_host(self.judged).items()}
         self.buffers |= {"mean": copied(self.shared), "own": copied(self.shared)}
         """mean: the shared parameters after the last download. own: those before that download."""
         self.row: Row = {}
@@ -254,17 +254,18 @@ class AutoClient(AdapterClient[Auto]):
     def _judge(self, peers: Mapping[ClientId, Tensors], sizes: Mapping[ClientId, float]) -> None:
         """Determine the weights, from other clients' pairs and numbers of training tokens."""
         name = self.context.name
-        pairs = dict(sorted({**peers, name: copied(self.judged)}.items()))
+        pairs = dict(sorted({**peers, name: on_host(self.judged)}.items()))
         changes = [
-            {n: tensors[n].to(start.device) - start for n, start in self.initial.items()}
+            {n: tensors[n] - start for n, start in self.initial.items()}
             for tensors in pairs.values()
         ]
         shares = shares_of({n: self.tokens if n == name else sizes[n] for n in pairs})
         weights = with_no_change(shares).tolist()[:-1]
-        with torch.no_grad():
-            for n, parameter in self.judged.items():
-                steps = [w * change[n] for w, change in zip(weights, changes, strict=True)]
-                parameter.copy_(self.initial[n] + sum(steps))
+        mean = {
+            n: start + sum(w * change[n] for w, change in zip(weights, changes, strict=True))
+            for n, start in self.initial.items()
+        }
+        copy(mean, self.judged)
         self.adapter.require_grad(self.method.judges)
         slopes = sample_slopes(self.context, self.model(), self.judging, self.judged, changes)
         self.row = row_from_slopes(shares, slopes, self.method.trust, name)

@@ -32,6 +32,7 @@ from coterie.bases.precision import autocast
 from coterie.data.windows import sample_batch
 from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Message, MessageError, Schema, State, Tensors, check_shapes
+from coterie.messages.host import copied_to_host
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient, AdapterServer
 from coterie.methods.averaging import FedIT
@@ -102,7 +103,8 @@ class CoBoClient(AdapterClient[CoBo]):
         check_shapes(download["mean"], shapes if sum(weights.values()) else {})
         for peer in download.peers:
             check_shapes(download.from_peer(peer)["adapter"], shapes)
-        self.mean, self.weight = download["mean"], sum(weights.values())
+        self.mean = {n: t.to(self.shared[n].device) for n, t in download["mean"].items()}
+        self.weight = sum(weights.values())
         self.peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         self.context.log(TRUST, weights)
 
@@ -139,7 +141,7 @@ class CoBoClient(AdapterClient[CoBo]):
             ):
                 loss, _ = part.to(base.device).loss(model)
             gradients = torch.autograd.grad(loss * (part.terms / batch.terms), tensors)
-            total += torch.cat([gradient.flatten().cpu() for gradient in gradients])
+            total += torch.cat([g.flatten() for g in copied_to_host(gradients)])
         return total
 
     def distance(self) -> Tensor:
@@ -147,10 +149,7 @@ class CoBoClient(AdapterClient[CoBo]):
         device = self.context.base.device
         if not self.weight:
             return torch.zeros((), device=device)
-        squares = [
-            (x - self.mean[n].to(x.device)).square().sum().to(device)
-            for n, x in self.shared.items()
-        ]
+        squares = [(x - self.mean[n]).square().sum().to(device) for n, x in self.shared.items()]
         return self.method.proximity / 2 * self.weight * torch.stack(squares).sum()
 
     def upload(self, exchange: int) -> Message:

@@ -68,7 +68,8 @@ class RunFacts:
 class ServerContext:
     """The data and settings that the server-side object of a method receives.
 
-    The attribute `base` is the run's base, which may have no weights (meta tensors).
+    The attribute `base` is the run's base without weights, on the meta device. Parameters that are
+    created beside it are on the CPU.
     """
 
     seed: int

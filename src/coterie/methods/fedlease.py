@@ -22,6 +22,7 @@ from coterie.aggregation.context import Rows
 from coterie.bases.sites import QUERY_VALUE
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages.host import on_host
 from coterie.messages.names import ROUTING
 from coterie.methods.contract import ClientContext, ClientId, Method, ServerContext
 from coterie.methods.settings import Attention, LoraAlpha
@@ -122,7 +123,7 @@ class FedLeaseClient(ClientSide):
         rate = learning_rate(context.training, context.rounds)
         level = Level("joint", lambda p: p.expert in (None, own), "train", rate)
         LocalTraining(context, self.adapter, [level]).round(exchange)
-        for layer, weights in self.adapter.routing().items():
+        for layer, weights in on_host(self.adapter.routing()).items():
             context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
 
     def upload(self, exchange: int) -> Message:

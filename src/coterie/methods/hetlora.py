@@ -18,9 +18,7 @@ from coterie.methods.ranks import (
     RankClient,
     RankMethod,
     RankServer,
-    present_rank,
     pruned_rank,
-    tail,
     weighted_tails,
 )
 from coterie.methods.sides import Holders
@@ -97,34 +95,33 @@ class HetLoraClient(RankClient[HetLora]):
     def receive(self, download: Message) -> None:
         experts = dict(download["experts"])
         check_shapes(experts, _shrunk(experts, shapes_of(self.shared), self.pairs))
-        for a, b in self.pairs.items():
+        for a, rank in self.present_ranks().items():
+            b = self.pairs[a]
             # If an upload was lost, the server may still send the rank from before the pruning.
-            rank = present_rank(self.shared[a])
             A, B = experts[a][:rank], experts[b][:, :rank]
             missing = len(self.shared[a]) - len(A)
             experts[a], experts[b] = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
         super().receive(replace(download, groups={**download.groups, "experts": experts}))
 
     def train(self, exchange: int) -> None:
-        before = {a: self._tail(a) for a in self.pairs}
+        gamma, self.ranks = self.method.gamma, self.present_ranks()
+        before = self.tails(gamma).tolist()
         super().train(exchange)
-        for a in self.pairs:
-            if self._tail(a) < before[a]:
-                self._zero_from(pruned_rank(present_rank(self.shared[a]), self.method.gamma), a)
-        parameters = [self.parameters()[a] for a in self.pairs]
-        ranks = {f"{p.role}.{p.expert}/{p.path}": present_rank(p.tensor) for p in parameters}
-        self.context.log(RANK, ranks)
+        after = self.tails(gamma).tolist()
+        for (a, rank), old, new in zip(self.ranks.items(), before, after, strict=True):
+            if new < old:
+                self._zero_from(pruned_rank(rank, gamma), a)
+        parameters = self.parameters()
+        described = {a: f"{p.role}.{p.expert}/{p.path}" for a, p in parameters.items()}
+        self.context.log(RANK, {described[a]: r for a, r in self.present_ranks().items()})
 
     def upload(self, exchange: int) -> Message:
         upload = super().upload(exchange)
         experts = dict(upload["experts"])
-        for a, b in self.pairs.items():
-            rank = present_rank(self.shared[a])
+        for a, rank in self.present_ranks().items():
+            b = self.pairs[a]
             experts[a], experts[b] = experts[a][:rank].clone(), experts[b][:, :rank].clone()
         return replace(upload, groups={**upload.groups, "experts": experts})
-
-    def _tail(self, a: str) -> float:
-        return tail(self.shared[a], self.shared[self.pairs[a]], self.method.gamma).item()
 
     @torch.no_grad()
     def _zero_from(self, rank: int, a: str) -> None:

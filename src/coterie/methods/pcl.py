@@ -145,10 +145,9 @@ class PCLWeights(PCL):
     trusted: Trusted = Trusted()
 
     def row(self, client: "PCLClient", rounds: int, uploads: Uploads) -> Row:
-        by_columns = self.form == "released"
+        by_columns, own = self.form == "released", uploads[client.context.name]["adapter"]
         similarities = {
-            name: cosine(client.shared, upload["adapter"], by_columns)
-            for name, upload in uploads.items()
+            name: cosine(own, upload["adapter"], by_columns) for name, upload in uploads.items()
         }
         return self.trusted.row(client.context.name, similarities)
 
@@ -294,7 +293,7 @@ class PCLClient(AdapterClient[PCL]):
             return
         name, rounds = self.context.name, download.round
         peers = {peer: download.from_peer(peer) for peer in download.peers}
-        own = self._exchanged(rounds)
+        own = self._exchanged(rounds).on_host()
         uploads = dict(sorted({name: own, **peers}.items()))
         for upload in uploads.values():
             for group in {*upload.groups, *own.groups}:

@@ -22,6 +22,7 @@ from coterie.aggregation.weights import TOKENS
 from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages.host import on_host
 from coterie.methods.adapter import DESCRIPTIONS, AdapterClient, AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
@@ -46,6 +47,25 @@ class RankClient(AdapterClient[R], Generic[R]):
     def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parameters())}
+        self.ranks: dict[str, int] = {}
+        """The rank of each pair at the start of local training, by the name of the pair's A."""
+
+    def train(self, exchange: int) -> None:
+        self.ranks = self.present_ranks()
+        super().train(exchange)
+
+    def present_ranks(self) -> dict[str, int]:
+        """Return the current rank of each pair, by the name of the pair's A."""
+        As = on_host({a: self.shared[a] for a in self.pairs})
+        return {name: present_rank(A) for name, A in As.items()}
+
+    def tails(self, gamma: float) -> Tensor:
+        """Return the size of each pair's tail (see `tail`), shaped (pairs,), with a gradient."""
+        device, sizes = self.context.base.device, []
+        for a, rank in self.ranks.items():
+            size = tail(self.shared[a], self.shared[self.pairs[a]], pruned_rank(rank, gamma))
+            sizes.append(size.to(device))
+        return torch.stack(sizes)
 
     def receive(self, download: Message) -> None:
         shared = {**download["adapter"], **download["experts"]}
@@ -268,39 +288,31 @@ def pruned_rank(rank: int, gamma: float) -> int:
     return max(1, math.floor(gamma * rank))
 
 
-def tail(A: Tensor, B: Tensor, gamma: float) -> Tensor:
+def tail(A: Tensor, B: Tensor, rank: int) -> Tensor:
     """Compute `||B_tail||_F ||A_tail||_F`, the size of a LoRA pair's tail.
 
-    The tail consists of the rows of A and the columns of B with an index of at least
-    `pruned_rank(rank, gamma)`. Here `rank` is the pair's current rank. If the pair has already been
-    pruned, its current rank is lower than the number r of A's rows, because pruned rows remain in A
-    as zeros.
+    The tail consists of the rows of A and the columns of B with an index of at least `rank`. If the
+    pair has already been pruned, pruned rows remain in A as zeros.
 
     Args:
         A: The pair's A, shaped (r, in).
         B: The pair's B, shaped (out, r).
-        gamma: The fraction of the current rank that does not belong to the tail.
+        rank: The rank of the pair without its tail.
 
     Returns:
         A scalar.
     """
-    rank = pruned_rank(present_rank(A), gamma)
     return torch.linalg.norm(B[:, rank:]) * torch.linalg.norm(A[rank:])
 
 
 def weighted_tails(client: AdapterClient, gamma: float, weight: float) -> Penalty:
     """Return a function that computes HetLoRA's penalty.
 
-    The penalty is `weight` times the sum of `tail(A, B, gamma)` over all LoRA pairs of the client's
-    shared experts.
+    The penalty is `weight` times the sum of the tails of all LoRA pairs of the client's shared
+    experts.
     """
-    pairs = [(a.tensor, b.tensor) for a, b in expert_pairs(client.adapter.parameters())]
-
-    def tails() -> Tensor:
-        device = client.context.base.device
-        return weight * torch.stack([tail(A, B, gamma).to(device) for A, B in pairs]).sum()
-
-    return tails
+    assert isinstance(client, RankClient), "only RankClient knows the ranks of its pairs"
+    return lambda: weight * client.tails(gamma).sum()
 
 
 def present_rank(A: Tensor) -> int:

@@ -111,7 +111,8 @@ def site(run: RunConfig, name: str, out: Path) -> Site:
     spec = run.base_of(name)
     base = spec.name if is_local(spec.name) else None
     adapter = None if spec.adapter is None else str(root / spec.adapter)
-    return Site(name, texts, out, base=base, public=public, adapter=adapter)
+    local = {"base": base, "public": public, "adapter": adapter, "device": run.device}
+    return Site(name, texts, out, **local)
 
 
 def workers(run: RunConfig, out: Path) -> dict[str, Worker]:

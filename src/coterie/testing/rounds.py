@@ -66,9 +66,8 @@ def up(local: LocalRun, name: str, round: int) -> Message:
         name: The client's name.
         round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
     """
-    return local.schema.receive(
-        "up", local.clients.part(name)._serialise("up", local.clients[name].upload(round))
-    )
+    part = local.clients.part(name)
+    return local.schema.receive("up", part._serialise("up", part.upload(round)))
 
 
 def step(local: LocalRun, name: str, round: int, download: Message | None = None) -> Message:

@@ -15,6 +15,7 @@ from coterie.bases import Base
 from coterie.bases.precision import autocast
 from coterie.data.split import AnyBatch
 from coterie.losses.tokens import hidden_states
+from coterie.messages.host import copied_to_host
 
 
 @torch.no_grad()
@@ -85,5 +86,5 @@ def _sums(
     with adapter.recording() as recording, autocast(base.precision, base.device.type):
         for part in samples.read.to(base.device).split(batch):
             hidden_states(model, part)
-    sums = {path: tensor.cpu() for path, tensor in recording.sums.items()}
-    return sums, recording.counts.cpu()
+    *sums, counts = copied_to_host([*recording.sums.values(), recording.counts])
+    return dict(zip(recording.sums, sums, strict=True)), counts

@@ -7,9 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.bases import Base
+from coterie.bases.devices import moved
 from coterie.bases.precision import autocast
 from coterie.data.examples import Examples
 from coterie.losses.tokens import logits_in_pieces
+from coterie.messages.host import copied_to_host
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ def predictions(
     with autocast(base.precision, base.device.type):
         for chosen in order.split(batch):
             part = samples.batch(chosen)
-            targets = part.ids[:, 1:][part.counted].to(base.device)
+            targets = moved(part.ids[:, 1:][part.counted], base.device)
             for logits in logits_in_pieces(model, part.to(base.device)):
                 target, targets = targets.split([len(logits), len(targets) - len(logits)])
                 most_likely = _most_likely(logits, target, k, len(base.tokenizer))
-                results.append([tensor.cpu() for tensor in most_likely])
+                results.append(copied_to_host(most_likely))
             spans = zip(firsts[chosen].tolist(), lengths[chosen].tolist(), strict=True)
             positions += [torch.arange(start, start + length) for start, length in spans]
     # Restore the order of the samples, which were sorted by length.

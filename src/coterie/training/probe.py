@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from coterie.bases.precision import autocast
 from coterie.data.split import AnyBatch, Split
 from coterie.messages import Tensors
+from coterie.messages.host import on_host
 from coterie.training.context import ClientContext
 
 
@@ -67,7 +68,8 @@ def sample_slopes(
         batch: The samples.
         parameters: The parameters with respect to which derivatives are computed, at their current
             values. They must require gradients.
-        directions: For each direction, a mapping from every parameter's name to a tensor.
+        directions: For each direction, a mapping from every parameter's name to a tensor on the
+            CPU. The products with the gradients are computed there, in float64.
 
     Returns:
         A float64 tensor shaped (samples, directions).
@@ -77,13 +79,10 @@ def sample_slopes(
         with autocast(base.precision, base.device.type):
             loss, _ = sample.to(base.device).loss(model)
         gradients = torch.autograd.grad(loss, [*parameters.values()])
-        by_name = dict(zip(parameters, gradients, strict=True))
+        by_name = on_host(dict(zip(parameters, gradients, strict=True)))
         rows.append([_product(by_name, direction) for direction in directions])
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def _product(a: Tensors, b: Tensors) -> float:
-    return sum(
-        (tensor.double() * b[name].to(tensor.device).double()).sum().item()
-        for name, tensor in a.items()
-    )
+    return sum((tensor.double() * b[name].double()).sum().item() for name, tensor in a.items())

@@ -85,7 +85,14 @@ class Updater:
         self.adapter.require_grad(lambda p: self.selects(p) or self.leaves(p))
         try:
             with enough_memory("a training step", self._memory_settings):
-                shares = [self._add_gradient(p, p.terms / terms, penalty, where) for p in pieces]
+                losses = [self._add_gradient(p, p.terms / terms, penalty) for p in pieces]
+                # A GPU waits whenever a value is read: read all values at once, and at the end.
+                values: list[list[float]] = torch.stack(losses).tolist()
+            if not all(math.isfinite(value) for pair in values for value in pair):
+                raise Diverged(
+                    f"The loss of {self.context.name!r} is not finite {where}; a lower "
+                    "training.learning_rate may help."
+                )
         except CoterieError:
             self.optimiser.zero_grad()  # discards the gradients of earlier pieces
             raise
@@ -95,28 +102,27 @@ class Updater:
             group["lr"] = learning_rate
         self.optimiser.step()
         self.optimiser.zero_grad()
-        return sum(shares)
+        pairs = zip(pieces, values, strict=True)
+        return sum(loss * (piece.terms / terms) for piece, (loss, _) in pairs)
 
-    def _add_gradient(
-        self, piece: Piece, share: float, penalty: Penalty | None, where: str
-    ) -> float:
-        """Add a piece's contribution to the gradients, and return its contribution to the loss.
+    def _add_gradient(self, piece: Piece, share: float, penalty: Penalty | None) -> Tensor:
+        """Add a piece's contribution to the gradients.
 
-        Both contributions are multiplied by `share`, the piece's share of the batch's tokens or
-        pairs.
+        Args:
+            piece: The piece.
+            share: The piece's share of the batch's tokens or pairs, by which gradients are
+                multiplied.
+            penalty: A function that returns a penalty; None for no penalty.
+
+        Returns:
+            The loss without and with the penalty, shaped (2,), on the device of the loss.
         """
         base = self.context.base
         with autocast(base.precision, base.device.type):
             loss = piece.loss()
             total = loss if penalty is None else loss + penalty().to(loss.device)
         (total * share).backward()
-        # Check only after the backward pass: reading the value makes a GPU wait.
-        if not math.isfinite(total.item()):
-            raise Diverged(
-                f"The loss of {self.context.name!r} is not finite {where}; a lower "
-                "training.learning_rate may help."
-            )
-        return loss.item() * share
+        return torch.stack([loss.detach(), total.detach().to(loss.dtype)])
 
     def _memory_settings(self) -> list[str]:
         """Return texts that name settings with which a training step needs less memory.

@@ -154,11 +154,13 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]
     including the token that ends the answer.
 
     Returns:
-        The loss, a scalar with a gradient; and the rewards of the answers, without gradients.
+        The loss, a scalar with a gradient; and the rewards of the answers, without gradients, on
+        the CPU. If the model is on a GPU, the rewards are complete as soon as the loss was read.
     """
     pair_rewards = rewards(-sample_losses(model, batch.rows).view(-1, 2), batch.reference)
     loss = preference_losses(pair_rewards.values, batch.reference.label_smoothing).mean()
-    return loss, pair_rewards._replace(values=pair_rewards.values.detach())
+    values = pair_rewards.values.detach().to("cpu", non_blocking=True)
+    return loss, pair_rewards._replace(values=values)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from coterie.adapters import AmoleAdapter, Parameter, of_roles
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
+from coterie.messages.host import on_host
 from coterie.messages.names import ROUTING
 from coterie.methods.contract import ClientContext, ClientSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
@@ -86,7 +87,7 @@ class FedAMoLEClient(ClientSide):
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
         LocalTraining(context, adapter, [level]).round(exchange)
-        for layer, weights in adapter.routing().items():
+        for layer, weights in on_host(adapter.routing()).items():
             context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
         self.means = self._means(exchange) if self.settings.chooses else {}
 

@@ -1,0 +1,41 @@
+"""The test device, and small runs on it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import device
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+if device.SUPPORTED:
+    device.register()
+
+
+@pytest.fixture(autouse=True)
+def _supported() -> None:
+    if not device.SUPPORTED:
+        pytest.skip("this PyTorch cannot be given a device that is written in Python")
+
+
+@pytest.fixture(autouse=True)
+def _plain_attention() -> Iterator[None]:
+    """Compute attention with plain matrix products, as the test device does.
+
+    On a CPU, PyTorch otherwise uses a fused kernel, whose rounding differs.
+    """
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.fixture(params=device.PLACES)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A value of the key `device`, which the test device takes the place of."""
+    with device.using(monkeypatch, float64=request.param != "mps"):
+        yield device.PLACES[request.param]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The key `device` for a run on one test device."""
+    with device.using(monkeypatch):
+        yield "cuda"

@@ -1,0 +1,426 @@
+"""A device for tests that computes on the CPU and refuses what a GPU refuses.
+
+A tensor on this device holds a CPU tensor, with which operations are computed, so results have the
+same bits as on the CPU. As on a GPU, an operation fails if its tensors are on different devices, or
+if it draws from a generator of another device. Every read of a value on the host, which makes a GPU
+wait, is counted with the line of Coterie that caused it.
+
+The device uses PyTorch's experimental interface for devices that are written in Python.
+"""
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+import coterie.bases.devices
+
+NAME = "testgpu"
+"""The type of the device; the run file of a test calls the devices cuda:0 and cuda:1, or mps."""
+COUNT = 2
+PLACES: dict[str, Any] = {"one device": "cuda", "two devices": ("cuda:0", "cuda:1"), "mps": "mps"}
+"""Values of the key `device` of a run file; `mps` stands for a device without float64."""
+SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+"""Whether this PyTorch can be given a device that is written in Python (from 2.10 on)."""
+aten = torch.ops.aten
+COPIES = {aten._to_copy.default, aten.copy_.default}
+READS = (
+    *("_local_scalar_dense.", "nonzero.", "masked_select.", "equal.", "is_nonzero.", "bincount."),
+    *("unique", "_unique", "repeat_interleave.Tensor"),
+)
+"""Operations that read values on the host, or whose result's size depends on values."""
+COMPOSITE = {"silu_backward": aten.silu_backward.default}
+"""Operations that PyTorch divides into others on devices that do not implement them."""
+IN_BF16 = {
+    "linear": (aten.linear.default,),
+    "matmul": (aten.matmul.default,),
+    "mm": (aten.mm.default,),
+    "bmm": (aten.bmm.default,),
+    "addmm": (aten.addmm.default,),
+    "baddbmm": (aten.baddbmm.default,),
+    "scaled_dot_product_attention": (aten.scaled_dot_product_attention.default,),
+}
+"""Operations that autocast computes in bf16 on a CPU, and that Coterie's models use."""
+
+
+@dataclass
+class Counts:
+    """Transfers between the host and the device."""
+
+    reads: Counter[str] = field(default_factory=Counter)
+    """The number of reads of values on the host, by the line that caused them."""
+    writes: Counter[str] = field(default_factory=Counter)
+    """The number of copies to the device for which the host waits, by line."""
+
+
+@dataclass
+class Rules:
+    """Properties of the device that tests change."""
+
+    available: bool = False
+    float64: bool = True
+    explicit: bool = True
+    """Whether a device is given for tensors that are created."""
+    counts: Counts | None = None
+    """The counts in which transfers are recorded; None to record nothing."""
+
+
+RULES = Rules()
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the test device, whose values are in a tensor on the host."""
+
+    host: Tensor
+    index: int | None
+    """The number of the device; None for a tensor that PyTorch created inside an operation, and
+    that may be used on each device."""
+
+    @staticmethod
+    def __new__(
+        cls, host: Tensor, index: int | None = None, requires_grad: bool = False
+    ) -> "DeviceTensor":
+        if isinstance(host, DeviceTensor):  # Accelerate calls the class of a parameter like this
+            return nn.Parameter(host, requires_grad)  # pyright: ignore
+        if host.dtype == torch.float64 and not RULES.float64:
+            raise TypeError(f"The device {NAME} does not support float64.")
+        tensor = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=torch.device(NAME, 0),  # autograd knows one device of this type
+        )
+        tensor.host, tensor.index = host, index
+        return tensor
+
+    def __init__(
+        self, host: Tensor, index: int | None = None, requires_grad: bool = False
+    ) -> None: ...
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore
+        return torch.device(NAME, self.index or 0)
+
+    def to(self, *args: Any, **named: Any) -> Tensor:
+        other = args[0] if args and isinstance(args[0], Tensor) else None
+        copy = named.pop("copy", False)
+        if other is not None:
+            device, dtype, waits = other.device, other.dtype, False
+        else:
+            device, dtype, waits, _ = torch._C._nn._parse_to(*args, **named)
+        if device is None or device.type != NAME or (device.index or 0) == self.index:
+            named = {"non_blocking": waits, "copy": copy}
+            if device is not None and device.type == NAME:
+                device = None
+            if device is None:
+                return super().to(dtype or self.dtype, **named)
+            return super().to(device, dtype or self.dtype, **named)
+        moved = _Move.apply(self, device.index or 0)
+        assert isinstance(moved, Tensor)
+        if isinstance(self, nn.Parameter) and not torch.is_grad_enabled():
+            moved._is_param = True  # for Accelerate, which moves parameters while it loads a base
+        return moved if dtype is None else moved.to(dtype)
+
+    def __repr__(self) -> str:  # pyright: ignore
+        return f"{self.device}: {self.host!r}"
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def tolist(self) -> Any:
+        _count_read()
+        return self.host.tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {NAME} device type tensor to numpy")
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Move(torch.autograd.Function):
+    """A copy from one test device to another one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeviceTensor, index: int) -> Tensor:
+        ctx.index = tensor.index
+        return DeviceTensor(tensor.host.clone(), index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return DeviceTensor(grads[0].host.clone(), ctx.index), None
+
+
+class _Explicit(TorchFunctionMode):
+    """Tells tensors that Coterie or Transformers create on a device from those of PyTorch.
+
+    `torch.tensor` cannot create tensors on a device that is written in Python.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, before = kwargs or {}, RULES.explicit
+        given = any(isinstance(argument, torch.device | str) for argument in args[1:])
+        RULES.explicit = given or kwargs.get("device") is not None
+        try:
+            if func is torch.tensor and RULES.explicit:
+                device = kwargs.pop("device")
+                return torch.tensor(*args, **kwargs).to(device)
+            return func(*args, **kwargs)
+        finally:
+            RULES.explicit = before
+
+
+_CPUGenerator = torch.Generator
+
+
+class Generator(torch.Generator):
+    """A generator whose device may be the test device."""
+
+    devices: ClassVar[dict[int, int]] = {}
+    """The number of the device of each generator that is on the test device, by its address."""
+    index: int | None
+
+    def __new__(cls, device: Any = "cpu") -> "Generator":
+        device = torch.device(device)
+        generator = super().__new__(cls, "cpu" if device.type == NAME else device)
+        generator.index = (device.index or 0) if device.type == NAME else None
+        if generator.index is not None:
+            cls.devices[generator._cdata] = generator.index
+            weakref.finalize(generator, cls.devices.pop, generator._cdata)
+        return generator
+
+    def __init__(self, device: Any = "cpu") -> None: ...
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore
+        return super().device if self.index is None else torch.device(NAME, self.index)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the CPU tensors, after the checks that a GPU makes."""
+    leaves, spec = tree_flatten((args, kwargs))
+    wrapped = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+    target = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    _check_devices(func, leaves, wrapped)
+    _count(func, args, kwargs, target)
+    by_id = {id(tensor.host): tensor for tensor in wrapped}
+    plain_args, plain_kwargs = tree_unflatten([_on_host(leaf) for leaf in leaves], spec)
+    result = func(*plain_args, **plain_kwargs)
+    if func is aten.copy_.default:
+        return args[0]
+    if target is not None and target.type != NAME:
+        return result
+    index = next((t.index for t in wrapped if t.index is not None), None)
+    if target is not None and RULES.explicit:
+        index = target.index or 0
+
+    def wrap(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DeviceTensor):
+            return tensor
+        return by_id[id(tensor)] if id(tensor) in by_id else DeviceTensor(tensor, index)
+
+    return tree_map_only(Tensor, wrap, result)
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, DeviceTensor):
+        return leaf.host
+    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == NAME else leaf
+
+
+def _check_devices(func: Any, leaves: list[Any], wrapped: list[DeviceTensor]) -> None:
+    """Raise RuntimeError unless all tensors and generators are on one device.
+
+    As on a GPU, tensors without dimensions, and indices, may be on the CPU.
+    """
+    if func in COPIES:
+        return
+    devices = {tensor.index for tensor in wrapped if tensor.index is not None}
+    for leaf in leaves:
+        if isinstance(leaf, _CPUGenerator):
+            index = Generator.devices.get(leaf._cdata)
+            if index is None or devices - {index}:
+                raise RuntimeError(f"Expected a {NAME!r} device type for generator ({func})")
+        elif _is_on_host(leaf) and leaf.dim():
+            is_index = "index" in func.__name__ and not leaf.dtype.is_floating_point
+            devices |= set() if is_index else {-1}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found {sorted(devices)}, where "
+            f"-1 is the CPU ({func})"
+        )
+
+
+def _count(func: Any, args: Any, kwargs: dict[str, Any], target: torch.device | None) -> None:
+    """Count an operation if the host waits for it."""
+    if RULES.counts is None:
+        return
+    to_host = target is not None and target.type != NAME
+    if func is aten.copy_.default:
+        to_host, source = not isinstance(args[0], DeviceTensor), args[1]
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+    else:
+        source, waits = args[0] if args else None, not kwargs.get("non_blocking", False)
+    mask = "index" in func.__name__ and any(
+        isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)
+        for i in tree_flatten(args[1:])[0]
+    )
+    if mask or func.__name__.startswith(READS) or (func in COPIES and to_host and waits):
+        _count_read()
+    elif func in COPIES and _is_on_host(source) and source.dim():
+        RULES.counts.writes[_line()] += waits or not getattr(source, "pinned", False)
+
+
+def _is_on_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DeviceTensor)
+
+
+def _count_read() -> None:
+    if RULES.counts is not None:
+        RULES.counts.reads[_line()] += 1
+
+
+def _line() -> str:
+    """Return the innermost line of Coterie on the stack, with its function."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/coterie/" in frame.filename:
+            return f"{frame.filename.partition('/coterie/')[2]}:{frame.lineno} {frame.name}"
+    return "elsewhere"
+
+
+class _Module:
+    """What `torch.cuda` is for a GPU."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def is_available(self) -> bool:
+        return RULES.available
+
+    def device_count(self) -> int:
+        return COUNT
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def set_device(self, device: Any) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Register the device, once per process, and before the process's first backward pass.
+
+    In its first backward pass, PyTorch starts a thread for each device that it knows.
+    """
+    if _libraries:
+        return
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(_run_op, "PrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    operations = torch.library.Library("aten", "IMPL")
+    for name, op in COMPOSITE.items():
+        operations.impl(name, partial(_run_op, op), "PrivateUse1")
+    for name, (op,) in IN_BF16.items():
+        operations.impl(name, _in_bf16(op), "AutocastPrivateUse1")
+    _libraries.extend((everything, operations))
+
+
+def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(NAME, enabled=False):
+        return op(*args, **kwargs)
+
+
+def _run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return _run(op, args, kwargs)
+
+
+def _in_bf16(op: Any) -> Callable[..., Any]:
+    """Return an operation that casts floating-point tensors to autocast's dtype first."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(torch.get_autocast_dtype(NAME)) if eligible else tensor
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return _without_autocast(op, *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def using(patch: pytest.MonkeyPatch, *, float64: bool = True) -> Iterator[None]:
+    """Let run files name the test device: as cuda, cuda:0 and cuda:1, or as mps.
+
+    Args:
+        patch: The fixture.
+        float64: Whether the device supports float64.
+    """
+
+    def device(name: str) -> torch.device:
+        kind, _, index = name.partition(":")
+        return torch.device(kind) if kind == "cpu" else torch.device(NAME, int(index or 0))
+
+    def pinned(tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        copy.pinned = True  # pyright: ignore
+        return copy
+
+    with patch.context() as inner:
+        inner.setattr(coterie.bases.devices, "_device", device)
+        inner.setattr(torch, "Generator", Generator)
+        inner.setattr(Tensor, "pin_memory", pinned)
+        inner.setattr(RULES, "available", True)
+        inner.setattr(RULES, "float64", float64)
+        with _Explicit():
+            yield
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """Count transfers between the host and the device."""
+    RULES.counts = counts = Counts()
+    try:
+        yield counts
+    finally:
+        RULES.counts = None
