@@ -138,6 +138,15 @@ class DeviceTensor(Tensor):
     def __repr__(self) -> str:  # pyright: ignore
         return f"{self.device}: {self.host!r}"
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore
+        return self.detach()
+
+    @data.setter
+    def data(self, value: "DeviceTensor") -> None:  # pyright: ignore
+        Tensor.data.__set__(self, value)  # pyright: ignore
+        self.host, self.index = value.host, value.index
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from coterie.bases.devices import moved
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -91,7 +93,7 @@ def rewards(logprobs: Tensor, reference: Reference) -> Rewards:
         The rewards, with a gradient if `logprobs` has one.
     """
     # Convert before moving: some devices have no float64.
-    reference_logprobs = reference.logprobs.to(logprobs.dtype).to(logprobs.device)
+    reference_logprobs = moved(reference.logprobs.to(logprobs.dtype), logprobs.device)
     return Rewards(reference.beta * (logprobs - reference_logprobs), reference.rounding)
 
 

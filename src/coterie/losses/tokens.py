@@ -21,6 +21,7 @@ from coterie.bases.devices import moved
 from coterie.bases.padding import real_tokens
 from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
+from coterie.bases.unpacked import one_sequence_per_row
 
 LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
 """The largest number of logits computed at once on each device type (24 million take 96 MB)."""
@@ -389,7 +390,7 @@ def _in_pieces(compute: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     places: list[Tensor] = []
     cost = PIECE_COST.get(batch.ids.device.type, PIECE_COST["cuda"])
     for rows, piece in batch.pieces(cost):
-        with real_tokens(piece.real, goes_on=bool(parts)):
+        with real_tokens(piece.real, goes_on=bool(parts)), one_sequence_per_row():
             values = compute(piece.ids[:, :-1])
         values = values.to(batch.ids.device)  # the last layer may be on another device
         parts.append(_select_counted(values.flatten(0, 1), piece.counted))

@@ -47,7 +47,7 @@ class RankClient(AdapterClient[R], Generic[R]):
     def __init__(self, method: R, context: ClientContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.adapter.parameters())}
-        self.ranks: dict[str, int] = {}
+        self.ranks = self.present_ranks()
         """The rank of each pair at the start of local training, by the name of the pair's A."""
 
     def train(self, exchange: int) -> None:

@@ -1,0 +1,136 @@
+"""How often values are read on the host: a GPU waits for each read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device import Counts, counting
+from every_method import METHODS, run_of, some
+
+from coterie.config.run import parse
+from coterie.evaluation.evaluate import evaluate
+from coterie.messages import Message
+from coterie.testing.rounds import down, joined, one_round
+
+TRAINED = [name for name in METHODS if name not in ("pretrained", "llm2slm")]
+TWICE = ("ditto", "feddpa")
+"""Methods whose clients train two adapters in each step."""
+
+
+def counted(action: Callable[[], Any]) -> Counts:
+    with counting() as counts:
+        action()
+    return counts
+
+
+def opened(run: Any) -> tuple[Any, str]:
+    """A run whose first client has applied its first download, and the client's name."""
+    local = joined(run)
+    client = next(iter(local.clients))
+    local.open(0, list(local.clients))
+    local.clients[client].receive(down(local, client))
+    return local, client
+
+
+def reads_of_two_steps(make: Callable[..., Any]) -> int:
+    """The difference between the reads of a round of six steps and of a round of four.
+
+    The first steps differ from the others, for example because optimisers are created.
+    """
+    reads = []
+    for steps in (4, 6):
+        local, client = opened(make(steps))
+        reads.append(counted(lambda: local.clients[client].train(0)).reads.total())  # noqa: B023
+    return reads[1] - reads[0]
+
+
+@pytest.mark.parametrize("name", some({"fedavg", "auto", "hetlora, ranks"}, TRAINED))
+def test_a_training_step_reads_one_value(name, values, teachers, gpu) -> None:
+    def run(steps: int) -> Any:
+        training = {"steps": steps, "batch": 2, "precision": "fp32"}
+        return run_of(METHODS[name], values, teachers, device=gpu, training=training)
+
+    assert reads_of_two_steps(run) == (4 if METHODS[name]["name"] in TWICE else 2)
+
+
+@pytest.fixture(params=["text", "instructions", "messages", "preferences"])
+def kind(request, values, questions, talks, opinions, gpu) -> Callable[..., Any]:
+    """A function that returns a run of FedAvg on one kind of data."""
+    folder = {"instructions": questions, "messages": talks, "preferences": opinions}
+    data: dict[str, Any] = {"window": 40, "limits": {"validation": 4, "test": 4}}
+    changes: dict[str, Any] = {}
+    if request.param != "text":
+        names = ("diarist", "poet")
+        changes = {
+            "data_root": str(folder[request.param]),
+            "clients": [{"name": name, "path": f"{name}.jsonl"} for name in names],
+        }
+        spec = {"template": "{{ instruction }}?"} if request.param == "instructions" else True
+        data[request.param] = spec
+    else:
+        data["limits"] = {"train": 2000, "validation": 400, "test": 400}
+
+    def run(steps: int = 2, **training: Any) -> Any:
+        training = {"steps": steps, "batch": 4, "precision": "fp32", **training}
+        return parse(values(method="fedavg", device=gpu, data=data, training=training, **changes))
+
+    return run
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_a_step_on_any_kind_of_data_reads_one_value(kind, micro_batch) -> None:
+    assert reads_of_two_steps(lambda steps: kind(steps, micro_batch=micro_batch)) == 2
+
+
+def test_batches_are_copied_to_the_device_without_waiting(kind) -> None:
+    local, client = opened(kind())
+    counts = counted(lambda: local.clients[client].train(0))
+    assert not counts.writes.total(), counts.writes
+
+
+def test_a_batch_of_an_evaluation_is_read_once(kind) -> None:
+    local, client = opened(kind())
+    part = local.clients.part(client)
+    [test] = part.participant.tests.values()
+    model, batches = part.side.model(), []
+    for batch in (1, 2):
+        rows = evaluate(part.base, model, test, 40, batch).item_nats.numel()
+        reads = counted(lambda: evaluate(part.base, model, test, 40, batch)).reads  # noqa: B023
+        batches.append((reads.total(), -(-rows // batch)))
+    assert all(reads == count for reads, count in batches), batches
+
+
+@pytest.mark.parametrize("name", some({"comigs-1g1s", "pcl-1", "hetlora, ranks"}, TRAINED))
+def test_a_message_is_copied_at_once(name, values, teachers, gpu) -> None:
+    """An upload, and the state of a checkpoint, take one transfer for each dtype."""
+    local, client = opened(run_of(METHODS[name], values, teachers, device=gpu))
+    part = local.clients.part(client)
+    part.side.train(0)
+    upload = part.side.upload(0)
+    kinds = {tensor.dtype for *_, tensor in upload.tensors() if tensor.device.type != "cpu"}
+    assert counted(upload.on_host).reads.total() == len(kinds)
+    assert counted(upload.on_host().encode).reads.total() == 0
+    state = part.side.state()
+    assert counted(state.encode).reads.total() == 1
+
+
+def test_a_download_is_read_on_the_host_alone(values, teachers, gpu) -> None:
+    local, client = opened(run_of(METHODS["fedavg"], values, teachers, device=gpu))
+    data = local.download(client)
+    assert counted(lambda: Message.decode(data)).reads.total() == 0
+    assert counted(lambda: local.clients[client].receive(down(local, client))).reads.total() == 0
+
+
+def test_a_trial_of_auto_reads_each_sample_once(values, teachers, gpu) -> None:
+    """The slopes of a sample along the changes of all peers are computed from one copy."""
+    run = run_of(METHODS["auto"], values, teachers, device=gpu, rounds=4)
+    local = joined(run)
+    one_round(local, 0)
+    client = next(iter(local.clients))
+    side = local.clients[client]
+    download = down(local, client)
+    samples = len(list(side.judging.split(1)))
+    compared = 2 * len(list(side.judging.split(2)))  # the losses of two models
+    reads = counted(lambda: side.receive(download)).reads
+    assert download.peers
+    assert reads.total() == 1 + samples + compared, reads
