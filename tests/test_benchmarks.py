@@ -1,4 +1,4 @@
-"""The benchmark of overhead, that of GPUs on the CPU, and what compares two commits' results."""
+"""The benchmarks of overhead, of light clients and, on the CPU, of GPUs; and `same.py`."""
 
 import importlib.util
 import json
@@ -13,12 +13,13 @@ from ports import free_port
 from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SMALL = ["gpu.py", "--device", "cpu", "--small", "--weights", "bf16", "--no-compile"]
+GPU_PAGE = FOLDER.parent / "docs" / "results" / "gpu.md"
+SMALL = ["gpu.py", "--device", "cpu", "--small"]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return benchmark("gpu", monkeypatch)
+def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("gpu_steps", monkeypatch)
 
 
 def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -47,50 +48,130 @@ def test_the_overhead_of_comigs_is_the_papers(monkeypatch: pytest.MonkeyPatch) -
     assert round(2 * ours.sent / 2**20, 2) == 1.41
 
 
-@pytest.mark.thorough
-def test_it_measures_on_a_cpu_too(gpu, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", [*SMALL, "--json", str(tmp_path / "found.json")])
+def rows_of(page: str) -> list[list[str]]:
+    """Return the cells of all rows in a page's tables, without the heads."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    rules = {number for number, line in enumerate(lines) if line.startswith("| ---")}
+    rows = [line for n, line in enumerate(lines) if not {n, n + 1} & rules]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+@pytest.mark.slow
+def test_all_checks_of_a_gpu_run_on_a_cpu(tmp_path, monkeypatch) -> None:
+    gpu = benchmark("gpu", monkeypatch)
+    record, page = tmp_path / "record.json", tmp_path / "gpu.md"
+    monkeypatch.setattr(sys, "argv", [*SMALL, "--json", str(record), "--out", str(page)])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that the test restores it
     gpu.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["who"] for row in found["rows"]] == ["Coterie", "PEFT"]
-    assert all(row["tokens_per_second"] > 0 and not row["note"] for row in found["rows"])
-    works = {check["what"]: check["works"] for check in found["checks"]}
-    fused = works.pop("fused attention, small, bf16")
-    assert not fused, "a short window on a CPU has plain products"
-    assert len(works) == 4
-    assert all(works.values())
-    assert "small, bf16" in capsys.readouterr().out
+    figures = json.loads(record.read_text())
+    assert [row["contestant"] for row in figures["rows"]] == ["Coterie", "PEFT"] * 2
+    assert all(row["tokens_per_second"] > 0 for row in figures["rows"])
+    checks = {check["name"]: check for check in figures["checks"]}
+    assert not checks.pop("fused attention, small, bf16")["works"], "a CPU has plain products"
+    for name in ("two devices", "memory of `coterie base`"):
+        check = checks.pop(name)
+        assert (check["result"], check["works"]) == ("not run: no GPU", None)
+    assert len(checks) == len(gpu.CHECKS) - 2
+    assert all(check["works"] for check in checks.values()), checks
+    text = page.read_text()
+    assert f"Device: CPU. PyTorch: {torch.__version__}." in text
+    assert len(rows_of(text)) == 4 + 1 + len(gpu.CHECKS)
 
 
-def test_a_step_that_fails_is_a_note(gpu) -> None:
+def test_without_a_gpu_every_row_of_the_page_says_not_run(tmp_path, monkeypatch, capsys) -> None:
+    gpu = benchmark("gpu", monkeypatch)
+    page = tmp_path / "gpu.md"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(page)])
+    gpu.main()
+    text = page.read_text()
+    rows = rows_of(text)
+    assert len(rows) == 2 * 2 * 4 + 2 * 2 + len(gpu.CHECKS)
+    assert all("not run" in row for row in rows)
+    assert gpu.ABSENT in text
+    assert gpu.ABSENT in capsys.readouterr().out
+    committed = rows_of(GPU_PAGE.read_text(encoding="utf-8"))
+    assert [row[0] for row in committed] == [row[0] for row in rows], "write the page again"
+
+
+def test_a_check_that_fails_is_a_row(tmp_path, monkeypatch) -> None:
+    checks = benchmark("gpu_checks", monkeypatch)
+    place = checks.Place(tmp_path, torch.device("cpu"), tmp_path, 32)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("a | b\nand more")
+
+    failed = checks.outcome_of("resume", fail, place)
+    assert (failed.result, failed.works) == ("fails: RuntimeError: a / b", False)
+    assert checks.outcome_of("two", checks.divide_base, place).result == "not run: no GPU"
+
+
+def test_a_machine_with_one_gpu_divides_no_base(tmp_path, monkeypatch) -> None:
+    checks = benchmark("gpu_checks", monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    place = checks.Place(tmp_path, torch.device("cuda"), tmp_path, 32)
+    assert checks.outcome_of("two", checks.divide_base, place).result == "not run: one GPU"
+
+
+@pytest.mark.parametrize(("times", "works"), [(1.1, True), (2, False)])
+def test_the_estimated_memory_is_compared_with_the_peak_on_a_gpu(
+    times, works, tmp_path, monkeypatch
+) -> None:
+    """Replace the run and PyTorch's figures, because no test has a GPU."""
+    checks = benchmark("gpu_checks", monkeypatch)
+    place = checks.Place(tmp_path, torch.device("cuda"), Path("tiny-llama"), 32)
+    need = checks.need_of(checks.parse(place.settings(checks.COMIGS, **place.large())), "client-00")
+    monkeypatch.setattr(checks.coterie, "run", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: int(times * need.memory))
+    check = checks.outcome_of("memory", checks.estimate_memory, place)
+    assert check.works == works
+    assert check.result.endswith(f"ratio {1 / times:.2f}")
+
+
+def test_a_base_that_cannot_be_made_is_a_row(steps, tmp_path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(steps, "make_base", fail)
+    cpu = torch.device("cpu")
+    rows, kernel = steps.compare_with_peft(tmp_path / "8b", "nf4", steps.SMALL, cpu)
+    assert {row.note for row in rows} == {"fails: OSError: No space left on device"}
+    assert len(rows) == 4
+    assert not kernel.works
+
+
+def test_a_step_that_fails_is_a_note(steps) -> None:
     def fail() -> None:
         raise NotImplementedError("no such kernel\nand more")
 
-    cpu = gpu.torch.device("cpu")
-    steps = {"Coterie": fail, "PEFT": lambda: None}
+    functions = {"Coterie": fail, "PEFT": lambda: None}
     pair = {
-        name: gpu.Contestant(lambda s=step: gpu.Steps(s, gpu.nn.Identity(), 1), cpu)
-        for name, step in steps.items()
+        name: steps.Contestant(
+            lambda s=step: steps.Steps(s, torch.nn.Identity(), 1), torch.device("cpu")
+        )
+        for name, step in functions.items()
     }
-    kernel = gpu.attention(pair["Coterie"], "1b")
+    kernel = steps.attention(pair["Coterie"], "1b")
     assert not kernel.works
-    assert kernel.found == "fails: NotImplementedError: no such kernel"
-    failed, took = gpu.measured("1b", "nf4", pair, gpu.SMALL, False)
+    assert kernel.result == "fails: NotImplementedError: no such kernel"
+    rows = list(steps.measured("1b", "nf4", pair, steps.SMALL))
+    failed, measured, *_ = rows
     assert failed.note == "fails: NotImplementedError: no such kernel"
     assert failed.tokens_per_second is None
-    assert took.tokens_per_second > 0
-    gpu.show_all([failed, took], [], gpu.SMALL, "CPU")
+    assert measured.tokens_per_second > 0
+    assert [steps.cells(row, rows)[-1] for row in rows] == [row.note for row in rows]
 
 
-def test_a_peak_is_a_contestant_s_own(gpu, monkeypatch) -> None:
-    """A GPU of 1,000 bytes, of which another holds 300."""
+def test_a_contestants_peak_excludes_the_memory_of_the_other(steps, monkeypatch) -> None:
+    """On a GPU of 1,000 bytes, another contestant holds 300 bytes, and later 100 more."""
     now, highest = [300], [0]
 
     def hold(count: int, most: int) -> None:
         highest[0] = max(highest[0], now[0] + most)
         now[0] += count
 
-    made = gpu.Steps(lambda: hold(10, 50), gpu.nn.Identity(), 1)
+    made = steps.Steps(lambda: hold(10, 50), torch.nn.Identity(), 1)
 
     def make() -> object:
         hold(200, 200)
@@ -102,12 +183,12 @@ def test_a_peak_is_a_contestant_s_own(gpu, monkeypatch) -> None:
         "reset_peak_memory_stats": lambda _: highest.__setitem__(0, now[0]),
         "synchronize": lambda _: None,
     }.items():
-        monkeypatch.setattr(gpu.torch.cuda, name, answer)
-    one = gpu.Contestant(make, gpu.torch.device("cuda"))
-    assert one.held == 200
-    hold(100, 100)  # another's
-    assert one.turn()[1] == 250
-    assert one.turn()[1] == 260
+        monkeypatch.setattr(torch.cuda, name, answer)
+    contestant = steps.Contestant(make, torch.device("cuda"))
+    assert contestant.held == 200
+    hold(100, 100)
+    assert contestant.measure()[1] == 250
+    assert contestant.measure()[1] == 260
 
 
 @pytest.mark.slow
