@@ -83,7 +83,7 @@ class DeviceTensor(Tensor):
     """A tensor on the test device, whose values are in a tensor on the host."""
 
     host: Tensor
-    index: int | None
+    number: int | None
     """The number of the device; None for a tensor that PyTorch created inside an operation, and
     that may be used on each device."""
 
@@ -104,7 +104,7 @@ class DeviceTensor(Tensor):
             layout=host.layout,
             device=torch.device(NAME, 0),  # autograd knows one device of this type
         )
-        tensor.host, tensor.index = host, index
+        tensor.host, tensor.number = host, index
         return tensor
 
     def __init__(
@@ -113,7 +113,7 @@ class DeviceTensor(Tensor):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore
-        return torch.device(NAME, self.index or 0)
+        return torch.device(NAME, self.number or 0)
 
     def to(self, *args: Any, **named: Any) -> Tensor:
         other = args[0] if args and isinstance(args[0], Tensor) else None
@@ -121,8 +121,8 @@ class DeviceTensor(Tensor):
         if other is not None:
             device, dtype, waits = other.device, other.dtype, False
         else:
-            device, dtype, waits, _ = torch._C._nn._parse_to(*args, **named)
-        if device is None or device.type != NAME or (device.index or 0) == self.index:
+            device, dtype, waits, _ = torch._C._nn._parse_to(*args, **named)  # pyright: ignore
+        if device is None or device.type != NAME or (device.index or 0) == self.number:
             named = {"non_blocking": waits, "copy": copy}
             if device is not None and device.type == NAME:
                 device = None
@@ -145,7 +145,7 @@ class DeviceTensor(Tensor):
     @data.setter
     def data(self, value: "DeviceTensor") -> None:  # pyright: ignore
         Tensor.data.__set__(self, value)  # pyright: ignore
-        self.host, self.index = value.host, value.index
+        self.host, self.number = value.host, value.number
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
@@ -169,12 +169,12 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DeviceTensor, index: int) -> Tensor:
-        ctx.index = tensor.index
+        ctx.number = tensor.number
         return DeviceTensor(tensor.host.clone(), index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return DeviceTensor(grads[0].host.clone(), ctx.index), None
+        return DeviceTensor(grads[0].host.clone(), ctx.number), None
 
 
 class _Explicit(TorchFunctionMode):
@@ -210,7 +210,7 @@ class Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
         device = torch.device(device)
-        generator = super().__new__(cls, "cpu" if device.type == NAME else device)
+        generator = super().__new__(cls, "cpu" if device.type == NAME else device)  # pyright: ignore
         generator.index = (device.index or 0) if device.type == NAME else None
         if generator.index is not None:
             cls.devices[generator._cdata] = generator.index
@@ -238,7 +238,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if target is not None and target.type != NAME:
         return result
-    index = next((t.index for t in wrapped if t.index is not None), None)
+    index = next((t.number for t in wrapped if t.number is not None), None)
     if target is not None and RULES.explicit:
         index = target.index or 0
 
@@ -263,10 +263,10 @@ def _check_devices(func: Any, leaves: list[Any], wrapped: list[DeviceTensor]) ->
     """
     if func in COPIES:
         return
-    devices = {tensor.index for tensor in wrapped if tensor.index is not None}
+    devices = {tensor.number for tensor in wrapped if tensor.number is not None}
     for leaf in leaves:
         if isinstance(leaf, _CPUGenerator):
-            index = Generator.devices.get(leaf._cdata)
+            index = Generator.devices.get(leaf._cdata)  # pyright: ignore
             if index is None or devices - {index}:
                 raise RuntimeError(f"Expected a {NAME!r} device type for generator ({func})")
         elif _is_on_host(leaf) and leaf.dim():
@@ -295,7 +295,7 @@ def _count(func: Any, args: Any, kwargs: dict[str, Any], target: torch.device | 
     )
     if mask or func.__name__.startswith(READS) or (func in COPIES and to_host and waits):
         _count_read()
-    elif func in COPIES and _is_on_host(source) and source.dim():
+    elif func in COPIES and source is not None and _is_on_host(source) and source.dim():
         RULES.counts.writes[_line()] += waits or not getattr(source, "pinned", False)
 
 

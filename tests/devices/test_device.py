@@ -15,7 +15,7 @@ class TestTheDevice:
     @pytest.mark.parametrize("other", ["cpu", f"{NAME}:1"])
     def test_tensors_on_different_devices_are_refused(self, other) -> None:
         with pytest.raises(RuntimeError, match="same device"):
-            on(0, 3) + torch.ones(3).to(torch.device(other))
+            _ = on(0, 3) + torch.ones(3).to(torch.device(other))
 
     def test_a_scalar_and_an_index_may_be_on_the_cpu(self) -> None:
         assert (on(0, 3) + torch.ones(()))[torch.tensor([0, 2])].tolist() == [2, 2]

@@ -127,7 +127,7 @@ def test_a_trial_of_auto_reads_each_sample_once(values, teachers, gpu) -> None:
     local = joined(run)
     one_round(local, 0)
     client = next(iter(local.clients))
-    side = local.clients[client]
+    side: Any = local.clients[client]
     download = down(local, client)
     samples = len(list(side.judging.split(1)))
     compared = 2 * len(list(side.judging.split(2)))  # the losses of two models

@@ -264,6 +264,7 @@ def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:
             expected += np.linalg.norm(B[:, 2:4]) * np.linalg.norm(A[2:4])
         else:
             expected += np.linalg.norm(B[:, 4:]) * np.linalg.norm(A[4:])
+    client.ranks = client.present_ranks()  # as at the start of local training
     assert penalty().item() == pytest.approx(0.01 * expected, rel=1e-5)
     assert [pruned_rank(rank, 0.6) for rank in (1, 2, 7, 10)] == [1, 1, 4, 6]
 

@@ -246,7 +246,7 @@ def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
     tensor = tensor.double()
     if start is None or start.dim() != tensor.dim():
         return tensor
-    start = start[tuple(slice(size) for size in tensor.shape)]
+    start = start.detach()[tuple(slice(size) for size in tensor.shape)]
     return tensor - start.double() if start.shape == tensor.shape else tensor
 
 
