@@ -1,8 +1,11 @@
-"""What `coterie base` estimates that a client needs, beside what a run takes.
+"""The memory that `coterie base` computes for a client, beside the measured memory of a run.
 
-Three bases with random weights: GPT-2's shape in fp32, Qwen2.5-0.5B's and Llama-3.2-1B's in bf16. A
-run of one client, two rounds of two steps through the public API, has a fresh process; its peak is
-that of the whole process (Linux's ru_maxrss).
+The bases are SmolLM2-135M, and three bases with random weights: GPT-2's shape in fp32, and the
+shapes of Qwen2.5-0.5B and Llama-3.2-1B in bf16. Each row is a run of one client, two rounds of two
+steps through the public API, in a fresh process. The measured peak is the peak of the whole process
+(Linux's ru_maxrss).
+
+`--papers` prints the computed table of docs/use/bases.md instead, and measures nothing.
 """
 
 from pathlib import Path
@@ -14,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import coterie
-from coterie.analysis.need import need_of
+from coterie.analysis.need import Need, need_of
+from coterie.bases.gguf import SMOLLM2
 from coterie.config.run import parse
 
 SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,12 +37,19 @@ SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-STEPS = {"gpt2": (128, 8), "qwen-0.5b": (512, 2), "llama-1b": (128, 2)}
-"""Window and batch, by base."""
+STEPS = {
+    "smollm2-135m": (256, 4),
+    "gpt2": (128, 8),
+    "qwen-0.5b": (512, 2),
+    "llama-1b": (128, 2),
+}
+"""The window and the batch, by base."""
 
 
 def make(folder: Path, name: str) -> None:
-    """Save a base with random weights."""
+    """Save a base with random weights, unless the base exists already."""
+    if name == SMOLLM2:
+        return
     if name == "llama-1b":
         make_base(folder, "1b")
         return
@@ -51,14 +62,22 @@ def run_of(folder: Path, name: str) -> dict[str, Any]:
     window, batch = STEPS[name]
     (folder / "anna.txt").write_text("the sea was calm and no one knew which way to go. " * 8000)
     return {
-        "base": str(folder / name),
+        "base": name if name == SMOLLM2 else str(folder / name),
         "data_root": str(folder),
         "clients": [{"name": "anna", "path": "anna.txt"}],
+        "method": "comigs-1g1s",
         "rounds": 2,
         "data": {"window": window, "limits": {"train": 20_000, "validation": 2000, "test": 2000}},
         "training": {"batch": batch, "steps": 2},
         "evaluation": {"batch": 2, "keep": "last"},
     }
+
+
+def computed(run: dict[str, Any]) -> Need:
+    """Return the needs of the run's client."""
+    need = need_of(parse(run), "anna")
+    assert need is not None, "the needs of this method are known"
+    return need
 
 
 def measured(run: dict[str, Any], out: Path) -> tuple[int, int]:
@@ -74,15 +93,14 @@ def main() -> None:
     parser.add_argument("--bases", nargs="*", default=[*STEPS], choices=[*STEPS])
     options = parser.parse_args()
     logging.disable_progress_bar()
-    columns = ("base", "tokens at once", "estimate (MiB)", "measured (MiB)", "ratio")
+    columns = ("base", "tokens at once", "computed (MiB)", "measured (MiB)", "ratio")
     rows = []
     for name in options.bases:
         with TemporaryDirectory() as place:
             folder = Path(place)
             fresh(make, folder / name, name)
             run = run_of(folder, name)
-            need = need_of(parse(run), "anna")
-            assert need is not None
+            need = fresh(computed, run)
             imports, most = fresh(measured, run, folder / "run")
         estimate, (window, batch) = imports + need.memory, STEPS[name]
         figures = (f"{estimate / MIB:,.0f}", f"{most / MIB:,.0f}", f"{estimate / most:.2f}")

@@ -240,7 +240,7 @@ def base(
     base_keys = [] if is_run else [f"data_root={Path.cwd()}", f"base={base_or_run}"]
     values = read_values(file if is_run else None, [*base_keys, *(settings or ())])
     config = load_with_any_text(values)
-    from coterie.analysis.need import base_table, coverage_table, need_tables
+    from coterie.analysis.base_tables import base_table, coverage_table, need_tables
 
     clients = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
