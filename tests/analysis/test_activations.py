@@ -121,6 +121,18 @@ def test_a_step_and_scoring_need_what_tensors_hold(case, tmp_path) -> None:
     check(run_on(base, method=method, data={"window": window}, **batches))
 
 
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
+def test_full_fine_tuning_needs_what_tensors_hold(kind, tmp_path) -> None:
+    """The measured peak includes some gradients, which a need counts with the adapter."""
+    base = write(tmp_path / kind, kind, "bfloat16")
+    config = run_on(base, method="local-full", data={"window": 64}, training={"batch": 8})
+    step, _ = held(config)
+    need = need_of(config, "anna")
+    assert need is not None
+    gradients = need.adapter / 4
+    assert 0.9 * need.step < step < 1.1 * (need.step + gradients)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(20))
 def test_random_shapes_need_what_tensors_hold(seed, tmp_path) -> None:

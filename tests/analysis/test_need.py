@@ -88,7 +88,7 @@ def test_what_is_frozen_has_neither_gradients_nor_moments(config) -> None:
     assert half.adapter < whole.adapter
 
 
-UNKNOWN = ("pretrained", "local-full", "fedprompt", "fedptuning", "fedmkt", "llm2slm")
+UNKNOWN = ("pretrained", "fedprompt", "fedptuning", "fedmkt", "llm2slm")
 FAST = ("fedavg", "hetlora", "fedamole", "fedmkt", "pcl-3", "auto", "cobo")
 
 

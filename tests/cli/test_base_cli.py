@@ -38,7 +38,7 @@ def test_a_run_is_estimated(values, tmp_path) -> None:
     text = shown(str(tmp_path / "us.yaml"), "--set", "method.mlp.placement=beside")
     assert "experts beside GPT2MLP" in text
     assert "inside" not in text
-    text = shown(str(tmp_path / "us.yaml"), "--set", "method=local-full")
+    text = shown(str(tmp_path / "us.yaml"), "--set", "method=fedprompt")
     assert "There is no estimate" in text
 
 

@@ -74,6 +74,8 @@ class Pass:
     """The type of the device, such as `cuda`."""
     quantised: str | None = None
     """The format of quantised linear layers: `int8`, `nf4` or None."""
+    full: bool = False
+    """Whether all weights of the base are trained (full fine-tuning)."""
 
     @property
     def tokens(self) -> int:
@@ -123,6 +125,8 @@ def training_bytes(model: PreTrainedModel, size: Pass, *, checkpoints: bool, sto
     gradient = hidden * (size.residual + size.working)
     backward = gradient + again + max(block.backward for block in blocks)
     final = hidden * 4  # the input of the last norm
+    if size.full:  # the sums of the weights and their differences
+        stored += size.working * sum(parameter.numel() for parameter in model.parameters())
     return int(stored + max(final + _head(model, size, gradients=True), backward))
 
 
@@ -143,6 +147,8 @@ def _head(model: PreTrainedModel, size: Pass, *, gradients: bool) -> float:
     the hidden states and their gradients for all tokens.
     """
     vocabulary = embedding_rows(model)
+    if size.full and gradients:  # all logits at once: log-probabilities and two gradients
+        return size.tokens * (12 * vocabulary + width(model) * size.working)
     at_once = LOGITS_AT_ONCE.get(size.device, LOGITS_AT_ONCE["cuda"])
     pieces = min(size.tokens, ceil(size.tokens * vocabulary / at_once))
     per_logit = 8 if size.working == 4 else 8 + size.working
@@ -171,7 +177,9 @@ def _layer(model: PreTrainedModel, layer: nn.Module, size: Pass, stores: bool) -
                 inputs.add(key)
         elif "Norm" in type(module).__name__:
             numbers = size.tokens * _normed_numbers(model, path, module)
-            total += LayerBytes(numbers * (normed if isinstance(module, nn.LayerNorm) else 4))
+            scaled = size.residual if size.full and not isinstance(module, nn.LayerNorm) else 0
+            exact = normed if isinstance(module, nn.LayerNorm) else 4
+            total += LayerBytes(numbers * (exact + scaled))
         elif "Attention" in type(module).__name__:
             total += _attention(model, size, type(module).__name__ not in NOT_UPCAST)
         elif shape := mlp_shape(module):
@@ -184,11 +192,14 @@ def _layer(model: PreTrainedModel, layer: nn.Module, size: Pass, stores: bool) -
 
 
 def _stores_input(module: nn.Module, size: Pass) -> bool:
-    """Return whether a linear layer stores its input, for a factor A or because it is in int8."""
+    """Return whether a linear layer stores its input.
+
+    It does for the gradient of a factor A or of its weight, or if its weight is in int8.
+    """
     trains_input = isinstance(module, AmoleLinear) or (
         isinstance(module, StandIn) and any(not pair.freeze_A for pair in pairs_in(module))
     )
-    return trains_input or size.quantised == "int8"
+    return trains_input or size.full or size.quantised == "int8"
 
 
 def _columns(module: nn.Module) -> int:

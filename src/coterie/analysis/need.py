@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from coterie.adapters import trained
+from coterie.adapters import detach, trained
 from coterie.analysis.activations import Pass, scoring_bytes, training_bytes
 from coterie.analysis.sizes import SENT, Sizes, bytes_in, instances_in, sizes_of, with_residuals
 from coterie.bases import Base, BaseSpec, load_skeleton, load_tokenizer
@@ -47,8 +47,6 @@ HEAP = {"cpu": 0.28}
 For a CPU, this is the mean of measurements with glibc's heap, which were between 0.22 and 0.34
 (docs/use/bases.md). For other devices, nothing was measured.
 """
-UNKNOWN_ROLES = ("weight", "prompt")
-"""Roles of parameters whose training steps are not estimated."""
 WINDOWS = 20
 """The number of windows in the text of a client whose needs are computed."""
 
@@ -152,12 +150,14 @@ class Shapes:
         cast = dtype != self.kept or spec.quantised or (self.kept, training.precision) == CAST
         numbers = sum(p.numel() for p in self.skeleton.parameters() if p.is_meta)
         model = self.side.model()
+        if self._trains_weights:  # parametrizations hide the structure of the layers
+            detach(model)
         scoring, judging = (
             scoring_bytes(model, self._size(config, count, device))
             for count in (config.evaluation.batch, training.at_once)
         )
         return Need(
-            weights=_weights(spec, self.skeleton),
+            weights=_weights(spec, model),
             pages=self.kept.itemsize * numbers if cast and device == "cpu" else 0,
             adapter=adapter,
             copies=copies,
@@ -192,7 +192,12 @@ class Shapes:
             or (device == "cpu" and half and window <= SHORT_WINDOW),
             device=device,
             quantised=quantised if quantised in QUANTISED else None,
+            full=self._trains_weights,
         )
+
+    @property
+    def _trains_weights(self) -> bool:
+        return any(p.role == "weight" for p in self.side.parameters().values())
 
 
 def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
@@ -220,7 +225,7 @@ def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
     except NotImplementedError:  # the method computes with the base's weights
         return None
     parameters = side.parameters().values()
-    if not parameters or any(p.role in UNKNOWN_ROLES for p in parameters):
+    if not parameters or any(p.role == "prompt" for p in parameters):
         return None
     if any(not isinstance(field.dtype, str) and not field.peers for field in method.schema().down):
         return None  # clients learn from predictions (FedMKT)
