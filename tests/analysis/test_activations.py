@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, small_model
 from live import LiveTensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coterie.adapters import trained
+from coterie.adapters import Adapter, Layout, trained
+from coterie.analysis.activations import Pass, is_known, training_bytes
 from coterie.analysis.need import need_of
 from coterie.bases import load_base
-from coterie.bases.precision import autocast
+from coterie.bases.precision import autocast, prepare
 from coterie.config.run import RunConfig, parse
 from coterie.data.tokens import ClientData
 from coterie.federation.participants import NOTHING, Participant, client_context
@@ -131,6 +133,39 @@ def test_full_fine_tuning_needs_what_tensors_hold(kind, tmp_path) -> None:
     assert need is not None
     gradients = need.adapter / 4
     assert 0.9 * need.step < step < 1.1 * (need.step + gradients)
+
+
+KNOWN = {
+    *("cohere", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "llama"),
+    *("mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("llama", "mixtral") else pytest.mark.thorough)
+        for name in ARCHITECTURES
+    ],
+)
+def test_architectures_have_an_estimate_or_none(name) -> None:
+    """Two layers of width 32 have many small tensors, so the tolerance is larger."""
+    model = small_model(name).to(torch.bfloat16)
+    assert is_known(model) == (name in KNOWN)
+    if name not in KNOWN:
+        return
+    prepare(model, "bf16", 48)
+    adapter = Adapter(model, Layout(), 0, "anna", lambda _: True)
+    adapter.attach(model)
+    adapter.require_grad(trained)
+    with LiveTensors() as step:
+        with autocast("bf16", "cpu"):
+            loss = language_model_loss(model, torch.zeros(8, 49, dtype=torch.long))
+        loss.backward()
+    size = Pass(8, 48, 2, 2, model.config._attn_implementation == "eager", "cpu")
+    assert training_bytes(model, size, checkpoints=False, stores=False) == pytest.approx(
+        step.peak, rel=0.15
+    )
 
 
 @pytest.mark.thorough

@@ -38,6 +38,7 @@ from coterie.bases.sites import (
     MlpShape,
     StandIn,
     children_of,
+    expert_sites,
     layers,
     mlp_shape,
     sizes,
@@ -54,6 +55,34 @@ NOT_UPCAST = ("GPT2Attention",)
 
 All other classes convert the scores to float32.
 """
+
+
+OTHER_FORMULAS = ("bloom", "falcon", "gemma4_text", "gpt_neo", "gptj")
+"""Types of models whose attention or norms store other tensors than this file counts."""
+
+
+def is_known(model: PreTrainedModel) -> bool:
+    """Return whether the formulas of this file apply to a base.
+
+    Each layer must consist of attention, an MLP of a known shape and norms. They do not apply to
+    mixtures of experts in the base, state-space blocks and linear attention, for example.
+
+    Args:
+        model: The base without an adapter.
+    """
+    if model.config.get_text_config().model_type in OTHER_FORMULAS:
+        return False
+    sites = expert_sites(model)
+    if any(shape is None or path in layers(model) for path, (_, shape) in sites.items()):
+        return False
+    containers = (
+        module
+        for layer in layers(model).values()
+        for module in layer.modules()
+        if any(isinstance(child, Linear) for child in module.children())
+    )
+    known = all("Attention" in type(m).__name__ or mlp_shape(m) for m in containers)
+    return known and len(sites) == len(layers(model)) > 0
 
 
 @dataclass(frozen=True)

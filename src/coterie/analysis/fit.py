@@ -74,7 +74,10 @@ def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]
     available = (size - CONTEXT) * (1 - SPARE)
     shapes = shapes_of(_with(config, client, "bf16", False), client)
     if shapes is None:
-        raise CoterieError(f"There is no estimate for the method {config.method.name!r}.")
+        raise CoterieError(
+            f"There is no estimate for the method {config.method.name!r} with the base "
+            f"{config.base_of(client).name}; choose another method or base, or omit --fit."
+        )
     weights: tuple[Weights, ...] = ("bf16", "int8", "nf4")
     candidates = [
         _largest(_with(config, client, kind, checkpointing), shapes, available)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters import detach, trained
-from coterie.analysis.activations import Pass, scoring_bytes, training_bytes
+from coterie.analysis.activations import Pass, is_known, scoring_bytes, training_bytes
 from coterie.analysis.sizes import SENT, Sizes, bytes_in, instances_in, sizes_of, with_residuals
 from coterie.bases import Base, BaseSpec, load_skeleton, load_tokenizer
 from coterie.bases.precision import SHORT_WINDOW, prepare
@@ -113,7 +113,8 @@ def need_of(config: RunConfig, client: ClientId, device: str = "cpu") -> Need | 
         device: The type of the client's device, such as `cuda`.
 
     Returns:
-        The needs, or None if the method's clients do more than train an adapter.
+        The needs, or None if the method's clients do more than train an adapter, or if the base has
+        blocks whose memory is unknown.
 
     Raises:
         CoterieError: If the base does not exist.
@@ -208,7 +209,7 @@ def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
         client: The client's name.
 
     Returns:
-        The objects, or None if the method's clients do more than train an adapter.
+        The objects, or None if the needs are unknown; see `need_of`.
 
     Raises:
         CoterieError: If the base does not exist.
@@ -216,6 +217,8 @@ def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
     spec, training, method = config.base_of(client), config.training_of(client), config.method
     tokenizer = load_tokenizer(spec, config.root)
     skeleton: Any = load_skeleton(spec, config.root)
+    if not is_known(skeleton):
+        return None
     kept = kept_dtype(skeleton)
     prepare(skeleton.to(_dtype(spec, kept, training)), training.precision, config.data.window)
     base = Base(skeleton, tokenizer, training.precision, torch.device("meta"))
