@@ -263,7 +263,7 @@ def _held(config: RunConfig, side: ClientSide) -> tuple[int, int, int]:
         updated = gradients = [_bytes(p.tensor for p in parameters if trained(p))]
     moments = _moments(config.training) * sum(updated)
     own = _bytes(p.tensor for p in parameters)
-    others = bytes_in(side) - own
+    others = bytes_in(side) - _bytes(p.tensor for p in parameters if not p.tensor.is_meta)
     groups = (group for _, state in side.state().walk() for group in state.groups.values())
     state = moments + _bytes(tensor for group in groups for tensor in group.values())
     best = state if config.evaluation.keep == "best" else 0
