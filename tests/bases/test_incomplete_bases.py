@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 import coterie
-from coterie.analysis.need import base_table
+from coterie.analysis.base_tables import base_table
 from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton
 from coterie.cli import app
 from coterie.errors import CoterieError

@@ -33,11 +33,12 @@ def test_a_run_is_estimated(values, tmp_path) -> None:
     assert "peak memory of one client's process" in text
     assert "training step (2 samples at once)" in text
     assert "scoring (16 windows at once)" in text
-    assert "An upload contains" in text
+    assert "largest upload of a client" in text
+    assert "run folder with all clients" in text
     text = shown(str(tmp_path / "us.yaml"), "--set", "method.mlp.placement=beside")
     assert "experts beside GPT2MLP" in text
     assert "inside" not in text
-    text = shown(str(tmp_path / "us.yaml"), "--set", "method=fedamole")
+    text = shown(str(tmp_path / "us.yaml"), "--set", "method=fedprompt")
     assert "There is no estimate" in text
 
 

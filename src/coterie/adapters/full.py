@@ -32,7 +32,7 @@ class FullAdapter(Trainable):
     Tied weights share one difference.
 
     Args:
-        base: The base; it may be on the meta device.
+        base: The base. If it is on the meta device, so are the differences, which are as large.
 
     Raises:
         CoterieError: The base is quantised.
@@ -71,4 +71,5 @@ def _zero_like(weight: nn.Parameter) -> nn.Parameter:
         raise CoterieError(
             "Quantised weights cannot be fine-tuned; remove base.weights, or train an adapter."
         )
-    return nn.Parameter(torch.zeros(weight.shape, **trained_beside(weight)))
+    options = {**trained_beside(weight), "device": weight.device}
+    return nn.Parameter(torch.zeros(weight.shape, **options))

@@ -24,6 +24,13 @@ def devices_of(device: Device) -> list[torch.device]:
     return [_device(name) for name in ([device] if isinstance(device, str) else device)]
 
 
+def device_type(device: Device) -> str:
+    """Return the type of the key `device` of a run file, even if this machine lacks the device."""
+    if device == "auto":
+        return devices_of(device)[0].type
+    return (device if isinstance(device, str) else device[0]).partition(":")[0]
+
+
 def names_of(device: Device) -> str:
     """Format the names of a run's devices for the run folder.
 

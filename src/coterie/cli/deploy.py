@@ -285,9 +285,10 @@ def terms_of(
 def _memory(config: "RunConfig", client: str) -> int | None:
     """Return the memory in bytes that a client needs for a run, or None if it is unknown."""
     from coterie.analysis.need import need_of
+    from coterie.bases.devices import device_type
 
     try:
-        need = need_of(config, client)
+        need = need_of(config, client, device_type(config.device))
     except CoterieError:  # about the base; raised again when the client joins the run
         return None
     return None if need is None else need.memory

@@ -11,6 +11,7 @@ from coterie.cli.options import RunFile, Settings
 from coterie.errors import CoterieError, imports_for, plural
 
 if TYPE_CHECKING:
+    from coterie.config.run import RunConfig
     from coterie.report.page import Section
 
 Tokenizer = Annotated[
@@ -217,6 +218,14 @@ def base(
             metavar="FOLDER", help="Convert a base in GGUF to safetensors in this folder, and exit."
         ),
     ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a GPU, such as 24GB (10^9 bytes each) or 24GiB: show only the settings "
+            "of memory with which a client fits this GPU.",
+        ),
+    ] = None,
 ) -> None:
     """Show a base, the layers that adapters cover, and the memory that a run file's clients need.
 
@@ -224,9 +233,16 @@ def base(
     tokenizer and, if the base is a folder, the headers of its weight files. A GGUF file is
     converted when it is first used; --to saves the converted base in a folder of your choice.
 
+    --fit prints candidates, and lines for the run file with the first candidate that fits: the
+    format of the weights, the numbers of samples at once, and checkpointing. For a base instead of
+    a run file, the lines are for the method auto, and for windows of 1,024 tokens or, if the base's
+    context is shorter, of this context.
+
     For example:
 
         coterie base us.yaml --set base.weights=nf4
+
+        coterie base us.yaml --fit 24GB
 
         coterie base llama.Q4_K_M.gguf --to llama
     """
@@ -240,7 +256,9 @@ def base(
     base_keys = [] if is_run else [f"data_root={Path.cwd()}", f"base={base_or_run}"]
     values = read_values(file if is_run else None, [*base_keys, *(settings or ())])
     config = load_with_any_text(values)
-    from coterie.analysis.need import base_table, coverage_table, need_tables
+    if fit is not None:
+        return _fit(config, fit, is_run)
+    from coterie.analysis.base_tables import base_table, coverage_table, need_tables
 
     clients = [client.name for client in config.clients] or ["a client"]
     for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
@@ -248,6 +266,19 @@ def base(
         terminal.console.print(base_table(spec, config), coverage)
     if is_run:
         terminal.console.print(*need_tables(config))
+
+
+def _fit(config: "RunConfig", size: str, is_run: bool) -> None:
+    """Print the settings of memory with which each base of a run fits a GPU."""
+    from coterie.analysis.fit import fitting, parsed_size, with_longest_window
+
+    memory = parsed_size(size)
+    config = config if is_run else with_longest_window(config)
+    clients = [client.name for client in config.clients] or ["a client"]
+    for name in {config.base_of(name): name for name in reversed(clients)}.values():
+        table, lines = fitting(config, name, memory)
+        terminal.console.print(table)
+        terminal.say(f"\nIn the run file:\n\n{lines}")
 
 
 def _convert(base: str, folder: Path) -> None:

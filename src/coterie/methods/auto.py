@@ -157,6 +157,8 @@ class Auto(Mixture):
 class AutoClient(AdapterClient[Auto]):
     """A client that judges other clients in trials, and sends averaging weights to the server."""
 
+    copies: ClassVar[int] = 2  # before and after training from the client's own parameters
+
     def __init__(self, method: Auto, context: ClientContext) -> None:
         data, window = context.data, context.window
         routers, judging = divided(data.validation, window, method.set_aside)

@@ -4,6 +4,7 @@ The client-side object runs where a client's data are, and the server-side objec
 """
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from transformers import PreTrainedModel
 
@@ -26,6 +27,9 @@ class ClientSide:
     in this order. After the last exchange, it calls `receive` once more. The engine does not tell
     the object when or how often the client's model is evaluated.
     """
+
+    copies: ClassVar[int] = 0
+    """The number of copies of its state that the object holds while it trains."""
 
     def hello(self) -> Message:
         """Return the message that the client sends when it joins.

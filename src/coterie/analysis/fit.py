@@ -1,0 +1,178 @@
+"""Settings of a run with which a client fits a GPU of a given size."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from coterie.analysis.need import Need, Shapes, shapes_of
+from coterie.analysis.tables import Table
+from coterie.bases import load_skeleton
+from coterie.config.run import RunConfig
+from coterie.errors import CoterieError
+from coterie.training.context import ClientId
+
+Weights = Literal["bf16", "int8", "nf4"]
+UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+WINDOW = 1024
+"""The window in tokens for which settings are found if only a base is given."""
+CONTEXT = 2**30
+"""The memory of a GPU that is set aside for the CUDA context and for libraries, in bytes."""
+SPARE = 0.1
+"""The share of the other memory that is set aside for fragmentation."""
+MARGIN = "1 GiB for CUDA and its libraries, and 10 % of the rest for fragmentation, are set aside."
+
+
+def parsed_size(text: str) -> int:
+    """Return the number of bytes of a size such as `24GB` (24 x 10^9 bytes) or `24GiB`.
+
+    Raises:
+        CoterieError: If the text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)", text.strip(), re.IGNORECASE)
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise CoterieError(f"--fit {text}: {text!r} is not a size; give a size such as 24GB.")
+    return int(float(match[1]) * unit)
+
+
+def with_longest_window(config: RunConfig) -> RunConfig:
+    """Return a run with windows of `WINDOW` tokens, or of the base's context if it is shorter."""
+    text: Any = load_skeleton(config.base, config.root).config.get_text_config()
+    window = min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW)
+    return config.model_copy(update={"data": config.data.model_copy(update={"window": window})})
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of a run, and what a client needs with them."""
+
+    config: RunConfig
+    need: Need
+    fits: bool
+
+
+def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]:
+    """Find the settings with which a client fits a GPU.
+
+    The base's weights are quantised, and activations are recomputed, only if nothing else fits.
+    Batches at once are then as large as possible. The window and `training.batch` do not change.
+
+    Args:
+        config: The run.
+        client: The client's name.
+        size: The memory of the GPU in bytes.
+
+    Returns:
+        A table of candidates, and the lines of a run file with the first one that fits.
+
+    Raises:
+        CoterieError: If the needs are unknown, or if nothing fits.
+    """
+    available = (size - CONTEXT) * (1 - SPARE)
+    shapes = shapes_of(_with(config, client, "bf16", False), client)
+    if shapes is None:
+        raise CoterieError(
+            f"There is no estimate for the method {config.method.name!r} with the base "
+            f"{config.base_of(client).name}; choose another method or base, or omit --fit."
+        )
+    weights: tuple[Weights, ...] = ("bf16", "int8", "nf4")
+    candidates = [
+        _largest(_with(config, client, kind, checkpointing), shapes, available)
+        for kind in weights
+        for checkpointing in (False, True)
+    ]
+    best = next((candidate for candidate in candidates if candidate.fits), None)
+    if best is None:
+        least = min(candidates, key=lambda candidate: candidate.need.memory)
+        needed = least.need.memory / (1 - SPARE) + CONTEXT
+        raise CoterieError(
+            f"Nothing fits {size / 1e9:,.1f} GB: a client of {config.label} on "
+            f"{config.base_of(client).name} needs at least {needed / 1e9:,.1f} GB, in "
+            f"{least.config.base_of(client).weights} with one sample at once and windows of "
+            f"{config.data.window} tokens. Choose a smaller base, or a smaller data.window."
+        )
+    return _table(config, client, candidates, size), _lines(best.config, client)
+
+
+def _with(config: RunConfig, client: ClientId, weights: Weights, checkpointing: bool) -> RunConfig:
+    """Return a run with other weights of the client's base, and with or without checkpointing."""
+    base = config.base_of(client).model_copy(update={"weights": weights})
+    training = {"checkpointing": checkpointing, "precision": "bf16"}
+    if checkpointing:
+        training["store_activations"] = False
+    return config.model_copy(
+        update={
+            "base": base,
+            "bases": {**config.bases, **({client: base} if client in config.bases else {})},
+            "training": config.training.model_copy(update=training),
+        }
+    )
+
+
+def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
+    """Return the run with the largest numbers of samples at once that fit.
+
+    If nothing fits, the numbers of samples at once are 1.
+    """
+    for count in _halved(config.evaluation.batch):
+        evaluation = config.evaluation.model_copy(update={"batch": count})
+        config = config.model_copy(update={"evaluation": evaluation})
+        need = shapes.need(config, "cuda")
+        if need.memory - need.work + need.scoring <= available:
+            break
+    candidate = config
+    for count in _halved(config.training.batch):
+        training = config.training.model_copy(update={"micro_batch": count})
+        candidate = config.model_copy(update={"training": training})
+        if shapes.need(candidate, "cuda").memory <= available:
+            break
+    need = shapes.need(candidate, "cuda")
+    return Candidate(candidate, need, need.memory <= available)
+
+
+def _halved(count: int) -> Iterator[int]:
+    """Yield a number, and the powers of two below it in descending order."""
+    yield count
+    power = 1 << (count.bit_length() - 1)
+    while power:
+        if power < count:
+            yield power
+        power >>= 1
+
+
+def _table(config: RunConfig, client: ClientId, candidates: list[Candidate], size: int) -> Table:
+    """Return a table of the candidates."""
+    rows = [
+        (
+            str(c.config.base_of(client).weights),
+            "yes" if c.config.training.checkpointing else "no",
+            str(c.config.training.micro_batch) if c.fits else "-",
+            str(c.config.evaluation.batch) if c.fits else "-",
+            f"{(c.need.memory / (1 - SPARE) + CONTEXT) / 1e9:,.1f}",
+            "yes" if c.fits else "no",
+        )
+        for c in candidates
+    ]
+    title = f"{config.label} on {config.base_of(client).name} with {size / 1e9:,.1f} GB"
+    columns = ("weights", "checkpointing", "micro_batch", "evaluation.batch", "memory (GB)", "fits")
+    note = f"Computed for windows of {config.data.window} tokens. {MARGIN}"
+    return Table(title, columns, rows, note)
+
+
+def _lines(config: RunConfig, client: ClientId) -> str:
+    """Return the lines of a run file with a run's settings of memory."""
+    spec, training = config.base_of(client), config.training
+    sections = {
+        "base": {"name": spec.name, "weights": spec.weights},
+        "data": {"window": config.data.window},
+        "training": {
+            "batch": training.batch,
+            "micro_batch": training.micro_batch,
+            "checkpointing": training.checkpointing,
+        },
+        "evaluation": {"batch": config.evaluation.batch},
+    }
+    return yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=1000)

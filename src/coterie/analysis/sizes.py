@@ -1,0 +1,212 @@
+"""The sizes of a run's messages and of its server, from a rehearsal without training.
+
+A few exchanges are executed with two and with three clients, whose adapters have real values while
+the base is on the meta device: the server sends downloads, and each client uploads its untrained
+parameters. Everything that grows with the number of clients grows linearly, except the number of
+other clients' uploads in a download, which a method may limit (setting `peers`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import TypeVar
+
+from coterie.adapters import pairs_of
+from coterie.aggregation.mean import HELD
+from coterie.config.run import RunConfig
+from coterie.federation.participants import server_context
+from coterie.messages import Groups, Message, MessageError, Schema
+from coterie.methods.adapter import AdapterMethod
+from coterie.methods.contract import ClientId, ClientSide, ServerSide
+from coterie.methods.tensors import copied
+
+EXCHANGES = 3
+"""The number of rehearsed exchanges after a method's `warmup`."""
+SUMS = 3
+"""The memory of an aggregate while it is computed, relative to its size: sums are in float64."""
+SENT = 2
+"""The memory of a message that is sent or received: its tensors and the encoded payload."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the largest messages of one client, and of the server, in bytes."""
+
+    up: float = 0
+    """An upload."""
+    down: float = 0
+    """A download, without other clients' uploads."""
+    peers: float = 0
+    """Other clients' uploads in a download."""
+    server: float = 0
+    """The peak memory of the server, without Python and its libraries."""
+    state: float = 0
+    """The server's state in a checkpoint."""
+
+
+def sizes_of(
+    config: RunConfig, skeleton: PreTrainedModel, side_of: Callable[[ClientId], ClientSide]
+) -> Sizes | None:
+    """Return the sizes of a run's messages and server, or None if they are unknown.
+
+    Sizes are unknown if a method's uploads contain results of training, such as predictions.
+
+    Args:
+        config: The run.
+        skeleton: The run's base on the meta device.
+        side_of: Function that returns the method's client-side object for a client.
+    """
+    count = max(1, len(config.clients))
+    names = [client.name for client in config.clients] or ["a client"]
+    few = min(count, 3)
+    try:
+        first, *more = (
+            _rehearse(config, skeleton, names[:clients], side_of)
+            for clients in range(min(2, few), few + 1)
+        )
+    except Exception:  # methods that need results of training raise exceptions of many types
+        return None
+    if not more:
+        return first
+    [second] = more
+    server, state = (
+        getattr(first, key) + (count - 2) * (getattr(second, key) - getattr(first, key))
+        for key in ("server", "state")
+    )
+    others = min(count - 1, getattr(config.method, "peers", count - 1))
+    return replace(second, peers=first.peers * others, server=server, state=state)
+
+
+def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> Sizes | None:
+    """Add the residuals of exact averages, which have the largest rank after many exchanges."""
+    method = config.method
+    if sizes is None or not isinstance(method, AdapterMethod) or not method.averages_exactly:
+        return sizes
+    shared = {n: p for n, p in side.parameters().items() if method.shared(p)}
+    residual = 0
+    for A, B in pairs_of(shared):
+        (rank, columns), (rows, _) = A.tensor.shape, B.tensor.shape
+        # Every exchange adds the clients' products and subtracts the product of the means.
+        terms = rank * (len(config.clients) + 1) * method.exchanges(config.rounds)
+        residual += 4 * min(terms, rows, columns) * (rows + columns)
+    server = sizes.server + (1 + SENT) * residual
+    return replace(sizes, down=sizes.down + residual, server=server, state=sizes.state + residual)
+
+
+def _rehearse(
+    config: RunConfig,
+    skeleton: PreTrainedModel,
+    names: Sequence[ClientId],
+    side_of: Callable[[ClientId], ClientSide],
+) -> Sizes:
+    """Execute exchanges without training, and return the largest sizes."""
+    method = config.method
+    server = method.server(server_context(config, skeleton, names, None, lambda *_: None))
+    schema, sizes = method.schema(), Sizes()
+    for name in names:
+        hello = side_of(name).hello()
+        server.prepare(name, hello)
+        server.join(name, hello)
+    exchanges = EXCHANGES + getattr(method, "warmup", 0)
+    for exchange in range(min(exchanges, method.exchanges(config.rounds))):
+        server.start_round(exchange, [*names])
+        for name in names:
+            sizes = _with_download(sizes, server.download(name), side_of(name))
+        uploads = {name: side_of(name).upload(exchange) for name in names}
+        sizes = replace(sizes, up=max(sizes.up, *map(_size, uploads.values())))
+        aggregate = _aggregated(server, schema, exchange, uploads)
+        sizes = _with_server(sizes, server, aggregate)
+    for name in names:
+        sizes = _with_download(sizes, server.download(name), side_of(name))
+    return sizes
+
+
+def _aggregated(
+    server: ServerSide, schema: Schema, exchange: int, uploads: Mapping[ClientId, Message]
+) -> Message:
+    """Let the server end an exchange, and return the aggregate that the server received.
+
+    Each mean has tensors of its own, as if all clients had different weights.
+    """
+    each, means, rows = (schema.reduced(reduce) for reduce in ("each", "mean", "rows"))
+    for name, upload in uploads.items():
+        with suppress(MessageError):  # the upload lacks what only training computes
+            groups = {g: copied(t) for g, t in upload.only(each).groups.items()}
+            server.receive(name, replace(upload, groups=groups))
+    name, upload = next(iter(uploads.items()))
+    expected = {
+        group: {n: torch.zeros(shape) for n, shape in shapes.items()}
+        for group, shapes in server.expects(name).items()
+    }
+    mean: Groups = {g: {**expected.get(g, {}), **copied(upload[g])} for g in sorted(means)}
+    own = {row: {g: copied(upload[g]) for g in rows} for row in server.rows()}
+    held = {group: dict.fromkeys(tensors, len(uploads)) for group, tensors in mean.items()}
+    aggregate = Message(exchange, mean, {HELD: held}, own)
+    server.end_round(aggregate, held)
+    return aggregate
+
+
+def _with_download(sizes: Sizes, message: Message, side: ClientSide) -> Sizes:
+    """Return the sizes after a download.
+
+    A client receives a download if the download contains parameters that the client lacks.
+    """
+    own, peers = replace(message, peers={}), Message(peers=message.peers)
+    if message["adapter"].keys() - side.parameters().keys():
+        side.receive(message)
+    return replace(sizes, down=max(sizes.down, _size(own)), peers=max(sizes.peers, _size(peers)))
+
+
+def _with_server(sizes: Sizes, server: ServerSide, aggregate: Message) -> Sizes:
+    """Return the sizes after the end of an exchange."""
+    held = bytes_in(server)
+    groups = (group for _, state in server.state().walk() for group in state.groups.values())
+    state = sum(tensor.nbytes for group in groups for tensor in group.values())
+    work = max(
+        SUMS * _size(aggregate) + SENT * sizes.up,
+        SENT * (sizes.down + sizes.peers),
+        SENT * state,
+    )
+    return replace(sizes, server=max(sizes.server, held + work), state=max(sizes.state, state))
+
+
+def _size(message: Message) -> int:
+    return sum(tensor.nbytes for *_, tensor in message.tensors())
+
+
+def bytes_in(value: object) -> int:
+    """Return the size of all tensors that an object holds, except those on the meta device.
+
+    Memory that several tensors share counts once.
+    """
+    tensors = (tensor for tensor in instances_in(value, Tensor) if not tensor.is_meta)
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+T = TypeVar("T")
+
+
+def instances_in(value: object, kind: type[T]) -> Iterator[T]:
+    """Yield the instances of a class that an object holds in its attributes and items."""
+    seen: dict[int, object] = {}
+    left = [value]
+    while left:
+        item: Any = left.pop()
+        if id(item) in seen or isinstance(item, str | int | float | type | None):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, kind):
+            yield item
+        if isinstance(item, Tensor):
+            continue
+        left += vars(item).values() if hasattr(item, "__dict__") else ()
+        if isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple | set):
+            left += item

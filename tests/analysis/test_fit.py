@@ -1,0 +1,97 @@
+"""`coterie base --fit` finds settings that fit a GPU, from the base's configuration alone."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from published import CONFIGURATIONS, write_published
+from typer.testing import CliRunner
+
+from coterie.analysis.fit import CONTEXT, SPARE, fitting, parsed_size
+from coterie.analysis.need import need_of
+from coterie.bases import load_skeleton
+from coterie.cli import app
+from coterie.config.run import RunConfig, parse
+from coterie.errors import CoterieError
+
+
+def run_on(base: Path | str) -> RunConfig:
+    clients = [{"name": "anna", "path": "x"}, {"name": "ben", "path": "x"}]
+    sections = {"data": {"window": 128}, "training": {"batch": 64}}
+    return parse({"base": str(base), "clients": clients, "method": "comigs-1g1s", **sections})
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "weights"),
+    [
+        pytest.param("qwen2.5-0.5b", "8GB", "bf16"),
+        pytest.param("llama-3.2-1b", "8GB", "bf16", marks=pytest.mark.thorough),
+        pytest.param("qwen3-4b", "6.5GB", "nf4", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", "24GB", "bf16", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", "14GB", "int8", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_lines_fit(name, size, weights, tmp_path) -> None:
+    config = run_on(write_published(tmp_path, name))
+    table, lines = fitting(config, "anna", parsed_size(size))
+    assert len(table.rows) == 6
+    values = yaml.safe_load(lines)
+    assert values["base"]["weights"] == weights
+    need = need_of(parse({**config.as_dict(), **values}), "anna", "cuda")
+    assert need is not None
+    assert need.memory / (1 - SPARE) + CONTEXT <= parsed_size(size)
+
+
+def test_a_larger_gpu_gets_larger_batches() -> None:
+    config = run_on("tiny-llama")
+    small, large = (
+        yaml.safe_load(fitting(config, "anna", parsed_size(size))[1]) for size in ("1.3GB", "80GB")
+    )
+    assert large["training"] == {"batch": 64, "micro_batch": 64, "checkpointing": False}
+    assert large["base"]["weights"] == "bf16"
+    assert small["training"]["micro_batch"] < 64
+    assert large["data"] == small["data"] == {"window": 128}
+
+
+def test_what_fits_nothing_is_told_the_smallest_need() -> None:
+    with pytest.raises(CoterieError, match=r"Nothing fits 1\.1 GB.* needs at least .* GB, in nf4"):
+        fitting(run_on("tiny-llama"), "anna", parsed_size("1.08GB"))
+    config = parse({**run_on("tiny-llama").as_dict(), "method": "pretrained"})
+    with pytest.raises(CoterieError, match="There is no estimate for the method 'pretrained'"):
+        fitting(config, "anna", parsed_size("8GB"))
+
+
+def test_sizes_have_decimal_or_binary_units() -> None:
+    assert parsed_size("24GB") == 24 * 10**9
+    assert parsed_size(" 1.5 gib") == 3 * 2**29
+    for wrong in ("24", "GB", "24 potatoes", "-1GB", "24KB"):
+        with pytest.raises(CoterieError, match="give a size such as 24GB"):
+            parsed_size(wrong)
+
+
+def test_the_command_takes_a_base_or_a_run(tmp_path) -> None:
+    arguments = ["base", "tiny-llama", "--fit", "8GB"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "auto on" in result.output
+    assert "data: {window: 256}" in result.output  # the base's context
+    run = {"base": "tiny-llama", "clients": [{"name": "anna"}], "data": {"window": 64}}
+    (tmp_path / "us.yaml").write_text(yaml.safe_dump({**run, "method": "fedit"}))
+    arguments = ["base", str(tmp_path / "us.yaml"), "--fit", "8GB"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "fedit on" in result.output
+    assert "data: {window: 64}" in result.output
+
+
+def test_the_configurations_have_the_published_numbers_of_parameters(tmp_path) -> None:
+    millions = {
+        name: sum(p.numel() for p in load_skeleton(str(path)).parameters()) / 1e6
+        for name in CONFIGURATIONS
+        if (path := write_published(tmp_path, name))
+    }
+    expected = {
+        "qwen2.5-0.5b": 494,
+        "llama-3.2-1b": 1236,
+        "qwen3-4b": 4022,
+        "llama-3.1-8b": 8030,
+    }
+    assert {name: round(count) for name, count in millions.items()} == expected
