@@ -35,7 +35,8 @@ from coterie.deployment.terms import (
     requested_terms,
     version_mismatch,
 )
-from coterie.engines.runtime import ClientPart, result
+from coterie.engines.results import result
+from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
 from coterie.federation.reading import Reading

@@ -13,7 +13,7 @@ from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, restore_seats, seats_state
 from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
-from coterie.engines.runtime import result
+from coterie.engines.results import result
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
