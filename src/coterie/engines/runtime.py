@@ -1,6 +1,7 @@
 """A client's part of a run, independent of the engine."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from coterie.aggregation.transform import TRAIN
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
+from coterie.engines.memory import EVALUATION, memory_for
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score, evaluate
 from coterie.federation.participants import (
@@ -65,15 +67,17 @@ class ClientPart:
     ) -> None:
         self.config, self.log = config, recorder.log
         self.base = participant.base or base
-        self.participant = participant = with_reference(config, self.base, participant)
         self.name = participant.name
+        with self._memory_for(EVALUATION):
+            self.participant = participant = with_reference(config, self.base, participant)
         self.aggregation = config.aggregating()
         self.schema = self.aggregation.schema
         log = partial(self.log, self.name)
         ledger = ledger or Ledger()
         self.transforms = ClientTransforms(self.aggregation.pipeline, self.name, ledger)
         context = client_context(config, self.base, participant, log, ledger)
-        self.side = config.method.client(context)
+        with self._memory_for("the adapter"):
+            self.side = config.method.client(context)
         self.keeper: Keeper | None = None
         """The client's best model; None if `evaluation.keep` is not `best`, or if the method's
         clients do not train."""
@@ -83,6 +87,9 @@ class ClientPart:
         self.scores: dict[str, dict[str, Score]] = {}
         """The last scores. The first key is `trained` (the model after local training) or
         `aggregated` (the model after the download). The second key is the name of the test text."""
+
+    def _memory_for(self, task: str) -> AbstractContextManager[None]:
+        return memory_for(task, self.config, self.name)
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -115,20 +122,23 @@ class ClientPart:
         if phase != TRAIN:
             return self._answer(phase, exchange, download)
         if self.keeper is not None:
-            self.keeper.begin(round)
+            with self._memory_for(EVALUATION):
+                self.keeper.begin(round)
         self._apply(download)
         if round and self.compares_aggregated:
             self._compare(round)
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
-        self.side.train(round)
+        with self._memory_for("the local training"):
+            self.side.train(round)
         if not are_finite(p.tensor for p in self.side.parameters().values()):
             raise self._diverged("A parameter", round)
         if not self.compares_aggregated:
             self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
-        message = self.upload(round)
+        with self._memory_for("an upload"):
+            message = self.upload(round)
         if not message.is_finite():
             raise self._diverged("The upload", round)
         upload = self._serialise("up", message, exchange)
@@ -264,7 +274,8 @@ class ClientPart:
         if self.keeper is not None:
             assert self.keeper.best is not None, "call begin() first"
             best = self.keeper.best.loss
-            current = self.keeper.compare(rounds)
+            with self._memory_for(EVALUATION):
+                current = self.keeper.compare(rounds)
             self.log(self.name, metric.VALIDATION_LOSS, current.loss, rounds - 1)
             if self.schema.down and current.loss > best + JUMP:
                 jump = {"round": rounds, "loss": current.loss, "best": best}
@@ -296,8 +307,9 @@ class ClientPart:
 
     def _apply(self, download: bytes) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
-        message = self.schema.receive("down", download)
-        self.side.receive(self.transforms.receive(message, message.round))
+        with self._memory_for("a download"):
+            message = self.schema.receive("down", download)
+            self.side.receive(self.transforms.receive(message, message.round))
 
     def _serialise(self, way: Way, message: Message, exchange: int = 0) -> bytes:
         """Check that a message contains no private parameters; then transform and serialise it."""
@@ -338,12 +350,12 @@ def scored(
         A mapping from the name of each test text to the scores.
     """
     window, evaluation = config.data.window, config.evaluation
-    return {
-        text: evaluate(
-            base, model, tokens, window, evaluation.batch, evaluation.generate, evaluation.metric
-        )
-        for text, tokens in participant.tests.items()
-    }
+    options = evaluation.batch, evaluation.generate, evaluation.metric
+    with memory_for(EVALUATION, config, participant.name):
+        return {
+            text: evaluate(base, model, tokens, window, *options)
+            for text, tokens in participant.tests.items()
+        }
 
 
 def due(config: RunConfig, round: int) -> bool:
