@@ -10,8 +10,9 @@ from accelerate import dispatch_model
 import coterie
 from coterie import CoterieError
 from coterie.adapters import Adapter, Layout, detach, of_roles
-from coterie.bases import load_base, load_skeleton
+from coterie.bases import BaseSpec, load_base, load_skeleton
 from coterie.bases.devices import devices_of, names_of, placement
+from coterie.cli.deploy import validate_texts
 from coterie.config.run import parse
 from coterie.inference.finished import recorded
 from coterie.losses.tokens import Batch, language_model_loss, logits_in_pieces, token_losses
@@ -110,3 +111,110 @@ def test_a_run_of_another_machine_s_device_is_used_on_this_one(config, tmp_path)
     (done.path / "run.json").write_text(json.dumps(described))
     assert recorded(RunFolder(done.path)).device == "auto"
     assert coterie.load(done.path, "poet").device.type in ("cpu", "cuda")
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> Any:
+    """A function that sets the memory of this machine's GPUs in bytes; no weights can be read."""
+
+    def have(*sizes: int) -> None:
+        def memory(device: torch.device) -> tuple[int, int]:
+            return sizes[device.index or 0] // 2, sizes[device.index or 0]
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+
+    def read(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("coterie.bases.loading.AutoModelForCausalLM.from_pretrained", read)
+    monkeypatch.setattr("coterie.bases.weights._check_bitsandbytes", lambda base: None)
+    return have
+
+
+READ = "The GPU has too little memory for the base"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("weights", "linear", "others"),
+    [("fp32", 4, 4), ("bf16", 2, 2), ("int8", 1, 2), ("nf4", 0.5, 2)],
+)
+def test_a_base_larger_than_its_gpus_is_refused_before_it_is_read(
+    weights, linear, others, count, bases, gpus
+) -> None:
+    base = BaseSpec(name=str(bases / "llama"), weights=weights)
+    size = 0.0
+    for name, parameter in load_skeleton(base.name).named_parameters():
+        size += parameter.numel() * (linear if "_proj" in name else others)
+    device, first = ("cuda:0", "cuda:1")[:count], int(size) // 3 * (count - 1)
+    for missing, reason in [(0, READ), (1, "for its weights, but the memory of cuda:0")]:
+        gpus(*[int(size) - first - missing, first][:count])
+        with pytest.raises(CoterieError, match=reason):
+            load_base(base, "bf16", 16, device=device)
+
+
+def test_the_error_states_both_numbers_and_what_helps(bases, monkeypatch, gpus) -> None:
+    name = str(bases / "llama")
+    gpus(10_000)
+    monkeypatch.setattr(torch.nn.Parameter, "numel", lambda self: 10**8)
+    count = len(list(load_skeleton(name).parameters()))
+    with pytest.raises(CoterieError) as error:
+        load_base(BaseSpec(name=name, weights="bf16"), "bf16", 16, device="cuda:0")
+    assert str(error.value) == (
+        f"The base {name} in bf16 needs at least {count / 5:.1f} GB for its weights, but the "
+        "memory of cuda:0 has 0.0 GB, of which 0.0 GB are free; set base.weights: nf4, `base` to "
+        "a smaller one, or `device` to more or larger GPUs."
+    )
+
+
+def test_a_base_is_compared_with_the_main_memory_only_on_a_mac_s_gpu(
+    bases, monkeypatch, gpus
+) -> None:
+    name = str(bases / "gpt2")
+    size = sum(p.numel() for p in load_skeleton(name).parameters()) * 4
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for limit, device, reason in [
+        (size, "mps", READ),
+        (size - 1, "mps", r"for its weights, but the memory of mps has"),
+        (size - 1, "cpu", READ),  # the file is mapped into memory
+    ]:
+        monkeypatch.setattr("coterie.bases.devices.main_memory", lambda limit=limit: limit)
+        with pytest.raises(CoterieError, match=reason):
+            load_base(name, "fp32", 16, device=device)
+
+
+def test_two_bytes_are_certain_if_the_configuration_states_no_format(bases, tmp_path, gpus) -> None:
+    for file in (bases / "gpt2").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": None}))
+    size = sum(p.numel() for p in load_skeleton(str(tmp_path)).parameters()) * 2
+    for free, reason in [(size, READ), (size - 1, "for its weights, but the memory of cuda")]:
+        gpus(free)
+        with pytest.raises(CoterieError, match=reason):
+            load_base(str(tmp_path), "bf16", 16, device="cuda")
+
+
+def test_float64_is_refused_on_a_mac_s_gpu(bases, tmp_path, monkeypatch, gpus) -> None:
+    for file in (bases / "gpt2").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float64"}))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(CoterieError, match=r"is stored in float64, .* set base.weights: fp32, or"):
+        load_base(str(tmp_path), "bf16", 16, device="mps")
+    with pytest.raises(CoterieError, match=READ):
+        load_base(BaseSpec(name=str(tmp_path), weights="fp32"), "bf16", 16, device="mps")
+    with pytest.raises(CoterieError, match=READ):
+        load_base(str(tmp_path), "fp32", 16, device="mps")
+
+
+def test_a_missing_device_is_reported_before_anything_is_read(values, monkeypatch) -> None:
+    monkeypatch.setattr("coterie.bases.loading.load_tokenizer", None)
+    monkeypatch.setattr("coterie.engines.session.gathered", None)
+    with pytest.raises(CoterieError, match="The device 'cuda:7' is not available"):
+        coterie.run(parse(values(device="cuda:7")))
+    with pytest.raises(CoterieError, match="The device 'cuda:7' is not available"):
+        validate_texts("poet", {"path": "poet.txt", "train": None}, "cuda:7")

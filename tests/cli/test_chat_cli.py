@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import Said
 
 import coterie.cli
@@ -224,3 +225,19 @@ def test_who_is_not_asked_after_ctrl_c_is_named(capsys: pytest.CaptureFixture[st
     with pytest.raises(KeyboardInterrupt):
         talk.Talk(both).take("Is it?")
     assert "These models have not answered: base." in capsys.readouterr().err
+
+
+def test_too_little_memory_for_an_answer_is_one_sentence(
+    ask, finished, coterie_command, monkeypatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for place in ("inference.speaking", "evaluation.generation"):
+        monkeypatch.setattr(f"coterie.{place}.generated", full)
+    helps = "set a smaller number of new tokens."
+    sentence = f"The GPU has too little memory for an answer; {helps}"
+    assert ask(["Who?", "Where?"], "--client", "poet", *HOW, typed=True).err.count(sentence) == 2
+    said = coterie_command("generate", finished, "--client", "poet", "--prompt", "The sea", *HOW)
+    assert said.code == 2
+    assert said.err == f"Error: The GPU has too little memory for a text; {helps}\n"

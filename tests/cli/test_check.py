@@ -60,6 +60,13 @@ def test_a_server_that_can_start(place, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_server_whose_clients_messages_are_too_large(place, monkeypatch) -> None:
+    monkeypatch.setattr("coterie.messages.message.LARGEST_MESSAGE", 1000)
+    result = server("--address", "127.0.0.1:0")
+    assert result.exit_code == 1
+    assert "run         NOT OK  An upload of a client may have" in result.output
+
+
 def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = f"127.0.0.1:{taken.getsockname()[1]}"

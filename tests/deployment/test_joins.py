@@ -1,5 +1,6 @@
 """Clients join a deployed run without holding others up."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -38,10 +39,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, Joins]:
     server = Slow()
     part: Any = SimpleNamespace(
         server=server,
+        config=SimpleNamespace(clients=[]),
         schema=SimpleNamespace(receive=lambda way, data: Message(0)),
         join=server.join,
     )
-    return server, Joins(part)
+    return server, Joins(part, math.inf)
 
 
 def test_what_takes_long_goes_on_aside(slow: tuple[Slow, Joins]) -> None:

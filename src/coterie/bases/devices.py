@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.errors import CoterieError
+from coterie.memory import main_memory
 
 Device = str | tuple[str, ...]
 """The key `device` of a run file: auto, cpu, cuda, cuda:N, mps, or a tuple of several cuda:N."""
@@ -68,6 +69,33 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "cpu" and device.type not in ("cpu", "mps"):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def check_memory(subject: str, size: int, devices: Sequence[torch.device], remedies: str) -> None:
+    """Refuse weights that are larger than the memory of their GPUs.
+
+    A CPU can use weights that are larger than its memory, because files are mapped into memory.
+
+    Args:
+        subject: The name of the weights, with which the error message begins.
+        size: The size of the weights in bytes.
+        devices: The devices between which the weights are divided.
+        remedies: The settings that the error message suggests.
+
+    Raises:
+        CoterieError: The weights do not fit, even if the devices' memory is free.
+    """
+    if devices[0].type == "cpu":
+        return
+    total, remark = main_memory(), ""  # a Mac's GPU uses the main memory
+    if devices[0].type == "cuda":
+        free, total = map(sum, zip(*map(torch.cuda.mem_get_info, devices), strict=True))
+        remark = f", of which {free / 1e9:,.1f} GB are free"
+    if size > total:
+        raise CoterieError(
+            f"{subject} needs at least {size / 1e9:,.1f} GB for its weights, but the memory of "
+            f"{', '.join(map(str, devices))} has {total / 1e9:,.1f} GB{remark}; set {remedies}."
+        )
 
 
 def placement(skeleton: nn.Module, devices: Sequence[torch.device]) -> Placement:

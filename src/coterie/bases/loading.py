@@ -37,7 +37,7 @@ from coterie.bases.gguf import SMOLLM2, converted, find_gguf, packaged_smollm2
 from coterie.bases.lora import merge_lora, read_lora
 from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec
-from coterie.bases.weights import format_of, settle
+from coterie.bases.weights import check_weights_fit, format_of, settle
 from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
 from coterie.files import expanded, sha256_of
 
@@ -122,17 +122,17 @@ def load_base(
     Raises:
         CoterieError: The base or a device does not exist, the base is incomplete (see
             `coterie.bases.checks`), the adapter does not fit it, the base's context is shorter than
-            the window, or memory runs out.
+            the window, or the weights need more memory than there is.
     """
     spec = BaseSpec.model_validate(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)
     check_base(spec, root)
-    many = len(devices) > 1
-    places = placement(load_skeleton(spec, root), devices) if many else {"": devices[0]}
+    skeleton, formats = load_skeleton(spec, root), format_of(spec, precision)
+    check_weights_fit(spec, skeleton, formats["dtype"], devices)
     options = {
-        **format_of(spec, precision),
+        **formats,
         "use_safetensors": True,
-        "device_map": places,
+        "device_map": placement(skeleton, devices) if len(devices) > 1 else {"": devices[0]},
         "ignore_mismatched_sizes": True,  # check_loaded reports them
         "output_loading_info": True,
     }

@@ -162,8 +162,8 @@ def merge_lora(
             )
         dtype = torch.bfloat16 if precision == "bf16" else weight.dtype
         effect = weight.detach().to(dtype).float() - before.to(dtype).float()
-        lost = lost + (effect - change.float()).norm().double().cpu() ** 2
-        total = total + change.norm().double().cpu() ** 2
+        lost = lost + (effect - change.float()).norm().cpu().double() ** 2
+        total = total + change.norm().cpu().double() ** 2
     peft_model.unload()
     if (share := (lost / total).sqrt().item()) > MOST_LOST:
         log.warning(

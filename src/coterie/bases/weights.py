@@ -1,11 +1,13 @@
 """Formats of a base's weights in memory."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from coterie.bases.devices import check_memory
 from coterie.bases.precision import Precision
 from coterie.bases.spec import BaseSpec
 from coterie.errors import CoterieError
@@ -41,6 +43,40 @@ def format_of(base: BaseSpec, precision: Precision | None) -> dict[str, Any]:
             bnb_4bit_compute_dtype=dtype,
         )
     return {"dtype": dtype, "quantization_config": quantisation}
+
+
+def check_weights_fit(
+    base: BaseSpec, skeleton: PreTrainedModel, dtype: Any, devices: Sequence[torch.device]
+) -> None:
+    """Refuse a base whose weights do not fit on their devices, before the weights are read.
+
+    Args:
+        base: The base.
+        skeleton: The base without weights.
+        dtype: The option `dtype` that `format_of` returns.
+        devices: The devices of the base.
+
+    Raises:
+        CoterieError: The weights are larger than the devices' memory, or have a number format that
+            a device does not support.
+    """
+    stored: Any = skeleton.config.dtype if dtype == "auto" else dtype
+    if stored == torch.float64 and any(device.type == "mps" for device in devices):
+        raise CoterieError(
+            f"The base {base} is stored in float64, which a Mac's GPU (mps) cannot compute with; "
+            "set base.weights: fp32, or `device` to cpu."
+        )
+    width = 2 if stored is None else stored.itemsize  # None: the checkpoint's, which is not read
+    linear = {"int8": 1.0, "nf4": 0.5}.get(base.weights or "", width)
+    ends = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
+    whole = {id(p) for module in ends if module is not None for p in module.parameters()}
+    sizes = (
+        p.numel() * (linear if p.ndim == 2 and id(p) not in whole else width)
+        for p in skeleton.parameters()
+    )
+    quantised = "base.weights: nf4, " if base.weights != "nf4" else ""
+    remedies = f"{quantised}`base` to a smaller one, or `device` to more or larger GPUs"
+    check_memory(f"The base {base}", int(sum(sizes)), devices, remedies)
 
 
 def _check_bitsandbytes(base: BaseSpec) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.filesize import decimal as size
 
 from coterie.analysis import trial
+from coterie.bases import load_skeleton
 from coterie.cli import terminal
 from coterie.config.deployed import load_with_any_text
 from coterie.config.run import RunConfig
@@ -26,6 +27,7 @@ from coterie.deployment.terms import (
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
+from coterie.federation.sizes import MiB, check_run
 from coterie.network.address import listen
 from coterie.network.client import first_order
 from coterie.network.keys import Credentials, Keys
@@ -64,6 +66,9 @@ def check_server(
             listen(metrics, "--metrics").close()
         report(f"{address} is free" if metrics is None else f"{address} and {metrics} are free")
     with _checking("run") as report:
+        skeleton = load_skeleton(config.base, config.root)
+        largest = config.deployment.largest_message * MiB
+        check_run(config, skeleton, names, Path(), largest)
         report(
             f"{config.label}, {plural(config.rounds, 'round')} of "
             f"{plural(config.training.steps, 'step')}; clients: {', '.join(names)}; "

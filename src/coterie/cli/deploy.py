@@ -332,6 +332,7 @@ def validate_texts(
         A pair. The first item maps keys of a run file, such as `train`, to the absolute paths of
         the client's texts. The second item is the client's device.
     """
+    from coterie.bases.devices import devices_of
     from coterie.config.errors import validated
     from coterie.config.sections import RunFile
 
@@ -345,6 +346,7 @@ def validate_texts(
     texts = {key: str(Path(path).resolve()) for key, path in paths.items() if path is not None}
     run = {"clients": [{"name": name, **texts}], "device": device_of(device)}
     file = validated(RunFile, run)
+    devices_of(file.device)
     for path in texts.values():
         if not Path(path).exists():
             raise CoterieError(f"No such file or folder: {path}.")

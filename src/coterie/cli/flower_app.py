@@ -49,6 +49,9 @@ ABSENT_SECONDS = 90.0
 
 Flower stops listing a busy node whose heartbeat is late.
 """
+LARGEST_GRPC = 2**31 - 2**20
+"""The size in bytes of the largest order. Flower sends an order as one message of gRPC, which has
+less than 2 GiB."""
 ORDER, NAME = "order", "name"
 """The keys of records in messages: an order or its reply, and a client's name."""
 
@@ -61,6 +64,8 @@ class GridLink(Link):
     The server app asks each node for the name of its client. If two nodes state the same name, the
     first node is used while it is connected.
     """
+
+    largest = LARGEST_GRPC
 
     def __init__(self, grid: "Grid", note: Callable[[str], None]) -> None:
         self.grid, self.note = grid, note

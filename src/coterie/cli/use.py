@@ -9,7 +9,7 @@ import typer
 
 from coterie.cli import terminal
 from coterie.cli.options import SamplingSeed, TopP, check_model, check_run, listed
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, enough_memory
 
 if TYPE_CHECKING:
     from coterie.cli.talk import Talk
@@ -274,6 +274,7 @@ def _generate(
 
     from coterie.api import load
     from coterie.evaluation.generation import context_length, generated
+    from coterie.inference.speaking import FEWER
 
     model = load(run, client)
     longest = context_length(model)
@@ -284,7 +285,8 @@ def _generate(
         )
     torch.manual_seed(sampling.seed)
     prompt = torch.tensor([ids], device=model.device)
-    tokens = generated(model, prompt, torch.ones_like(prompt), **sampling.options(ends))
+    with enough_memory("a text", lambda: [FEWER]):
+        tokens = generated(model, prompt, torch.ones_like(prompt), **sampling.options(ends))
     return tokens[0].tolist()
 
 

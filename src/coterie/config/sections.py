@@ -73,7 +73,7 @@ class DeploymentSpec(Section):
     checkpoints: int = Field(default=3, ge=1)
     """number of checkpoints that the server keeps; --from-round can resume from any of them"""
     largest_message: int = Field(default=256, ge=1)
-    """maximum size of a message in MiB; larger messages are rejected"""
+    """maximum size of an upload in MiB; a run whose uploads may be larger is refused"""
 
 
 class ServerSpec(Section):

@@ -35,10 +35,12 @@ from coterie.deployment.terms import (
     requested_terms,
     version_mismatch,
 )
-from coterie.engines.runtime import ClientPart, result
+from coterie.engines.results import result
+from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
 from coterie.federation.reading import Reading
+from coterie.federation.sizes import MiB, check_messages, message_sizes
 from coterie.files import parse_json
 from coterie.messages import MessageError
 from coterie.messages.envelope import LEAVES, Entry, Fault, Order, Reply, seal, unseal
@@ -215,13 +217,7 @@ class SiteRun:
     """One client's part of a deployed run, with a run folder that contains only this client."""
 
     def __init__(
-        self,
-        order: Order,
-        config: RunConfig,
-        base: Base,
-        site: Site,
-        seen: Seen,
-        ledger: Ledger,
+        self, order: Order, config: RunConfig, base: Base, site: Site, seen: Seen, ledger: Ledger
     ) -> None:
         self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
         # The client's configuration contains no other clients.
@@ -231,6 +227,8 @@ class SiteRun:
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(lambda _, __, name, value: seen(name, value))
         self.part = ClientPart(config, base, participant, self.recorder, ledger)
+        sizes = message_sizes(config, self.part.side.parameters(), order.clients or 1)
+        check_messages(sizes, config.deployment.largest_message * MiB)
         if self.folder.checkpoints():
             self._restore()
         else:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
+from coterie.memory import main_memory
 
 LIMITS: dict[str, int] = {
     "threads": max(64, os.cpu_count() or 1),
@@ -52,8 +53,9 @@ def machine_memory() -> int:
     The size is in bytes.
     """
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    main = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(main, *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0)
+    return max(
+        main_memory(), *(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), 0
+    )
 
 
 def too_costly(config: RunConfig) -> str | None:

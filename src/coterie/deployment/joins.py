@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from coterie.engines.server_part import ServerPart
+from coterie.federation.sizes import MiB, check_messages, message_sizes
 from coterie.messages import Message, MessageError
+from coterie.methods.adapter import AdapterServer
 
 INITIAL_WAIT = 5.0
 """Time in seconds that the server waits for a method to prepare for a client.
@@ -18,10 +20,17 @@ Most preparations end within this time. Longer preparations continue in threads.
 
 
 class Joins:
-    """The first messages ("hellos") of the clients that are joining or have joined a run."""
+    """The first messages ("hellos") of the clients that are joining or have joined a run.
 
-    def __init__(self, part: ServerPart) -> None:
-        self.part = part
+    Args:
+        part: The server's part of the run.
+        largest: The size in bytes of the largest order that the network transfers.
+    """
+
+    def __init__(self, part: ServerPart, largest: float) -> None:
+        self.part, self.largest = part, largest
+        self.expected = {client.name for client in part.config.clients}
+        """The clients that the run file lists and that have not been expelled."""
         self.hellos: dict[str, bytes] = {}
         """The serialised hello of each client that has joined; the keys are clients' names."""
         self.base = ""
@@ -40,13 +49,32 @@ class Joins:
                 "The weights of the client's base differ from those of the other clients' base."
             )
 
+    def count(self, *joining: str) -> int:
+        """Return the number of clients that the run has after some more clients have joined."""
+        return len({*self.expected, *self.hellos, *self._pending, *joining})
+
+    def check_messages(self, *joining: str) -> None:
+        """Check the sizes of messages in a run that some more clients have joined.
+
+        If the method's server does not know the clients' parameters, only the clients check them.
+
+        Raises:
+            CoterieError: A message may be too large.
+        """
+        if isinstance(self.part.server, AdapterServer):
+            config = self.part.config
+            sizes = message_sizes(config, self.part.server.parameters, self.count(*joining))
+            check_messages(sizes, config.deployment.largest_message * MiB, self.largest)
+
     def begin(self, name: str, hello: bytes) -> None:
         """Start a thread that prepares the method's server-side object for a joining client.
 
         Raises:
             MessageError: The hello is invalid, or the thread that the client's previous hello
                 started is still running.
+            CoterieError: With this client, a message may be too large.
         """
+        self.check_messages(name)
         message = self.part.schema.receive("hello", hello)
         if name in self._pending:
             raise MessageError("The server is still preparing for this client.")
@@ -88,6 +116,7 @@ class Joins:
 
     def forget(self, name: str) -> None:
         """Remove a client that has joined or is joining."""
+        self.expected.discard(name)
         self._pending.pop(name, None)
         self.hellos.pop(name, None)
 

@@ -10,6 +10,7 @@ from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
 from coterie.deployment.start import Serving
+from coterie.federation.sizes import MiB
 from coterie.files import refuse_links
 from coterie.network.address import listen
 from coterie.network.client import keep_serving
@@ -21,7 +22,6 @@ from coterie.runs import RunFolder
 from coterie.runs.progress import logged
 
 log = logging.getLogger("coterie")
-MiB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, restore_seats, seats_state
 from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
-from coterie.engines.runtime import result
+from coterie.engines.results import result
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
@@ -56,7 +56,8 @@ class ServerRun(ServerPart):
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []  # expelled clients whose data are still in `server`
         self.public = public_digest(config)
-        self.joins = Joins(self)
+        self.joins = Joins(self, link.largest)
+        self.joins.check_messages()
         self.kind: Kind = "step"  # the kind of the order that is sent to the clients in `waiting`
         self.round = 0
         self.waiting: set[str] = set()  # clients that have not replied to the current order
@@ -282,6 +283,7 @@ class ServerRun(ServerPart):
             counted=seat.counted,
             protocol=PROTOCOL,
             base=self.joins.base,
+            clients=self.joins.count(name) if kind == "join" else None,
             **(join_fields(self.config, name, self.public) if kind == "join" else {}),
         )
         body = self.download(name) if downloads else b""

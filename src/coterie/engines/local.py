@@ -12,6 +12,7 @@ from coterie.engines.rounds import Rounds
 from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score
+from coterie.federation.sizes import check_messages, message_sizes
 from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.methods.contract import ClientSide
@@ -67,6 +68,8 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
 
     def _hello(self, name: ClientId) -> bytes:
         part, hello = self._begin(name, None, None)
+        parameters = part.side.parameters()
+        check_messages(message_sizes(self.config, parameters, len(self.participants)))
         self._covered.add(part.covered)
         if len(self.parts) < IN_MEMORY:
             self.parts[name] = part

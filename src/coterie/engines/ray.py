@@ -32,6 +32,7 @@ from coterie.engines.clients import Clients, Download, encoded
 from coterie.engines.cluster import check_address, connected, places, processors, share
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged, plural
+from coterie.federation.sizes import check_messages, message_sizes
 from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.runs import Recorder
@@ -325,6 +326,8 @@ class Worker:
         """Execute an order."""
         part, message, metrics = self._client(order)
         if order.do == "hello":
+            parameters = part.side.parameters()
+            check_messages(message_sizes(self.config, parameters, len(self.participants)))
             return Answer(message, covered=part.covered)
         if order.do == "step":
             try:

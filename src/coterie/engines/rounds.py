@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar
 from coterie.bases import Base, load_skeleton
 from coterie.config.run import RunConfig
 from coterie.engines.clients import Clients
-from coterie.engines.runtime import AT_THE_END, result
+from coterie.engines.results import result
+from coterie.engines.runtime import AT_THE_END
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import Diverged, no_client_left

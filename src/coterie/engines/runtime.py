@@ -1,10 +1,9 @@
-"""A client's part of a run, independent of the engine, and the result of a run."""
+"""A client's part of a run, independent of the engine."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,6 +13,7 @@ from coterie.aggregation.transform import TRAIN
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
+from coterie.engines.memory import EVALUATION, memory_for
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score, evaluate
 from coterie.federation.participants import (
@@ -29,7 +29,7 @@ from coterie.messages.host import are_finite
 from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
-from coterie.runs import Recorder, RunFolder
+from coterie.runs import Recorder
 
 AT_THE_END = "the client diverged while applying the last download, and kept its previous model"
 """The reason that is recorded for a client that diverged while applying the last download.
@@ -67,15 +67,17 @@ class ClientPart:
     ) -> None:
         self.config, self.log = config, recorder.log
         self.base = participant.base or base
-        self.participant = participant = with_reference(config, self.base, participant)
         self.name = participant.name
+        with self._memory_for(EVALUATION):
+            self.participant = participant = with_reference(config, self.base, participant)
         self.aggregation = config.aggregating()
         self.schema = self.aggregation.schema
         log = partial(self.log, self.name)
         ledger = ledger or Ledger()
         self.transforms = ClientTransforms(self.aggregation.pipeline, self.name, ledger)
         context = client_context(config, self.base, participant, log, ledger)
-        self.side = config.method.client(context)
+        with self._memory_for("the adapter"):
+            self.side = config.method.client(context)
         self.keeper: Keeper | None = None
         """The client's best model; None if `evaluation.keep` is not `best`, or if the method's
         clients do not train."""
@@ -85,6 +87,9 @@ class ClientPart:
         self.scores: dict[str, dict[str, Score]] = {}
         """The last scores. The first key is `trained` (the model after local training) or
         `aggregated` (the model after the download). The second key is the name of the test text."""
+
+    def _memory_for(self, task: str) -> AbstractContextManager[None]:
+        return memory_for(task, self.config, self.name)
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -117,20 +122,23 @@ class ClientPart:
         if phase != TRAIN:
             return self._answer(phase, exchange, download)
         if self.keeper is not None:
-            self.keeper.begin(round)
+            with self._memory_for(EVALUATION):
+                self.keeper.begin(round)
         self._apply(download)
         if round and self.compares_aggregated:
             self._compare(round)
         if counted and round and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
-        self.side.train(round)
+        with self._memory_for("the local training"):
+            self.side.train(round)
         if not are_finite(p.tensor for p in self.side.parameters().values()):
             raise self._diverged("A parameter", round)
         if not self.compares_aggregated:
             self._compare(round + 1)
         if due(self.config, round):
             self.score_trained(round)
-        message = self.upload(round)
+        with self._memory_for("an upload"):
+            message = self.upload(round)
         if not message.is_finite():
             raise self._diverged("The upload", round)
         upload = self._serialise("up", message, exchange)
@@ -266,7 +274,8 @@ class ClientPart:
         if self.keeper is not None:
             assert self.keeper.best is not None, "call begin() first"
             best = self.keeper.best.loss
-            current = self.keeper.compare(rounds)
+            with self._memory_for(EVALUATION):
+                current = self.keeper.compare(rounds)
             self.log(self.name, metric.VALIDATION_LOSS, current.loss, rounds - 1)
             if self.schema.down and current.loss > best + JUMP:
                 jump = {"round": rounds, "loss": current.loss, "best": best}
@@ -298,8 +307,9 @@ class ClientPart:
 
     def _apply(self, download: bytes) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
-        message = self.schema.receive("down", download)
-        self.side.receive(self.transforms.receive(message, message.round))
+        with self._memory_for("a download"):
+            message = self.schema.receive("down", download)
+            self.side.receive(self.transforms.receive(message, message.round))
 
     def _serialise(self, way: Way, message: Message, exchange: int = 0) -> bytes:
         """Check that a message contains no private parameters; then transform and serialise it."""
@@ -340,12 +350,12 @@ def scored(
         A mapping from the name of each test text to the scores.
     """
     window, evaluation = config.data.window, config.evaluation
-    return {
-        text: evaluate(
-            base, model, tokens, window, evaluation.batch, evaluation.generate, evaluation.metric
-        )
-        for text, tokens in participant.tests.items()
-    }
+    options = evaluation.batch, evaluation.generate, evaluation.metric
+    with memory_for(EVALUATION, config, participant.name):
+        return {
+            text: evaluate(base, model, tokens, window, *options)
+            for text, tokens in participant.tests.items()
+        }
 
 
 def due(config: RunConfig, round: int) -> bool:
@@ -361,43 +371,3 @@ def due(config: RunConfig, round: int) -> bool:
     return round + 1 == config.method.exchanges(config.rounds) or (
         every is not None and (round + 1) % every == 0
     )
-
-
-def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
-    """Return the result of a run, computed from its recorded metrics.
-
-    Args:
-        config: The run.
-        folder: The run folder.
-
-    Returns:
-        The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
-        their best models, `kept[client]` is the number of rounds after which `client` had its best
-        model. The scores under the key `config.method.reports` (`trained` or `aggregated`) are then
-        the scores of the best models, not of the last models. If clients were excluded from rounds,
-        `left_out[client][round]` is the reason why `client` was excluded from `round`, where the
-        first round is 1.
-    """
-    last: dict[str, dict[str | None, Any]] = defaultdict(dict)
-    left_out: dict[str, dict[int, str]] = {}
-    total = {metric.BYTES_UP: 0, metric.BYTES_DOWN: 0, metric.SECONDS: 0.0}
-    for line in folder.metrics():
-        name, client, value = line["name"], line["client"], line["value"]
-        last[name][client] = value
-        if name in total:
-            total[name] += value
-        elif name == metric.LEFT_OUT:
-            left_out.setdefault(client, {})[line["round"] + 1] = value
-    reports, kept = config.method.reports, last[metric.KEPT]
-    points = {point: last[f"{metric.TEST}{point}"] for point in ("trained", "aggregated")}
-    points[reports] |= last[metric.KEPT_SCORE]
-    return {
-        "method": config.label,
-        "reports": reports,
-        **({"kept": kept} if kept else {}),
-        **({"left_out": left_out} if left_out else {}),
-        **points,
-        **({"server": server} if (server := last[metric.SERVER_SCORE].get(None)) else {}),
-        "traffic": {"up": total[metric.BYTES_UP], "down": total[metric.BYTES_DOWN]},
-        "seconds": round(total[metric.SECONDS], 1),
-    }

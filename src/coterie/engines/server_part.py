@@ -9,6 +9,7 @@ from torch import nn
 from coterie.aggregation.mean import HELD, Aggregation
 from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.config.run import RunConfig
+from coterie.engines.memory import memory_for_aggregation
 from coterie.engines.runtime import TRANSFORMS, due, scored
 from coterie.errors import CoterieError
 from coterie.federation.participants import Participant, server_context
@@ -94,9 +95,10 @@ class ServerPart:
             "client or from an earlier round."
         )
         try:
-            groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())
-            self.server.end_round(replace(mean, groups=groups), mean.values[HELD])
-            finite = all(state.is_finite() for _, state in self.states())
+            with memory_for_aggregation():
+                groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())
+                self.server.end_round(replace(mean, groups=groups), mean.values[HELD])
+                finite = all(state.is_finite() for _, state in self.states())
         except (ArithmeticError, RuntimeError) as error:  # raised by torch.linalg
             raise unusable from error
         if not finite:

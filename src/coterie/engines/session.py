@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +27,7 @@ from coterie.federation.participants import (
     gathered,
 )
 from coterie.federation.reading import Reading
+from coterie.federation.sizes import check_run
 from coterie.inference.reference import reference_digest
 from coterie.methods.contract import SERVER
 from coterie.runs import Callback, RunFolder, describe
@@ -112,14 +114,16 @@ class Session:
         """Check that the method of each run supports the clients of the run.
 
         Raises:
-            CoterieError: If a method does not support the clients of its run, or if the package of
-                a tracker is not installed.
+            CoterieError: If a method does not support the clients of its run, if a message may be
+                too large, or if the package of a tracker is not installed.
         """
         for config in configs:
             trackers(config.trackers, Path(), ())
             clients = self.participants(config)
             public = clients[0].public is not None
-            check(config, tuple(client.name for client in clients), public)
+            names = tuple(client.name for client in clients)
+            check(config, names, public)
+            check_run(config, self.base.model, names, Path(gettempdir()))
 
     def start(
         self, config: RunConfig, folder: RunFolder, callbacks: Sequence[Callback] = ()

@@ -8,8 +8,9 @@ from typing import Any
 
 from coterie.aggregation.mean import Aggregation
 from coterie.aggregation.transform import TRAIN, Contribution
+from coterie.engines.memory import memory_for_aggregation
 from coterie.engines.server_part import aggregate, contribution, decoded
-from coterie.errors import CoterieError, no_client_left
+from coterie.errors import CoterieError, no_client_left, ran_out_of_memory
 from coterie.files import writing
 from coterie.messages import Message, MessageError
 from coterie.messages.envelope import FAULT_MESSAGES
@@ -175,7 +176,8 @@ class Uploads:
         """
         transforms = self.aggregation.transforms
         if transforms.phase == TRAIN:
-            return aggregate(self.server, self.aggregation, round, self._contributions)
+            with memory_for_aggregation():
+                return aggregate(self.server, self.aggregation, round, self._contributions)
         for name in self.counted:
             try:
                 transforms.collect(name, self.message(name))
@@ -195,7 +197,7 @@ class Uploads:
                 yield result
 
     def _refuse(self, name: str, error: Exception) -> None:
-        if self.strict:
+        if self.strict or ran_out_of_memory(error):
             raise error
         expected = isinstance(error, CoterieError)
         self.refused[name] = str(error) if expected else f"{type(error).__name__} in the method"

@@ -12,10 +12,13 @@ from coterie.bases import Base
 from coterie.data.chat import ChatTemplate
 from coterie.data.items import Turn
 from coterie.data.parts import PartEncoder, bare_encoder
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, enough_memory
 from coterie.evaluation.generation import Sampling, context_length, ends_of, generated
 from coterie.inference.streaming import StreamedText
 from coterie.seeding import generator
+
+FEWER = "a smaller number of new tokens"
+"""A change that reduces the use of memory during generation."""
 
 
 @dataclass
@@ -85,7 +88,7 @@ class Speaker:
         prompt = torch.tensor([ids], device=self.base.device)
         seed = generator(self.sampling.seed, "chat", len(self._history)).initial_seed()
         try:
-            with torch.random.fork_rng():
+            with enough_memory("an answer", lambda: [FEWER]), torch.random.fork_rng():
                 torch.manual_seed(seed)
                 generated(
                     model,

@@ -19,16 +19,23 @@ from torch import Tensor
 
 from coterie.errors import CoterieError
 from coterie.files import check_nesting, parse_json
+from coterie.memory import main_memory
 from coterie.messages.formats import check_format, version_fields
 from coterie.messages.host import are_finite, copied_to_host, on_host
 
 Json = Any
 Tensors = Mapping[str, Tensor]
 Groups = Mapping[str, Tensors]
-LARGEST_MESSAGE = 2**30
-"""Maximum message size in bytes; enough for three full-rank updates of GPT-2's layers."""
-LARGEST_HEADER = 2**23
-"""Maximum header size in bytes; a parsed header takes up to 65 times as much memory."""
+LARGEST_MESSAGE = max(2**30, main_memory() // 8)
+"""Maximum message size in bytes: 1 GiB, or an eighth of this machine's memory if that is more.
+
+While a message is received and decoded, up to four copies of it are in memory.
+"""
+LARGEST_HEADER = min(LARGEST_MESSAGE // 128, 10**8)
+"""Maximum header size in bytes; a parsed header takes up to 65 times as much memory.
+
+safetensors reads headers of up to 100 MB.
+"""
 LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
 """Maximum number of tensor dimensions that torch can compute with."""

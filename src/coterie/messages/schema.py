@@ -4,10 +4,11 @@ Each method declares one schema. A message with an undeclared field is refused t
 before any byte leaves the machine, and by the receiver, before the content reaches a model.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from coterie.messages.host import are_finite
 from coterie.messages.message import Json, Message, MessageError, Tensors
@@ -36,6 +37,11 @@ class Field:
             field of this name for each form.
         peers: Used only for downloads. If true, the field contains groups that other clients
             uploaded, and is sent in `Message.peers`.
+        copies: Function that returns how many tensors with the shape of a shared parameter (an
+            `adapters.Parameter`) a message contains at most in this field, given the number of the
+            run's clients. By default, 1 or, with `peers`, one for each other client.
+        grows: Whether the tensors are low-rank factors whose rank grows in every exchange by the
+            sum of the clients' LoRA ranks, up to the full rank.
         when: A few words on how often the field is sent, shown by audits and consent prompts. Not
             used for fields of the first message of a client, which is sent once.
     """
@@ -45,6 +51,8 @@ class Field:
     dtype: str | Mapping[str, str] = "float32"
     reduce: Reduce = "each"
     peers: bool = False
+    copies: Callable[[Any, int], int] | None = dataclasses.field(default=None, compare=False)
+    grows: bool = False
     when: str = "every exchange"
 
     def allows(self, name: str, dtype: str) -> bool:

@@ -138,7 +138,13 @@ class Auto(Mixture):
             ),
             down=(
                 adapter,
-                MessageField("adapter", others, peers=True, when="in trials"),
+                MessageField(
+                    "adapter",
+                    others,
+                    peers=True,
+                    copies=lambda p, clients: self.judges(p) * min(self.peers, clients - 1),
+                    when="in trials",
+                ),
                 MessageField("sizes", sizes, "json", when="in trials"),
             ),
         )

@@ -74,7 +74,11 @@ class CoBo(FedIT):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         inherited = super().schema()
         adapter = replace(inherited.up[0], reduce="each")
-        gradients = MessageField("gradients", "gradients at the midpoints with some other clients")
+        gradients = MessageField(
+            "gradients",
+            "gradients at the midpoints with some other clients",
+            copies=lambda _, clients: clients - 1,
+        )
         mean = MessageField("mean", "weighted mean of the other clients' adapters")
         weights = MessageField("weights", "weights of the other clients in the mean", "json")
         peers = replace(adapter, description="adapters of some other clients", peers=True)

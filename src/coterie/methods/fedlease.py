@@ -7,6 +7,7 @@ From then on, every client holds all experts, and trains only its cluster's expe
 The server averages both within the cluster. adapters/lease.py describes the routing.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -53,8 +54,16 @@ class FedLease(Method):
         return True
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        own = MessageField("adapter", "LoRA pairs and router of the client's cluster", "float32")
-        adapter = replace(own, description="LoRA pairs of all experts; router of the cluster")
+        own = MessageField(
+            "adapter",
+            "LoRA pairs and router of the client's cluster",
+            copies=lambda parameter, clients: self._copies(parameter, 1, clients),
+        )
+        adapter = replace(
+            own,
+            description="LoRA pairs of all experts; router of the cluster",
+            copies=lambda p, n: self._copies(p, min(self.max_clusters, n), n),
+        )
         experts = MessageField("experts", "number of experts", "json")
         number = MessageField("own", "number of the client's expert", "json")
         own = replace(own, when=f"every exchange, from round {self.warmup} on")
@@ -62,6 +71,13 @@ class FedLease(Method):
         later = f"every exchange, from round {self.warmup + 1} on"
         down = tuple(replace(field, when=later) for field in (adapter, experts, number))
         return Schema(up=up, down=down)
+
+    def _copies(self, parameter: Parameter, experts: int, clients: int) -> int:
+        """Return how often some experts and a router contain the shape of an expert's parameter."""
+        slots = 2 * min(self.max_clusters, clients) - 1
+        # For each slot, a router has one row of the width of A, and A has as many rows as its rank.
+        rows = math.ceil(slots / self.attention.rank) if parameter.factor == "A" else 0
+        return experts + rows
 
     def adapter(self, base: nn.Module, seed: int, experts: int, own: int) -> LeaseAdapter:
         """Create an adapter.

@@ -178,8 +178,18 @@ class RankMethod(AdapterMethod):
     """formulas of the paper, or of the code that CoMiGS's authors released for their comparison"""
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
-        rest = MessageField("adapter", DESCRIPTIONS["dense"], reduce="mean")
-        groups = rest, MessageField("experts", DESCRIPTIONS["generalist"])
+        rest = MessageField(
+            "adapter",
+            DESCRIPTIONS["dense"],
+            reduce="mean",
+            copies=lambda parameter, _: int(parameter.role == "dense"),
+        )
+        experts = MessageField(
+            "experts",
+            DESCRIPTIONS["generalist"],
+            copies=lambda parameter, _: int(parameter.role == "generalist"),
+        )
+        groups = rest, experts
         return Schema((*super().schema().hello, *self.hello_fields), groups, groups)
 
     def check(self, run: RunFacts) -> None:

@@ -6,6 +6,7 @@ runs in a separate thread, transfers the orders and replies.
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -53,6 +54,8 @@ class Mailbox:
     Args:
         folder: The folder for the files of orders and replies.
     """
+
+    largest = math.inf
 
     def __init__(self, folder: Path) -> None:
         self.files = OrderFiles(folder)

@@ -1,5 +1,6 @@
 """A deployment in one process: a server and workers, with a network that can lose messages."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ class Loop(Link):
     A worker executes an order when the reply to the order is requested.
     """
 
+    largest = math.inf
     workers: dict[str, Worker]
     """A mapping from the clients' names to their workers."""
     events: Mapping[int, Callable[["Loop"], None]] = field(default_factory=dict)

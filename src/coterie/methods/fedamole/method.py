@@ -50,14 +50,21 @@ class FedAMoLE(Method, FedAMoLESettings):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         shared = "the shared expert and of " if self.shared_expert else ""
         description = f"LoRA pairs of {shared}the client's domain experts; routers' parameters"
-        adapter = MessageField("adapter", description, reduce="mean")
+        # A client begins without domain experts.
+        most = 1 + self.max_experts
+        adapter = MessageField("adapter", description, reduce="mean", copies=lambda *_: most)
         means = (
             MessageField(
                 "experts",
                 "mean embedding of held-out samples, for each expert of the client",
                 reduce="mean",
+                copies=lambda *_: 0,
             ),
-            MessageField("tokens", "mean token embedding of held-out samples, for each layer"),
+            MessageField(
+                "tokens",
+                "mean token embedding of held-out samples, for each layer",
+                copies=lambda *_: 0,
+            ),
         )
         count = MessageField("count", "number of domain experts", "json")
         held = MessageField("held", "indices of the client's domain experts on each layer", "json")

@@ -1,0 +1,48 @@
+"""The result of a run, computed from its recorded metrics."""
+
+from collections import defaultdict
+from typing import Any
+
+from coterie.config.run import RunConfig
+from coterie.messages import names as metric
+from coterie.runs import RunFolder
+
+
+def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
+    """Return the result of a run, computed from its recorded metrics.
+
+    Args:
+        config: The run.
+        folder: The run folder.
+
+    Returns:
+        The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
+        their best models, `kept[client]` is the number of rounds after which `client` had its best
+        model. The scores under the key `config.method.reports` (`trained` or `aggregated`) are then
+        the scores of the best models, not of the last models. If clients were excluded from rounds,
+        `left_out[client][round]` is the reason why `client` was excluded from `round`, where the
+        first round is 1.
+    """
+    last: dict[str, dict[str | None, Any]] = defaultdict(dict)
+    left_out: dict[str, dict[int, str]] = {}
+    total = {metric.BYTES_UP: 0, metric.BYTES_DOWN: 0, metric.SECONDS: 0.0}
+    for line in folder.metrics():
+        name, client, value = line["name"], line["client"], line["value"]
+        last[name][client] = value
+        if name in total:
+            total[name] += value
+        elif name == metric.LEFT_OUT:
+            left_out.setdefault(client, {})[line["round"] + 1] = value
+    reports, kept = config.method.reports, last[metric.KEPT]
+    points = {point: last[f"{metric.TEST}{point}"] for point in ("trained", "aggregated")}
+    points[reports] |= last[metric.KEPT_SCORE]
+    return {
+        "method": config.label,
+        "reports": reports,
+        **({"kept": kept} if kept else {}),
+        **({"left_out": left_out} if left_out else {}),
+        **points,
+        **({"server": server} if (server := last[metric.SERVER_SCORE].get(None)) else {}),
+        "traffic": {"up": total[metric.BYTES_UP], "down": total[metric.BYTES_DOWN]},
+        "seconds": round(total[metric.SECONDS], 1),
+    }

@@ -1,0 +1,172 @@
+"""A device that becomes full during a run: what the error says, and that the run can go on."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import coterie
+from coterie import CoterieError, RunConfig
+from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, workers
+
+AUTO: dict[str, Any] = {"name": "auto", "router": {"every": 2, "steps": 1}, "samples": 2}
+PCL: dict[str, Any] = {"name": "pcl-3", "warmup": 1, "every": 1, "public_batches": 1}
+HALVES = "training.micro_batch: 1 or base.weights: nf4"
+SMALLER = "`base` to a smaller one or the LoRA rank to a smaller number"
+PLACES = {
+    "training": (
+        {"name": "fedavg"},
+        "coterie.losses.tokens.language_model_loss",
+        "a training step; set training.micro_batch: 1",
+    ),
+    "evaluation": (
+        {"name": "fedavg"},
+        "coterie.evaluation.evaluate.token_losses",
+        "the evaluation of '.*'; set evaluation.batch: 1 or base.weights: nf4",
+    ),
+    "trial": (AUTO, "coterie.methods.auto.sample_slopes", f"a download of '.*'; set {HALVES}"),
+    "download": (
+        {"name": "fedavg"},
+        "coterie.methods.adapter.copy",
+        f"a download of '.*'; set {HALVES}",
+    ),
+    "upload": (
+        PCL,
+        "coterie.methods.pcl.top_logits",
+        f"(an upload|a download) of '.*'; set {HALVES}",
+    ),
+    "gradients": (
+        {"name": "cobo"},
+        "coterie.methods.cobo.sample_batch",
+        f"the local training of '.*'; set {HALVES}",
+    ),
+    "contributions": (
+        {"name": "fedavg"},
+        "coterie.engines.uploads.contribution",
+        f"the aggregation; set {SMALLER}",
+    ),
+    "aggregation": (
+        {"name": "fedavg"},
+        "coterie.methods.adapter.AdapterServer.end_round",
+        f"the aggregation; set {SMALLER}",
+    ),
+    "generation": (
+        {"name": "fedavg"},
+        "coterie.evaluation.evaluate.generate_answers",
+        "the evaluation of '.*'; set evaluation.batch: 1",
+    ),
+}
+"""For each task: a method, a function that the task calls, and the end of the error's sentence."""
+
+
+class Full:
+    """Replaces a function, counts its calls, and lets one of the calls run out of memory.
+
+    Args:
+        place: The function's path.
+        monkeypatch: The test's fixture.
+    """
+
+    def __init__(self, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        parent, _, name = place.rpartition(".")
+        module, _, kind = parent.rpartition(".")
+        owner: Any = getattr(import_module(module), kind) if kind[0].isupper() else None
+        self.function = getattr(owner or import_module(parent), name)
+        self.calls, self.full = 0, -1
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.full:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return self.function(*arguments, **options)
+
+        monkeypatch.setattr(place, call)
+
+    def in_the_middle(self) -> None:
+        """Count from 0 again, and let the call in the middle run out of memory."""
+        self.calls, self.full = 0, self.calls // 2 + 1
+
+
+def run_of(
+    task: str, config: Callable[..., RunConfig], questions: Path
+) -> tuple[RunConfig, str, str]:
+    """Return a run, a function that a task of the run calls, and the end of the sentence."""
+    method, place, sentence = PLACES[task]
+    changes: dict[str, Any] = {"evaluation": {"every": 1}}
+    if task == "generation":
+        changes = {
+            "data_root": str(questions),
+            "data": {"window": 48, "instructions": {"template": "{{ instruction }}?"}},
+            "clients": [{"name": n, "path": f"{n}.jsonl"} for n in ("diarist", "poet")],
+            "evaluation": {"every": 1, "generate": 2},
+        }
+    run = config(method=method, rounds=3, **changes)
+    if task == "upload":
+        data = run.data.model_copy(update={"public": "poet.txt"})
+        run = run.model_copy(update={"data": data})
+    return run, place, sentence
+
+
+@pytest.mark.parametrize("task", PLACES)
+def test_a_run_continues_after_a_device_was_full(
+    task, config, questions, tmp_path, monkeypatch
+) -> None:
+    run, place, sentence = run_of(task, config, questions)
+    full = Full(place, monkeypatch)
+    whole = coterie.run(run, out=tmp_path / "whole")
+    full.in_the_middle()
+    with pytest.raises(CoterieError, match=f"^The GPU has too little memory for {sentence}"):
+        coterie.run(run, out=tmp_path / "run")
+    complete = RunFolder(tmp_path / "run").rounds()
+    resumed = coterie.resume(tmp_path / "run")
+    assert 0 < complete < run.exchanges
+    assert_same_states(RunFolder(resumed.path), RunFolder(whole.path))
+
+
+CLIENTS = [task for task in PLACES if task not in ("contributions", "aggregation")]
+
+
+@pytest.mark.parametrize("task", CLIENTS)
+def test_a_deployed_client_whose_device_was_full_repeats_the_round(
+    task, config, questions, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
+    run, place, _ = run_of(task, config, questions)
+    full = Full(place, monkeypatch)
+    local = coterie.run(run, out=tmp_path / "local")
+    full.in_the_middle()
+    deploy(run, tmp_path)
+    assert full.calls > full.full
+    assert [r for r in caplog.records if "The GPU has too little memory for" in r.getMessage()]
+    assert_as_local(run, tmp_path, RunFolder(local.path))
+
+
+@pytest.mark.parametrize("task", ["contributions", "aggregation"])
+def test_a_server_that_was_full_continues(task, config, questions, tmp_path, monkeypatch) -> None:
+    run, place, sentence = run_of(task, config, questions)
+    full = Full(place, monkeypatch)
+    local = coterie.run(run, out=tmp_path / "local")
+    full.in_the_middle()
+    network = Loop(workers(run, tmp_path))
+    with pytest.raises(CoterieError, match=sentence):
+        server(run, tmp_path / "server", network).rounds()
+    network.pending.clear()
+    server(run, tmp_path / "server", network).rounds()
+    assert_as_local(run, tmp_path, RunFolder(local.path))
+
+
+def test_a_deployed_client_that_cannot_hold_the_base_leaves(config, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("coterie.deployment.server.GRACE", 0.0)
+    run = config(method="fedavg", rounds=2, deployment={"quorum": 2, "deadline": 60})
+    place = "coterie.bases.loading.AutoModelForCausalLM.from_pretrained"
+    Full(place, monkeypatch).full = 2
+    network = Loop(workers(run, tmp_path))
+    server(run, tmp_path / "server", network).rounds()
+    [error] = [worker.error for worker in network.workers.values() if worker.error]
+    sentence = f"The GPU has too little memory for the base {run.base}; set base.weights: nf4 or "
+    assert error.startswith(sentence)
+    assert RunFolder(tmp_path / "server").result is not None
