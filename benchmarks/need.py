@@ -21,7 +21,6 @@ from coterie.analysis.need import QUANTISED, Need, need_of, shapes_of
 from coterie.bases import load_tokenizer
 from coterie.bases.gguf import SMOLLM2
 from coterie.config.run import parse
-from coterie.messages.message import LARGEST_MESSAGE
 
 SMALLER: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -142,12 +141,12 @@ def paper_row(base: str, method: str, count: int) -> tuple[str, ...]:
     ]
     sizes = needs[0].exchange
     assert sizes is not None, "the messages of this method are known"
-    refused = max(sizes.up, sizes.down + sizes.peers) > LARGEST_MESSAGE
+    large = max(sizes.up, sizes.down + sizes.peers) > 2**30
     memory = [f"{need.memory / 2**30:,.1f}" for need in needs]
     traffic = [f"{size / MIB:,.0f}" for size in (sizes.up, sizes.down + sizes.peers)]
     server, disk = (f"{size / 2**30:,.1f}" for size in (sizes.server, needs[0].disk))
     name = Path(base).name
-    return name, method, str(count), *memory, server, traffic[0], traffic[1] + "*" * refused, disk
+    return name, method, str(count), *memory, server, traffic[0], traffic[1] + "*" * large, disk
 
 
 def papers() -> None:

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 from typing import Any
 
-import device
+import placed
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-if device.SUPPORTED:
-    device.register()
+if placed.SUPPORTED:
+    placed.register()
 
 
 @pytest.fixture(autouse=True)
 def _supported() -> None:
-    if not device.SUPPORTED:
+    if not placed.SUPPORTED:
         pytest.skip("this PyTorch cannot be given a device that is written in Python")
 
 
@@ -27,15 +27,15 @@ def _plain_attention() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=device.PLACES)
+@pytest.fixture(params=placed.PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A value of the key `device`, which the test device takes the place of."""
-    with device.using(monkeypatch, float64=request.param != "mps"):
-        yield device.PLACES[request.param]
+    with placed.using(monkeypatch, float64=request.param != "mps"):
+        yield placed.PLACES[request.param]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The key `device` for a run on one test device."""
-    with device.using(monkeypatch):
+    with placed.using(monkeypatch):
         yield "cuda"

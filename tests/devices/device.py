@@ -11,28 +11,17 @@ The device uses PyTorch's experimental interface for devices that are written in
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-
-import coterie.bases.devices
 
 NAME = "testgpu"
 """The type of the device; the run file of a test calls the devices cuda:0 and cuda:1, or mps."""
 COUNT = 2
-PLACES: dict[str, Any] = {"one device": "cuda", "two devices": ("cuda:0", "cuda:1"), "mps": "mps"}
-"""Values of the key `device` of a run file; `mps` stands for a device without float64."""
-SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-"""Whether this PyTorch can be given a device that is written in Python (from 2.10 on)."""
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
 READS = (
@@ -161,7 +150,7 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
 
 class _Move(torch.autograd.Function):
@@ -177,7 +166,7 @@ class _Move(torch.autograd.Function):
         return DeviceTensor(grads[0].host.clone(), ctx.number), None
 
 
-class _Explicit(TorchFunctionMode):
+class Explicit(TorchFunctionMode):
     """Tells tensors that Coterie or Transformers create on a device from those of PyTorch.
 
     `torch.tensor` cannot create tensors on a device that is written in Python.
@@ -224,7 +213,7 @@ class Generator(torch.Generator):
         return super().device if self.index is None else torch.device(NAME, self.index)
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the CPU tensors, after the checks that a GPU makes."""
     leaves, spec = tree_flatten((args, kwargs))
     wrapped = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
@@ -314,122 +303,3 @@ def _line() -> str:
         if "/coterie/" in frame.filename:
             return f"{frame.filename.partition('/coterie/')[2]}:{frame.lineno} {frame.name}"
     return "elsewhere"
-
-
-class _Module:
-    """What `torch.cuda` is for a GPU."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None: ...
-
-    def is_available(self) -> bool:
-        return RULES.available
-
-    def device_count(self) -> int:
-        return COUNT
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    def synchronize(self, device: Any = None) -> None: ...
-
-    def set_device(self, device: Any) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-
-_libraries: list[torch.library.Library] = []
-
-
-def register() -> None:
-    """Register the device, once per process, and before the process's first backward pass.
-
-    In its first backward pass, PyTorch starts a thread for each device that it knows.
-    """
-    if _libraries:
-        return
-    backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_run_op, "PrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    operations = torch.library.Library("aten", "IMPL")
-    for name, op in COMPOSITE.items():
-        operations.impl(name, partial(_run_op, op), "PrivateUse1")
-    for name, (op,) in IN_BF16.items():
-        operations.impl(name, _in_bf16(op), "AutocastPrivateUse1")
-    _libraries.extend((everything, operations))
-
-
-def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(NAME, enabled=False):
-        return op(*args, **kwargs)
-
-
-def _run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return _run(op, args, kwargs)
-
-
-def _in_bf16(op: Any) -> Callable[..., Any]:
-    """Return an operation that casts floating-point tensors to autocast's dtype first."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(torch.get_autocast_dtype(NAME)) if eligible else tensor
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        return _without_autocast(op, *args, **kwargs)
-
-    return run
-
-
-@contextmanager
-def using(patch: pytest.MonkeyPatch, *, float64: bool = True) -> Iterator[None]:
-    """Let run files name the test device: as cuda, cuda:0 and cuda:1, or as mps.
-
-    Args:
-        patch: The fixture.
-        float64: Whether the device supports float64.
-    """
-
-    def device(name: str) -> torch.device:
-        kind, _, index = name.partition(":")
-        return torch.device(kind) if kind == "cpu" else torch.device(NAME, int(index or 0))
-
-    def pinned(tensor: Tensor) -> Tensor:
-        copy = tensor.clone()
-        copy.pinned = True  # pyright: ignore
-        return copy
-
-    with patch.context() as inner:
-        inner.setattr(coterie.bases.devices, "_device", device)
-        inner.setattr(torch, "Generator", Generator)
-        inner.setattr(Tensor, "pin_memory", pinned)
-        inner.setattr(RULES, "available", True)
-        inner.setattr(RULES, "float64", float64)
-        with _Explicit():
-            yield
-
-
-@contextmanager
-def counting() -> Iterator[Counts]:
-    """Count transfers between the host and the device."""
-    RULES.counts = counts = Counts()
-    try:
-        yield counts
-    finally:
-        RULES.counts = None

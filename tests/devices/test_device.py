@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from device import NAME, counting, using
+from device import NAME
+from placed import counting, using
 from torch.nn import functional as F
 
 

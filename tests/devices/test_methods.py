@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import PLACES, DeviceTensor
+from device import DeviceTensor
 from every_method import BEHAVIOURS, METHODS, marks, run_of, some
+from placed import PLACES
 
 import coterie
 from coterie.config.run import RunConfig

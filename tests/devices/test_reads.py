@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device import Counts, counting
+from device import Counts
 from every_method import METHODS, run_of, some
+from placed import counting
 
 from coterie.config.run import parse
 from coterie.evaluation.evaluate import evaluate

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from device import PLACES, DeviceTensor, using
+from device import DeviceTensor
+from placed import PLACES, using
 
 import coterie
 from coterie.config.plugins import load_plugin

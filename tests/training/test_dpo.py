@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coterie.data.kinds.preferences import PairBatch, dpo_loss
 from coterie.inference.reference import reference_of
+from coterie.losses import head
 from coterie.losses import tokens as loss_module
 from coterie.losses.preferences import Rewards, rewards
 from coterie.losses.tokens import Batch
@@ -117,7 +118,7 @@ def test_it_is_the_loss_of_trl() -> None:
 def test_loss_gradient_and_rewards_are_those_of_the_naive_version(
     dtype, eps, frozen, monkeypatch
 ) -> None:
-    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 200)
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 200)
     monkeypatch.setitem(loss_module.PIECE_COST, "cpu", 0)  # samples are read apart
     model, reference = waves(0.0).to(dtype), referred(waves(0.5).double())
     weight = only_the_mlp(model)

@@ -14,7 +14,7 @@ from transformers import (
 
 from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.bases.precision import autocast, cast_frozen
-from coterie.losses import tokens as loss_module
+from coterie.losses import head
 from coterie.losses.tokens import language_model_loss, token_losses
 
 
@@ -47,7 +47,7 @@ def trained(base: PreTrainedModel) -> Adapter:
 
 @pytest.fixture(params=["gpt2", "llama", "llama, tied"])
 def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 61 * 5)  # 21 tokens: five pieces
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 61 * 5)  # 21 tokens: five pieces
     torch.manual_seed(0)
     return gpt2() if request.param == "gpt2" else llama("tied" in request.param)
 

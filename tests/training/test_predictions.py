@@ -13,7 +13,7 @@ from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
 from coterie.data.parts import bare_encoder
 from coterie.evaluation.evaluate import evaluate
-from coterie.losses import tokens as loss_module
+from coterie.losses import head
 from coterie.training.predictions import predictions
 
 ITEMS = [
@@ -64,7 +64,7 @@ def test_predictions_are_those_of_rows_alone(base, batch, at_once, monkeypatch) 
     samples = encoded(base)
     logprobs, targets = alone(base, samples)
     size = logprobs.shape[1]
-    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", at_once * size)
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", at_once * size)
     got = predictions(base, base.model, samples, 7, batch)
     assert got.tokens.shape == got.logprobs.shape == (int(samples.lengths.sum()), 7)
     assert got.tokens.dtype == torch.int64

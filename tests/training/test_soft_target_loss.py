@@ -14,7 +14,7 @@ from transformers import (
 
 from coterie.adapters import Adapter, Layout, of_roles
 from coterie.bases.precision import autocast
-from coterie.losses import tokens as loss_module
+from coterie.losses import head
 from coterie.losses.tokens import Batch, language_model_loss, logits_in_pieces, soft_target_loss
 
 VOCABULARY = 61
@@ -23,7 +23,7 @@ VOCABULARY = 61
 @pytest.fixture(params=["gpt2", "llama"])
 def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     """With an adapter that is not zero, in float64; 21 tokens' logits are made in five pieces."""
-    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", VOCABULARY * 5)
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", VOCABULARY * 5)
     torch.manual_seed(0)
     if request.param == "llama":
         llama = LlamaConfig(

@@ -44,7 +44,7 @@ from coterie.bases.sites import (
     sizes,
     width,
 )
-from coterie.losses.tokens import LOGITS_AT_ONCE
+from coterie.losses.head import LOGITS_AT_ONCE
 
 STORED_BY_ACTIVATION: dict[type[nn.Module], int] = {hf.NewGELUActivation: 4}
 """The number of tensors that an activation function stores; 1 for all other functions."""

@@ -74,7 +74,10 @@ class Need:
     scoring: int
     """The peak memory of activations and logits when a batch is scored."""
     receiving: int
-    """The peak memory of a download, and of judging the other clients' uploads in it."""
+    """The peak memory of a download, and of judging the other clients' uploads in it.
+
+    On a GPU, the download itself does not count: it is in the main memory.
+    """
     heap: float
     """Memory that the device's allocator keeps, relative to `step`, `scoring` and `receiving`."""
     state: int
@@ -157,6 +160,8 @@ class Shapes:
             scoring_bytes(model, self._size(config, count, device))
             for count in (config.evaluation.batch, training.at_once)
         )
+        # Messages are in the main memory, also if the client's model is on a GPU.
+        message = SENT * received.down + (SENT + 1) * received.peers if device == "cpu" else 0
         return Need(
             weights=_weights(spec, model),
             pages=self.kept.itemsize * numbers if cast and device == "cpu" else 0,
@@ -169,11 +174,7 @@ class Shapes:
                 stores=training.store_activations,
             ),
             scoring=scoring,
-            receiving=int(
-                SENT * received.down
-                + (SENT + 1) * received.peers
-                + (judging if received.peers else 0)
-            ),
+            receiving=int(message + (judging if received.peers else 0)),
             heap=HEAP.get(device, 0.0),
             state=state,
             clients=max(1, len(config.clients)),

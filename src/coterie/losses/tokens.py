@@ -1,19 +1,10 @@
-"""The language-model loss, computed without storing the logits of a whole batch.
-
-If the output head is frozen, the gradient with respect to a token's hidden state follows directly
-from the token's logits: it is (softmax - one-hot) times the head's weight, or, for soft targets,
-(softmax - probabilities) times the head's weight. Logits are therefore computed for a few tokens at
-a time, used for the loss and the gradient, and discarded. Logits of a whole batch of 8 x 128 tokens
-would take 200 MB per float32 copy with GPT-2's vocabulary.
-"""
+"""The language-model loss, computed without storing the logits of a batch; see losses/head.py."""
 
 from collections.abc import Callable, Iterator, Sequence
-from math import ceil
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -22,9 +13,8 @@ from coterie.bases.padding import real_tokens
 from coterie.bases.precision import frozen_weight
 from coterie.bases.sites import decoder_of, working_dtype
 from coterie.bases.unpacked import one_sequence_per_row
+from coterie.losses.head import HeadLosses, at_least_float, pieces
 
-LOGITS_AT_ONCE = {"cpu": 24_000_000, "cuda": 64_000_000}
-"""The largest number of logits computed at once on each device type (24 million take 96 MB)."""
 PIECE_COST = {"cpu": 50, "cuda": 1000}
 """The number of padding tokens that cost as much as splitting a batch into one more piece.
 
@@ -246,12 +236,12 @@ def _soft_target_losses(
     head = _plain_head(model)
     if head is None or (head.weight.requires_grad and torch.is_grad_enabled()):
         logits = _divided(_logits(model, batch), temperature)
-        logprobs = F.log_softmax(_at_least_float(logits), -1)
+        logprobs = F.log_softmax(at_least_float(logits), -1)
         return -(logprobs.gather(1, targets) * probs).sum(1)
     hidden = _divided(hidden_states(model, batch), temperature)
     weight = frozen_weight(head, hidden.dtype)
     device = weight.device
-    losses = _HeadLosses.apply(hidden.to(device), weight, targets.to(device), probs.to(device))
+    losses = HeadLosses.apply(hidden.to(device), weight, targets.to(device), probs.to(device))
     assert isinstance(losses, Tensor)
     return losses.to(hidden.device)
 
@@ -269,68 +259,12 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
     """
     head = _plain_head(model)
     if head is None:
-        yield _at_least_float(_logits(model, batch))
+        yield at_least_float(_logits(model, batch))
         return
     hidden = hidden_states(model, batch)
     weight = frozen_weight(head, hidden.dtype)
-    for h in hidden.tensor_split(_pieces(hidden, weight)):
-        yield _at_least_float(h.to(weight.device) @ weight.t()).to(h.device)
-
-
-class _HeadLosses(torch.autograd.Function):
-    """The cross-entropy between soft targets and the predictions of a frozen output head.
-
-    The inputs are hidden states shaped (tokens, dim), the head's weight shaped (vocabulary, dim),
-    and targets and probabilities, both shaped (tokens, k). The output is shaped (tokens,).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor) -> Tensor:
-        losses, grad = _losses(hidden, weight, targets, probs, ctx.needs_input_grad[0])
-        ctx.save_for_backward(grad)
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None, None]:
-        (grad,) = ctx.saved_tensors
-        return (grad * grads[0][:, None]).to(grad.dtype), None, None, None
-
-
-def _losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, probs: Tensor, with_grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute each token's loss and, if `with_grad`, the gradient with respect to `hidden`."""
-    losses, grads = [], []
-    pieces = _pieces(hidden, weight)
-    # All pieces share three buffers: allocating memory of this size costs more than the arithmetic.
-    product = hidden.new_empty(ceil(len(hidden) / pieces), len(weight))
-    logits = _at_least_float(product)
-    p = torch.empty_like(logits)
-    probs = probs.to(p.dtype)
-    split = zip(*(t.tensor_split(pieces) for t in (hidden, targets, probs)), strict=True)
-    for h, target, prob in split:
-        n = len(h)
-        torch.mm(h, weight.t(), out=product[:n])
-        if logits is not product:
-            logits[:n].copy_(product[:n])
-        torch.softmax(logits[:n], -1, out=p[:n])
-        # Log-sum-exp from the most likely token, whose probability is at least 1 / vocabulary.
-        lse = logits[:n].amax(-1) - p[:n].amax(-1).log()
-        losses.append(lse - (logits[:n].gather(1, target) * prob).sum(1))
-        if with_grad:
-            p[:n].scatter_add_(1, target, -prob)
-            rounded = p[:n] if logits is product else product[:n].copy_(p[:n])
-            grads.append(rounded @ weight)
-    return torch.cat(losses), torch.cat(grads) if with_grad else None
-
-
-def _pieces(hidden: Tensor, weight: Tensor) -> int:
-    """Return the number of pieces into which to split the computation of the logits."""
-    at_once = LOGITS_AT_ONCE.get(hidden.device.type, LOGITS_AT_ONCE["cuda"])
-    return min(len(hidden), ceil(len(hidden) * len(weight) / at_once))
+    for h in hidden.tensor_split(pieces(hidden, weight)):
+        yield at_least_float(h.to(weight.device) @ weight.t()).to(h.device)
 
 
 def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
@@ -418,7 +352,3 @@ def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
 def _divided(values: Tensor, temperature: float) -> Tensor:
     """Divide values by a temperature, without copying the values if the temperature is 1."""
     return values if temperature == 1 else values / temperature
-
-
-def _at_least_float(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

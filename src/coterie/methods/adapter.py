@@ -17,8 +17,6 @@ from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, traine
 from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
-from coterie.messages.host import on_host
-from coterie.messages.names import ROUTING
 from coterie.methods.contract import (
     ClientContext,
     ClientId,
@@ -31,7 +29,7 @@ from coterie.methods.contract import (
 from coterie.methods.exact import Residuals, residual_shapes, with_residuals
 from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
 from coterie.methods.sides import Holders
-from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 
@@ -246,8 +244,7 @@ class AdapterClient(ClientSide, Generic[M]):
 
     def train(self, exchange: int) -> None:
         self.training.round(exchange)
-        for layer, weights in on_host(self.adapter.routing()).items():
-            self.context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
+        log_routing(self.context, self.adapter.routing())
 
     def upload(self, exchange: int) -> Message:
         parameters, method = self.parameters(), self.method

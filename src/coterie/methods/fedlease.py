@@ -23,12 +23,10 @@ from coterie.aggregation.context import Rows
 from coterie.bases.sites import QUERY_VALUE
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
-from coterie.messages.host import on_host
-from coterie.messages.names import ROUTING
 from coterie.methods.contract import ClientContext, ClientId, Method, ServerContext
 from coterie.methods.settings import Attention, LoraAlpha
 from coterie.methods.sides import ClientSide, Holders, ServerSide
-from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
 
@@ -139,8 +137,7 @@ class FedLeaseClient(ClientSide):
         rate = learning_rate(context.training, context.rounds)
         level = Level("joint", lambda p: p.expert in (None, own), "train", rate)
         LocalTraining(context, self.adapter, [level]).round(exchange)
-        for layer, weights in on_host(self.adapter.routing()).items():
-            context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
+        log_routing(context, self.adapter.routing())
 
     def upload(self, exchange: int) -> Message:
         if exchange + 1 < self.method.warmup:

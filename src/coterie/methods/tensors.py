@@ -5,6 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from coterie.messages.host import on_host
+from coterie.messages.names import ROUTING
+from coterie.training.context import ClientContext
+
 
 @torch.no_grad()
 def copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
@@ -21,6 +25,12 @@ def zeros_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return detached copies of tensors, under the same names."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def log_routing(context: ClientContext, routing: Mapping[str, Tensor]) -> None:
+    """Log the mean routing weights of each layer in the last batch."""
+    for layer, weights in on_host(routing).items():
+        context.log(f"{ROUTING}{layer}", weights.tolist())
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

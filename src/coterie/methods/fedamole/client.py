@@ -12,12 +12,10 @@ from transformers import PreTrainedModel
 from coterie.adapters import AmoleAdapter, Parameter, of_roles
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
-from coterie.messages.host import on_host
-from coterie.messages.names import ROUTING
 from coterie.methods.contract import ClientContext, ClientSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
 from coterie.methods.fedamole.settings import FedAMoLESettings
-from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
 from coterie.privacy.secrets import Secrets
 from coterie.seeding import generator
@@ -87,8 +85,7 @@ class FedAMoLEClient(ClientSide):
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
         LocalTraining(context, adapter, [level]).round(exchange)
-        for layer, weights in on_host(adapter.routing()).items():
-            context.log(f"{ROUTING}{layer}", weights.tolist())  # mean of the last batch
+        log_routing(context, adapter.routing())
         self.means = self._means(exchange) if self.settings.chooses else {}
 
     def upload(self, exchange: int) -> Message:
