@@ -8,7 +8,7 @@ from every_method import METHODS, marks
 from live import LiveTensors
 
 from coterie.analysis.need import Need, need_of
-from coterie.analysis.sizes import bytes_in
+from coterie.analysis.sizes import bytes_in, client_names
 from coterie.analysis.trial import first_exchange, start
 from coterie.bases import Base, load_base
 from coterie.config.run import RunConfig, parse
@@ -132,6 +132,24 @@ def test_messages_have_the_computed_sizes(method, config) -> None:
 
 def clients(count: int) -> list[dict[str, str]]:
     return [{"name": "poet", "path": "x"}, *({"name": f"c{n}", "path": "x"} for n in range(count))]
+
+
+@pytest.mark.parametrize(
+    ("divide", "names"),
+    [
+        ({"by": "even", "clients": 3}, ["client-1", "client-2", "client-3"]),
+        ({"by": "mixtures", "mixtures": {"b": {"x": 1}, "a": {"y": 1}}}, ["a", "b"]),
+        ({"by": "label"}, ["a client"]),  # the labels are in the data
+    ],
+)
+def test_the_clients_of_a_division_are_counted(divide, names, values) -> None:
+    source = (
+        {"source": "poet.txt"}
+        if divide["by"] == "even"
+        else {"source": {"x": "poet.txt", "y": "whaler.txt"}}
+    )
+    run = parse({k: v for k, v in values(divide=source | divide).items() if k != "clients"})
+    assert client_names(run) == names
 
 
 @pytest.mark.parametrize("method", ["pcl-2", "auto", "fedamole", "fedavg"])

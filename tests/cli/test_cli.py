@@ -110,6 +110,8 @@ def test_an_audit_names_what_travels(run_file, coterie_command) -> None:
     assert max(map(len, said.out.splitlines())) <= 80
     assert "generalist 0, mlp.up" in " ".join(said.out.split())
     assert "per public sample" not in said.out
+    computed = said.out.index("peak memory of one client's process")
+    assert computed < said.out.index("the only fields that messages may contain")
 
 
 def test_an_audit_of_teaching_names_a_public_samples_bytes(

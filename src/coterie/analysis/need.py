@@ -19,7 +19,15 @@ from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters import detach, trained
 from coterie.analysis.activations import Pass, is_known, scoring_bytes, training_bytes
-from coterie.analysis.sizes import SENT, Sizes, bytes_in, instances_in, sizes_of, with_residuals
+from coterie.analysis.sizes import (
+    SENT,
+    Sizes,
+    bytes_in,
+    client_names,
+    instances_in,
+    sizes_of,
+    with_residuals,
+)
 from coterie.bases import Base, BaseSpec, load_skeleton, load_tokenizer
 from coterie.bases.precision import SHORT_WINDOW, prepare
 from coterie.bases.weights import DTYPES
@@ -177,7 +185,7 @@ class Shapes:
             receiving=int(message + (judging if received.peers else 0)),
             heap=HEAP.get(device, 0.0),
             state=state,
-            clients=max(1, len(config.clients)),
+            clients=len(client_names(config)),
             exchange=self.exchange,
         )
 

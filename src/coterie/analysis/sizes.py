@@ -19,6 +19,7 @@ from typing_extensions import TypeVar
 from coterie.adapters import pairs_of
 from coterie.aggregation.mean import HELD
 from coterie.config.run import RunConfig
+from coterie.data.divide import names_of_clients
 from coterie.federation.participants import server_context
 from coterie.messages import Groups, Message, MessageError, Schema
 from coterie.methods.adapter import AdapterMethod
@@ -49,6 +50,18 @@ class Sizes:
     """The server's state in a checkpoint."""
 
 
+def client_names(config: RunConfig) -> list[ClientId]:
+    """Return the names of a run's clients, without reading texts.
+
+    The names are those of the run file or of its division. If the division derives them from the
+    labels in the data, or if there are none, the result is `["a client"]`.
+    """
+    names = [client.name for client in config.clients]
+    if config.divide is not None:
+        names = names_of_clients(config.divide, ())
+    return names or ["a client"]
+
+
 def sizes_of(
     config: RunConfig, skeleton: PreTrainedModel, side_of: Callable[[ClientId], ClientSide]
 ) -> Sizes | None:
@@ -61,8 +74,8 @@ def sizes_of(
         skeleton: The run's base on the meta device.
         side_of: Function that returns the method's client-side object for a client.
     """
-    count = max(1, len(config.clients))
-    names = [client.name for client in config.clients] or ["a client"]
+    names = client_names(config)
+    count = len(names)
     few = min(count, 3)
     try:
         first, *more = (
@@ -92,7 +105,7 @@ def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> 
     for A, B in pairs_of(shared):
         (rank, columns), (rows, _) = A.tensor.shape, B.tensor.shape
         # Every exchange adds the clients' products and subtracts the product of the means.
-        terms = rank * (len(config.clients) + 1) * method.exchanges(config.rounds)
+        terms = rank * (len(client_names(config)) + 1) * method.exchanges(config.rounds)
         residual += 4 * min(terms, rows, columns) * (rows + columns)
     server = sizes.server + (1 + SENT) * residual
     return replace(sizes, down=sizes.down + residual, server=server, state=sizes.state + residual)

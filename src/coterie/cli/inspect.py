@@ -69,6 +69,9 @@ def audit(
     measured on the messages of one short round. If the run file gives no path for a client, as in
     a deployment, a text of the built-in demo takes the place of the client's text.
 
+    Before the base is loaded, two tables show the memory of a client, the largest messages of the
+    run, the server's memory and the disk, which are computed from shapes.
+
     For example:
 
         coterie audit mine.yaml
@@ -78,7 +81,9 @@ def audit(
 
     config = load_with_any_text(read_values(file, settings or ()))
     from coterie.analysis.audit import audit_run
+    from coterie.analysis.base_tables import need_tables
 
+    terminal.console.print(*need_tables(config))
     terminal.console.print(*audit_run(config))
 
 
@@ -259,8 +264,9 @@ def base(
     if fit is not None:
         return _fit(config, fit, is_run)
     from coterie.analysis.base_tables import base_table, coverage_table, need_tables
+    from coterie.analysis.sizes import client_names
 
-    clients = [client.name for client in config.clients] or ["a client"]
+    clients = client_names(config)
     for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
         coverage = coverage_table(spec, config, name if is_run else None)
         terminal.console.print(base_table(spec, config), coverage)
@@ -271,10 +277,11 @@ def base(
 def _fit(config: "RunConfig", size: str, is_run: bool) -> None:
     """Print the settings of memory with which each base of a run fits a GPU."""
     from coterie.analysis.fit import fitting, parsed_size, with_longest_window
+    from coterie.analysis.sizes import client_names
 
     memory = parsed_size(size)
     config = config if is_run else with_longest_window(config)
-    clients = [client.name for client in config.clients] or ["a client"]
+    clients = client_names(config)
     for name in {config.base_of(name): name for name in reversed(clients)}.values():
         table, lines = fitting(config, name, memory)
         terminal.console.print(table)

@@ -88,7 +88,7 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         return _divide_evenly(spec, records, fractions, predefined)
     lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
     pools = _pools(records)
-    names = _client_names(spec, list(pools))
+    names = names_of_clients(spec, list(pools))
     public = [records[number][1] for number in _take_public(spec, pools, lengths)]
     held: dict[str, list[list[int]]] = {}
     if spec.held_out == "uniform":
@@ -207,7 +207,7 @@ def _divide_evenly(
         )
     dealt = [Texts(items[n * size : (n + 1) * size], **held) for n in range(spec.taken)]
     public = dealt.pop() if spec.public else None
-    return Division(dict(zip(_client_names(spec, []), dealt, strict=True)), {}, public)
+    return Division(dict(zip(names_of_clients(spec, []), dealt, strict=True)), {}, public)
 
 
 def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
@@ -225,7 +225,7 @@ def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> lis
     return [number for _, number in sorted(places)]
 
 
-def _client_names(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
+def names_of_clients(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
     """Return the clients' names: from the run file, numbered (client-1), or derived from labels.
 
     For example, the client of the label A/B has the name a-b.
