@@ -1,9 +1,9 @@
 """Measure and check Coterie on a GPU, and write the results to a page.
 
 Training steps of Coterie and of PEFT are compared on bases with random weights and the shapes of
-Llama-3.2-1B and Llama-3.1-8B, in bf16 and nf4 (`gpu_steps.py`). Then small runs through the public
-interfaces check what must work on a GPU (`gpu_checks.py`). Without a GPU, the page has the same
-rows, with "not run" in each.
+Llama-3.2-1B and Llama-3.1-8B, in bf16 and nf4 (`gpu_steps.py`). Runs through the public interfaces
+then check the features that must work on a GPU (`gpu_checks.py`). Without a GPU, the page has the
+same rows, each with the result "not run".
 """
 
 import argparse
@@ -37,7 +37,7 @@ from coterie.bases.devices import devices_of
 from coterie.errors import CoterieError
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu.md"
-ABSENT = "No GPU was available when this page was written, so nothing on it was run."
+ABSENT = "No GPU was available when this page was written, so nothing was measured or checked."
 Bases = Sequence[tuple[str, str]]
 """The shape of each base and the format of its weights."""
 
@@ -109,9 +109,9 @@ def read_options() -> argparse.Namespace:
     parser = options_of(__doc__, threads=False)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default: cuda)")
     parser.add_argument("--small", action="store_true", help="a tiny base in bf16, and few steps")
-    parser.add_argument("--shapes", default="1b,8b", help="shapes of bases, without --small")
-    parser.add_argument("--weights", default="bf16,nf4", help="formats of weights, without --small")
-    parser.add_argument("--out", type=Path, default=PAGE, help="the page (docs/results/gpu.md)")
+    parser.add_argument("--shapes", default="1b,8b", help="bases (default: 1b,8b)")
+    parser.add_argument("--weights", default="bf16,nf4", help="formats (default: bf16,nf4)")
+    parser.add_argument("--out", type=Path, default=PAGE, help="page (docs/results/gpu.md)")
     options = parser.parse_args()
     try:
         if options.device == "cpu" or torch.cuda.is_available():

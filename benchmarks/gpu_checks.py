@@ -1,7 +1,8 @@
-"""Checks of what must work on a GPU, through Coterie's public interfaces.
+"""Checks of the features that must work on a GPU, through Coterie's public interfaces.
 
-Each check trains a small base that ships with Coterie, and returns its result and whether this is
-the expected result. `outcome_of` executes a check; an exception becomes the check's result.
+Each check executes runs, and returns its result and whether this is the expected result. Most runs
+train a small base that ships with Coterie. `outcome_of` executes a check; an exception becomes the
+check's result.
 """
 
 import gc
@@ -45,7 +46,7 @@ Result = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must work on the device, with its result."""
+    """A feature that must work on the device, with the result of its check."""
 
     name: str
     result: str = NOT_RUN
@@ -64,7 +65,7 @@ class Place:
     folder: Path
     device: torch.device
     base: Path
-    """The base of the checks whose results depend on its size."""
+    """The base for the checks whose results depend on the size of the base."""
     window: int
     """The window of runs on this base, in tokens."""
 
@@ -73,7 +74,7 @@ class Place:
         return Path(mkdtemp(dir=self.folder)) / "run"
 
     def settings(self, method: Mapping[str, Any], count: int = 2, **changes: Any) -> dict[str, Any]:
-        """Return the content of a run file with this number of clients, which hold random words."""
+        """Return the content of a run file with `count` clients, whose texts are random words."""
         return {
             "base": "tiny-llama",
             "device": str(self.device),
@@ -129,7 +130,7 @@ def scores_of(run: coterie.Run) -> list[Mapping[str, float]]:
 
 
 def perplexities_of(run: coterie.Run) -> Result:
-    """Format the clients' perplexities, and return whether all are finite."""
+    """Format the mean of the clients' perplexities, and return whether the mean is finite."""
     values = [scores["perplexity"] for scores in scores_of(run)]
     mean = sum(values) / len(values)
     return f"mean perplexity {mean:,.0f}", math.isfinite(mean)
@@ -147,7 +148,7 @@ def train(place: Place) -> Result:
 
 
 def run_in_fp32(place: Place, device: str | list[str]) -> coterie.Run:
-    """Execute a run whose losses can be compared with those of another device."""
+    """Execute a run whose losses can be compared with the losses on another device."""
     training = {"steps": 4, "batch": 2, "precision": "fp32"}
     return place.run(COMIGS, device=device, training=training)
 
@@ -215,7 +216,7 @@ def exchange_updates(place: Place, method: Mapping[str, Any]) -> Result:
 
 
 def trust_metrics(run: coterie.Run) -> list[tuple[str, Mapping[str, float]]]:
-    """Return the logged trust weights: the client, and its weight of each client."""
+    """Return the logged trust weights, as pairs of a client and its weights of all clients."""
     lines = RunFolder(run.path).metrics()
     return [(line["client"], line["value"]) for line in lines if line["name"] == TRUST]
 
@@ -310,7 +311,7 @@ def estimate_memory(place: Place) -> Result:
     if place.device.type != "cuda":
         raise NotRunError("no GPU")
     settings = place.settings(COMIGS, count=1, **place.large())
-    need = need_of(parse(settings), "client-00")
+    need = need_of(parse(settings), "client-00", "cuda")
     assert need is not None, "there is no estimate for this run"
     torch.cuda.reset_peak_memory_stats(place.device)
     coterie.run(settings, out=place.new_run())

@@ -1,8 +1,8 @@
 """Training steps of Coterie and of PEFT on one device: tokens per second and peak memory.
 
-A step of CoMiGS-1G1S at rank 8, through Coterie's own client side, is compared with a step of
+A step of CoMiGS-1G1S at rank 8, through Coterie's client-side object, is compared with a step of
 PEFT's LoRA with as many trained values, both in bf16 autocast with AdamW. The two take turns, first
-eager and then compiled with torch.compile: Coterie's decoder, and PEFT's whole model.
+in eager mode and then compiled. `torch.compile` compiles Coterie's decoder and PEFT's whole model.
 
 The peak of a contestant is the memory that it holds between its steps, plus the memory that a step
 adds. The memory that the other contestant holds at the same time is not included.
@@ -41,7 +41,7 @@ ATTENTION = "aten::_scaled_dot_product_"
 
 @dataclass(frozen=True)
 class Size:
-    """The tokens of a step, the number of steps, and how they are compiled."""
+    """The number of tokens in a step, the number of steps, and the compiler's backend."""
 
     batch: int
     window: int
@@ -69,7 +69,7 @@ class Row:
 
 
 class Contestant:
-    """A training step on a device, and the memory that is held between steps."""
+    """A training step on a device, and the memory in use between steps."""
 
     def __init__(self, make: Callable[[], "Steps"], device: torch.device) -> None:
         self.device = device
@@ -180,7 +180,7 @@ def compare_with_peft(
 
 
 def measured(shape: str, weights: str, pair: dict[str, Contestant], size: Size) -> Iterator[Row]:
-    """Yield the measurements of the contestants, first eager and then compiled."""
+    """Yield the measurements of the contestants, first in eager mode and then compiled."""
     for mode in MODES:
         notes = {name: _warm_up(c, size, mode == "compiled") for name, c in pair.items()}
         able = {name: c for name, c in pair.items() if not notes[name].startswith(FAILS)}

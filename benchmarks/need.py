@@ -1,9 +1,9 @@
-"""The memory that `coterie base` computes for a client, beside the measured memory of a run.
+"""Compare the memory that `coterie base` computes for a client with the measured memory of a run.
 
-The bases are SmolLM2-135M, and three bases with random weights: GPT-2's shape in fp32, and the
-shapes of Qwen2.5-0.5B and Llama-3.2-1B in bf16. Each row is a run of one client, two rounds of two
-steps through the public API, in a fresh process. The measured peak is the peak of the whole process
-(Linux's ru_maxrss).
+The bases are SmolLM2-135M, and bases with random weights: GPT-2's shape in fp32, Qwen2.5-0.5B's
+shape in bf16, and Llama-3.2-1B's shape in bf16, nf4 and int8. Each row is a run of one client with
+two rounds of two steps, through the public API and in a fresh process. The measured peak is the
+peak of the whole process (Linux's ru_maxrss).
 
 `--papers` prints the computed table of docs/use/bases.md instead, and measures nothing.
 """
@@ -101,7 +101,7 @@ def run_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 def computed(run: dict[str, Any]) -> Need:
-    """Return the needs of the run's client."""
+    """Return the computed needs of a run's client."""
     need = need_of(parse(run), "anna")
     assert need is not None, "the needs of this method are known"
     return need
@@ -165,7 +165,7 @@ def main() -> None:
     """Print the table."""
     parser = options_of(__doc__, threads=False)
     parser.add_argument("--bases", nargs="*", default=[*STEPS], choices=[*STEPS])
-    parser.add_argument("--papers", action="store_true", help="print the table of 1 B to 8 B")
+    parser.add_argument("--papers", action="store_true", help="print the computed table only")
     options = parser.parse_args()
     if options.papers:
         papers()

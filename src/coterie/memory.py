@@ -9,7 +9,7 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def main_memory() -> int:
-    """Return the size in bytes of the main memory that this machine or container has."""
+    """Return this machine's main memory in bytes, or its container's limit if that is lower."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         size = min(size, int(CONTAINER_LIMIT.read_text(encoding="ascii")))

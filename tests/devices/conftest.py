@@ -14,7 +14,7 @@ if placed.SUPPORTED:
 @pytest.fixture(autouse=True)
 def _supported() -> None:
     if not placed.SUPPORTED:
-        pytest.skip("this PyTorch cannot be given a device that is written in Python")
+        pytest.skip("this version of PyTorch does not support devices written in Python")
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +29,13 @@ def _plain_attention() -> Iterator[None]:
 
 @pytest.fixture(params=placed.PLACES)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A value of the key `device`, which the test device takes the place of."""
+    """A value of the key `device` that refers to one or two test devices."""
     with placed.using(monkeypatch, float64=request.param != "mps"):
         yield placed.PLACES[request.param]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The key `device` for a run on one test device."""
+    """The value of the key `device` that refers to one test device."""
     with placed.using(monkeypatch):
         yield "cuda"

@@ -1,9 +1,9 @@
 """A device for tests that computes on the CPU and refuses what a GPU refuses.
 
-A tensor on this device holds a CPU tensor, with which operations are computed, so results have the
-same bits as on the CPU. As on a GPU, an operation fails if its tensors are on different devices, or
-if it draws from a generator of another device. Every read of a value on the host, which makes a GPU
-wait, is counted with the line of Coterie that caused it.
+A tensor on this device wraps a CPU tensor, on which operations are computed. Results are therefore
+bit-identical to results on the CPU. As on a GPU, an operation fails if its tensors are on different
+devices, or if it uses a random generator of another device. Reading a value on the host would
+synchronise a GPU; such reads are counted by the line of Coterie that caused them.
 
 The device uses PyTorch's experimental interface for devices that are written in Python.
 """
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 NAME = "testgpu"
-"""The type of the device; the run file of a test calls the devices cuda:0 and cuda:1, or mps."""
+"""The type of the device. The run files of tests name the devices cuda:0 and cuda:1, or mps."""
 COUNT = 2
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
@@ -30,7 +30,7 @@ READS = (
 )
 """Operations that read values on the host, or whose result's size depends on values."""
 COMPOSITE = {"silu_backward": aten.silu_backward.default}
-"""Operations that PyTorch divides into others on devices that do not implement them."""
+"""Operations that PyTorch decomposes on devices that do not implement them."""
 IN_BF16 = {
     "linear": (aten.linear.default,),
     "matmul": (aten.matmul.default,),
@@ -60,7 +60,7 @@ class Rules:
     available: bool = False
     float64: bool = True
     explicit: bool = True
-    """Whether a device is given for tensors that are created."""
+    """Whether the caller named the device of the tensors that an operation creates."""
     counts: Counts | None = None
     """The counts in which transfers are recorded; None to record nothing."""
 
@@ -73,8 +73,11 @@ class DeviceTensor(Tensor):
 
     host: Tensor
     number: int | None
-    """The number of the device; None for a tensor that PyTorch created inside an operation, and
-    that may be used on each device."""
+    """The index of the device.
+
+    It is None for a tensor that PyTorch created inside an operation, which may be used on every
+    device.
+    """
 
     @staticmethod
     def __new__(
@@ -167,9 +170,10 @@ class _Move(torch.autograd.Function):
 
 
 class Explicit(TorchFunctionMode):
-    """Tells tensors that Coterie or Transformers create on a device from those of PyTorch.
+    """Records whether Coterie or Transformers named the device of a new tensor.
 
-    `torch.tensor` cannot create tensors on a device that is written in Python.
+    Tensors that PyTorch creates inside an operation belong to the operation's device. The mode also
+    replaces `torch.tensor`, which cannot create tensors on a device written in Python.
     """
 
     def __torch_function__(
@@ -194,7 +198,7 @@ class Generator(torch.Generator):
     """A generator whose device may be the test device."""
 
     devices: ClassVar[dict[int, int]] = {}
-    """The number of the device of each generator that is on the test device, by its address."""
+    """The index of the test device of each generator, by the generator's address."""
     index: int | None
 
     def __new__(cls, device: Any = "cpu") -> "Generator":

@@ -1,4 +1,4 @@
-"""The registration of the test device, and a context in which run files name it."""
+"""The registration of the test device, and a context in which run files can use it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ import coterie.bases.devices
 PLACES: dict[str, Any] = {"one device": "cuda", "two devices": ("cuda:0", "cuda:1"), "mps": "mps"}
 """Values of the key `device` of a run file; `mps` stands for a device without float64."""
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-"""Whether this PyTorch can be given a device that is written in Python (from 2.10 on)."""
+"""Whether this version of PyTorch supports devices written in Python (2.10 or later)."""
 
 
 class _Module:
-    """What `torch.cuda` is for a GPU."""
+    """The module of the test device, which corresponds to `torch.cuda`."""
 
     def is_initialized(self) -> bool:
         return True
@@ -60,9 +60,9 @@ _libraries: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Register the device, once per process, and before the process's first backward pass.
+    """Register the device once per process, before the first backward pass.
 
-    In its first backward pass, PyTorch starts a thread for each device that it knows.
+    In the first backward pass, PyTorch starts a thread for each registered device.
     """
     if _libraries:
         return
@@ -103,10 +103,10 @@ def _in_bf16(op: Any) -> Callable[..., Any]:
 
 @contextmanager
 def using(patch: pytest.MonkeyPatch, *, float64: bool = True) -> Iterator[None]:
-    """Let run files name the test device: as cuda, cuda:0 and cuda:1, or as mps.
+    """Use the test device for the names cuda, cuda:0, cuda:1 and mps in run files.
 
     Args:
-        patch: The fixture.
+        patch: The fixture `monkeypatch`.
         float64: Whether the device supports float64.
     """
 

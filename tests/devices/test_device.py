@@ -71,7 +71,7 @@ class TestTheDevice:
             x.pin_memory().to(place, non_blocking=True)
             assert not counts.writes.total()
             x.to(place)
-            x.to(place, non_blocking=True)  # without pinned memory, the host waits all the same
+            x.to(place, non_blocking=True)  # without pinned memory, the host waits anyway
         assert counts.writes.total() == 2
 
     def test_autocast_computes_products_in_bf16(self) -> None:

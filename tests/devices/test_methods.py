@@ -1,4 +1,4 @@
-"""Every method on a GPU: local, deployed, resumed, loaded and exported, with the CPU's bits."""
+"""Every method on the test device: local, deployed and resumed runs match runs on the CPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +19,13 @@ from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 from coterie.testing.rounds import joined, one_round
 
 HERE = {"auto", "fedavg", "comigs-1g1s", "pcl-1", "flexlora, ranks", "fedamole", "fedmkt"}
-"""The methods on one device, for `make test`; `make slow` and `make thorough` add the others."""
+"""The methods that `make test` runs on one device; `make slow` and `make thorough` add others."""
 PHASES = {"auto": "trust", "pcl-1": "trust", "cobo": "trust", "fdlora": "fusion"}
 """The metric that shows that a method's own phase took place."""
 
 
 def run_with_phases(name: str, values: Any, teachers: Any) -> RunConfig:
-    """A run so long that each phase of the method takes place once."""
+    """Return a run that is long enough for each phase of the method to take place once."""
     method = dict(METHODS[name])
     if "every" in getattr(available()[method["name"]].model_fields.get("router"), "default", {}):
         method["router"] = {"every": 2, "steps": 1} | method.get("router", {})
@@ -58,7 +58,7 @@ def placed(run: RunConfig, device: Any) -> RunConfig:
 
 
 def places() -> list[Any]:
-    """Pairs of a method and a device: those of HERE on one device are not marked."""
+    """Return pairs of a method and a device. The methods in `HERE` have no mark on one device."""
     pairs = [(name, place) for name in METHODS for place in PLACES]
     fast = {(name, "one device") for name in HERE}
     slow = {(name, place) for name in {*BEHAVIOURS, "auto", "pcl-1"} for place in PLACES}
@@ -66,7 +66,7 @@ def places() -> list[Any]:
 
 
 def stopped(run: RunConfig, out: Path) -> RunFolder:
-    """A run that was interrupted after its first round."""
+    """Return the folder of a run that was interrupted after its first round."""
 
     class Stop(Callback):
         def on_round_end(self, round: int, scores: str) -> None:
@@ -111,7 +111,7 @@ WITHOUT_MODEL = [n for n, m in METHODS.items() if not issubclass(available()[m["
     "method", some({"auto", "fedamole"}, WITHOUT_MODEL, BEHAVIOURS), indirect=True
 )
 def test_a_server_is_on_the_cpu_and_a_client_on_its_device(method, gpu) -> None:
-    """Messages are on the CPU at both ends, and so is everything that a server keeps."""
+    """Messages and the server's tensors are on the CPU."""
     local = joined(placed(method[0], gpu))
     uploads = one_round(local, 0)
     one_round(local, 1)

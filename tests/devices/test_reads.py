@@ -1,4 +1,4 @@
-"""How often values are read on the host: a GPU waits for each read."""
+"""The number of reads of device values on the host, each of which would synchronise a GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def counted(action: Callable[[], Any]) -> Counts:
 
 
 def opened(run: Any) -> tuple[Any, str]:
-    """A run whose first client has applied its first download, and the client's name."""
+    """Return a run whose first client has applied its first download, and the client's name."""
     local = joined(run)
     client = next(iter(local.clients))
     local.open(0, list(local.clients))
@@ -34,9 +34,10 @@ def opened(run: Any) -> tuple[Any, str]:
 
 
 def reads_of_two_steps(make: Callable[..., Any]) -> int:
-    """The difference between the reads of a round of six steps and of a round of four.
+    """Return the number of reads in two training steps.
 
-    The first steps differ from the others, for example because optimisers are created.
+    It is the difference between a round of six steps and a round of four. The first steps are thus
+    excluded, because they differ: for example, optimisers are created.
     """
     reads = []
     for steps in (4, 6):
@@ -103,7 +104,7 @@ def test_a_batch_of_an_evaluation_is_read_once(kind) -> None:
 
 @pytest.mark.parametrize("name", some({"comigs-1g1s", "pcl-1", "hetlora, ranks"}, TRAINED))
 def test_a_message_is_copied_at_once(name, values, teachers, gpu) -> None:
-    """An upload, and the state of a checkpoint, take one transfer for each dtype."""
+    """An upload needs one transfer for each dtype, and the state of a checkpoint needs one."""
     local, client = opened(run_of(METHODS[name], values, teachers, device=gpu))
     part = local.clients.part(client)
     part.side.train(0)
@@ -123,7 +124,7 @@ def test_a_download_is_read_on_the_host_alone(values, teachers, gpu) -> None:
 
 
 def test_a_trial_of_auto_reads_each_sample_once(values, teachers, gpu) -> None:
-    """The slopes of a sample along the changes of all peers are computed from one copy."""
+    """A sample's gradients are copied once, and compared with the changes of all peers."""
     run = run_of(METHODS["auto"], values, teachers, device=gpu, rounds=4)
     local = joined(run)
     one_round(local, 0)

@@ -1,4 +1,4 @@
-"""A device that becomes full during a run: what the error says, and that the run can go on."""
+"""Devices that run out of memory during a run: the error messages, and how the run continues."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -60,14 +60,14 @@ PLACES = {
         "the evaluation of '.*'; set evaluation.batch: 1",
     ),
 }
-"""For each task: a method, a function that the task calls, and the end of the error's sentence."""
+"""For each task: a method, a function that the task calls, and the end of the error message."""
 
 
 class Full:
     """Replaces a function, counts its calls, and lets one of the calls run out of memory.
 
     Args:
-        place: The function's path.
+        place: The function's dotted path.
         monkeypatch: The test's fixture.
     """
 
@@ -87,14 +87,14 @@ class Full:
         monkeypatch.setattr(place, call)
 
     def in_the_middle(self) -> None:
-        """Count from 0 again, and let the call in the middle run out of memory."""
+        """Reset the count, and let the middle one of the same number of calls run out of memory."""
         self.calls, self.full = 0, self.calls // 2 + 1
 
 
 def run_of(
     task: str, config: Callable[..., RunConfig], questions: Path
 ) -> tuple[RunConfig, str, str]:
-    """Return a run, a function that a task of the run calls, and the end of the sentence."""
+    """Return a run, a function that a task of the run calls, and the end of the error message."""
     method, place, sentence = PLACES[task]
     changes: dict[str, Any] = {"evaluation": {"every": 1}}
     if task == "generation":

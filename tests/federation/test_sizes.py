@@ -1,4 +1,4 @@
-"""Sizes of messages before the first round, compared with the messages that runs send."""
+"""The message sizes that are computed before the first round, compared with sent messages."""
 
 import math
 from collections.abc import Callable
@@ -31,7 +31,7 @@ LEASE: dict[str, Any] = {"name": "fedlease", "warmup": 2, "max_clusters": 3}
 def sent(
     run: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Size], list[Any]]:
-    """Execute a run; return its largest messages, and the sizes that were computed before."""
+    """Execute a run, and return the sizes of its largest messages and the computed sizes."""
     largest = {"up": Size(0, 0), "down": Size(0, 0), "hello": Size(0, 0)}
     computed: list[MessageSizes] = []
     send = Schema.send
@@ -119,7 +119,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def eight_billion(llama: str, method: Any, clients: int) -> RunConfig:
-    """A run with a base of the shape of Llama-3.1-8B."""
+    """Return a run with a base of Llama-3.1-8B's shape."""
     names = [{"name": f"client-{n}", "path": "text.txt"} for n in range(clients)]
     return parse({"base": llama, "method": method, "rounds": 20, "clients": names})
 
@@ -164,7 +164,7 @@ def test_names_of_tensors_are_limited_too(llama, tmp_path, monkeypatch) -> None:
 
 @pytest.fixture
 def too_small(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunConfig, int], None]:
-    """A function that limits messages to the downloads of a run with a number of clients."""
+    """A function that sets the limit to the size of a download with a given number of clients."""
 
     def limit(run: RunConfig, clients: int) -> None:
         base = load_skeleton(run.base, run.root)
@@ -266,7 +266,7 @@ def test_a_client_with_less_memory_leaves_before_the_first_round(
 
 
 class Notes(ServerWatch):
-    """Keeps what a person would be told."""
+    """A watch that stores its notes."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

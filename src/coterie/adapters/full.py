@@ -32,7 +32,8 @@ class FullAdapter(Trainable):
     Tied weights share one difference.
 
     Args:
-        base: The base. If it is on the meta device, so are the differences, which are as large.
+        base: The base. The differences have the shapes and the device of its weights, which may be
+            the meta device.
 
     Raises:
         CoterieError: The base is quantised.

@@ -58,14 +58,14 @@ All other classes convert the scores to float32.
 
 
 OTHER_FORMULAS = ("bloom", "falcon", "gemma4_text", "gpt_neo", "gptj")
-"""Types of models whose attention or norms store other tensors than this file counts."""
+"""Model types whose attention or norms store tensors that this file does not count."""
 
 
 def is_known(model: PreTrainedModel) -> bool:
     """Return whether the formulas of this file apply to a base.
 
-    Each layer must consist of attention, an MLP of a known shape and norms. They do not apply to
-    mixtures of experts in the base, state-space blocks and linear attention, for example.
+    Each layer must consist of attention, an MLP of a known shape and norms. For example, the
+    formulas do not apply to bases with mixtures of experts, state-space blocks or linear attention.
 
     Args:
         model: The base without an adapter.
@@ -94,9 +94,9 @@ class Pass:
     window: int
     """The number of tokens of a sample."""
     residual: int
-    """The number of bytes per number of the hidden states between layers."""
+    """Bytes per number in the hidden states between layers."""
     working: int
-    """The number of bytes per number of matrix products (c)."""
+    """Bytes per number in matrix products (c)."""
     eager: bool
     """Whether attention stores the probabilities of all pairs of tokens."""
     device: str
@@ -114,7 +114,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """The bytes that a part of a decoder layer needs; sums are the bytes of several parts."""
+    """The bytes that a part of a decoder layer, or the sum of several parts, needs."""
 
     stored: float = 0
     """Tensors that the forward pass stores for the backward pass."""
@@ -123,7 +123,7 @@ class LayerBytes:
     backward: float = 0
     """Other tensors of the backward pass, at most."""
     kept: float = 0
-    """Tensors that a forward pass without gradients keeps until the layer's end."""
+    """Tensors that a forward pass without gradients keeps until the end of the layer."""
 
     def __add__(self, other: "LayerBytes") -> "LayerBytes":
         """Return the bytes of two parts, which are computed one after the other."""
@@ -170,10 +170,10 @@ def scoring_bytes(model: PreTrainedModel, size: Pass) -> int:
 
 
 def _head(model: PreTrainedModel, size: Pass, *, gradients: bool) -> float:
-    """Return the memory of the output head and the loss; see `coterie.losses.tokens`.
+    """Return the memory of the output head and the loss; see `coterie.losses.head`.
 
-    The head keeps a product, the logits in float32 and their softmax for a piece of the tokens, and
-    the hidden states and their gradients for all tokens.
+    For one piece of the tokens, the head stores the product, the logits in float32 and their
+    softmax. For all tokens, it stores the hidden states and their gradients.
     """
     vocabulary = embedding_rows(model)
     if size.full and gradients:  # all logits at once: log-probabilities and two gradients
@@ -223,7 +223,8 @@ def _layer(model: PreTrainedModel, layer: nn.Module, size: Pass, stores: bool) -
 def _stores_input(module: nn.Module, size: Pass) -> bool:
     """Return whether a linear layer stores its input.
 
-    It does for the gradient of a factor A or of its weight, or if its weight is in int8.
+    The input is stored if the gradient of a factor A or of the layer's weight depends on it, or if
+    the weight is in int8.
     """
     trains_input = isinstance(module, AmoleLinear) or (
         isinstance(module, StandIn) and any(not pair.freeze_A for pair in pairs_in(module))
@@ -240,7 +241,7 @@ def _columns(module: nn.Module) -> int:
 
 
 def _normed(layer: nn.Module, size: Pass) -> int:
-    """Return the number of bytes per number of the outputs of a layer's norms.
+    """Return the bytes per number in the outputs of a layer's norms.
 
     On a GPU, autocast computes `nn.LayerNorm` in float32. Other norms return the dtype of their
     input.
@@ -250,7 +251,7 @@ def _normed(layer: nn.Module, size: Pass) -> int:
 
 
 def _normed_numbers(model: PreTrainedModel, path: str, norm: nn.Module) -> int:
-    """Return how many numbers per token a norm reads; norms in attention read all heads."""
+    """Count the numbers per token that a norm reads; norms in attention read all heads."""
     numbers = sum(parameter.numel() for parameter in norm.parameters(recurse=False))
     numbers = numbers // 2 if isinstance(norm, nn.LayerNorm) and norm.bias is not None else numbers
     heads, key_heads, head = _heads(model)

@@ -25,7 +25,7 @@ LAYOUTS = {
     ),
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-"""The names of types of devices."""
+"""The names of device types in tables."""
 
 
 def base_table(spec: BaseSpec, config: RunConfig) -> Table:
@@ -117,7 +117,7 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
 
 def _run_table(config: RunConfig, need: Need) -> Table:
     """Return a table of a run's traffic, of the server's memory and of the disk."""
-    note = "The download includes the uploads of other clients, in rounds in which it has them."
+    note = "The largest download includes other clients' uploads if the method forwards them."
     columns = (f"a run with {plural(need.clients, 'client')}", "MiB")
     if need.exchange is None:
         note = "There is no estimate of this method's messages."

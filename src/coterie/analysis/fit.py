@@ -1,4 +1,4 @@
-"""Settings of a run with which a client fits a GPU of a given size."""
+"""Settings with which a client of a run fits into the memory of a GPU."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ WINDOW = 1024
 CONTEXT = 2**30
 """The memory of a GPU that is set aside for the CUDA context and for libraries, in bytes."""
 SPARE = 0.1
-"""The share of the other memory that is set aside for fragmentation."""
+"""The share of the remaining memory that is set aside for fragmentation."""
 MARGIN = "1 GiB for CUDA and its libraries, and 10 % of the rest for fragmentation, are set aside."
 
 
@@ -39,7 +39,7 @@ def parsed_size(text: str) -> int:
 
 
 def with_longest_window(config: RunConfig) -> RunConfig:
-    """Return a run with windows of `WINDOW` tokens, or of the base's context if it is shorter."""
+    """Return a run with windows of `WINDOW` tokens, but at most of the base's context length."""
     text: Any = load_skeleton(config.base, config.root).config.get_text_config()
     window = min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW)
     return config.model_copy(update={"data": config.data.model_copy(update={"window": window})})
@@ -55,10 +55,11 @@ class Candidate:
 
 
 def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]:
-    """Find the settings with which a client fits a GPU.
+    """Find the settings with which a client fits on a GPU.
 
     The base's weights are quantised, and activations are recomputed, only if nothing else fits.
-    Batches at once are then as large as possible. The window and `training.batch` do not change.
+    The numbers of samples at once are as large as possible. The window and `training.batch` do not
+    change.
 
     Args:
         config: The run.
@@ -113,7 +114,7 @@ def _with(config: RunConfig, client: ClientId, weights: Weights, checkpointing: 
 
 
 def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
-    """Return the run with the largest numbers of samples at once that fit.
+    """Return a candidate with the largest numbers of samples at once that fit.
 
     If nothing fits, the numbers of samples at once are 1.
     """
@@ -163,7 +164,7 @@ def _table(config: RunConfig, client: ClientId, candidates: list[Candidate], siz
 
 
 def _lines(config: RunConfig, client: ClientId) -> str:
-    """Return the lines of a run file with a run's settings of memory."""
+    """Format a run's memory settings as lines of a run file."""
     spec, training = config.base_of(client), config.training
     sections = {
         "base": {"name": spec.name, "weights": spec.weights},

@@ -1,8 +1,8 @@
 """The memory, traffic and disk that a run needs, computed before any weights are loaded.
 
-Everything follows from shapes: the base is on the meta device, and only adapters have values. The
-memory of a training step is computed by the formula in `coterie.analysis.activations`, and the
-sizes of messages by the rehearsal in `coterie.analysis.sizes`.
+Everything is computed from the shapes of tensors: the base is on the meta device, and only adapters
+contain values. `coterie.analysis.activations` computes the memory of a training step by a formula,
+and `coterie.analysis.sizes` computes the sizes of messages by a dry run.
 """
 
 import resource
@@ -53,7 +53,7 @@ HEAP = {"cpu": 0.28}
 """Memory that an allocator keeps between live tensors, relative to the size of the tensors.
 
 For a CPU, this is the mean of measurements with glibc's heap, which were between 0.22 and 0.34
-(docs/use/bases.md). For other devices, nothing was measured.
+(docs/use/bases.md). Other devices have not been measured.
 """
 WINDOWS = 20
 """The number of windows in the text of a client whose needs are computed."""
@@ -82,9 +82,9 @@ class Need:
     scoring: int
     """The peak memory of activations and logits when a batch is scored."""
     receiving: int
-    """The peak memory of a download, and of judging the other clients' uploads in it.
+    """The peak memory of applying a download, and of evaluating other clients' uploads in it.
 
-    On a GPU, the download itself does not count: it is in the main memory.
+    If the client uses a GPU, the download itself is not counted, because it is in main memory.
     """
     heap: float
     """Memory that the device's allocator keeps, relative to `step`, `scoring` and `receiving`."""
@@ -99,18 +99,18 @@ class Need:
     def memory(self) -> int:
         """The peak memory of the client.
 
-        The client never trains, scores and receives at the same time.
+        The client trains, scores and applies downloads one after the other.
         """
         return self.weights + self.pages + self.adapter + self.copies + self.work
 
     @property
     def work(self) -> int:
-        """The larger memory of a training step, of scoring, or of a download."""
+        """The largest of `step`, `scoring` and `receiving`, with the memory of the allocator."""
         return int((1 + self.heap) * max(self.step, self.scoring, self.receiving))
 
     @property
     def disk(self) -> int:
-        """The size of a run folder with all clients, of which two checkpoints are kept."""
+        """The size of a run folder: two checkpoints of all clients and of the server."""
         server = 0 if self.exchange is None else self.exchange.state
         return int(2 * (server + self.clients * self.state))
 
@@ -124,8 +124,8 @@ def need_of(config: RunConfig, client: ClientId, device: str = "cpu") -> Need | 
         device: The type of the client's device, such as `cuda`.
 
     Returns:
-        The needs, or None if the method's clients do more than train an adapter, or if the base has
-        blocks whose memory is unknown.
+        The needs, or None if they are unknown: the clients train a soft prompt, learn from
+        predictions or compute with the base's weights, or the base has blocks of unknown memory.
 
     Raises:
         CoterieError: If the base does not exist.
@@ -136,7 +136,7 @@ def need_of(config: RunConfig, client: ClientId, device: str = "cpu") -> Need | 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The objects of a run without the base's weights, from whose shapes all needs follow."""
+    """The objects of a run without the base's weights, whose shapes determine all needs."""
 
     client: ClientId
     side: ClientSide
@@ -152,8 +152,8 @@ class Shapes:
         """Compute what the client and the server need.
 
         Args:
-            config: The run. It may differ from the run for which the objects were created, but only
-                in the quantisation of the base and in settings of batches and checkpointing.
+            config: The run. It may differ from the run for which the objects were created only in
+                the base's quantisation, the sizes of batches, and checkpointing.
             device: The type of the client's device.
         """
         spec, training = config.base_of(self.client), config.training_of(self.client)
@@ -168,7 +168,7 @@ class Shapes:
             scoring_bytes(model, self._size(config, count, device))
             for count in (config.evaluation.batch, training.at_once)
         )
-        # Messages are in the main memory, also if the client's model is on a GPU.
+        # Messages are in main memory, even if the client's model is on a GPU.
         message = SENT * received.down + (SENT + 1) * received.peers if device == "cpu" else 0
         return Need(
             weights=_weights(spec, model),
@@ -211,7 +211,7 @@ class Shapes:
 
 
 def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
-    """Create the objects of a run without the base's weights, and rehearse its exchanges.
+    """Create the objects of a run without the base's weights, and execute a dry run of exchanges.
 
     Args:
         config: The run.
@@ -304,7 +304,7 @@ def side_without_texts(
         base: The client's base, possibly on the meta device.
         client: The client's name.
         tests: The names of the test texts on which the client would be scored.
-        text: The text that takes the place of each of the client's texts.
+        text: The text that replaces each of the client's texts.
     """
     data = ClientData(text, text, text)
     participant = Participant(client, data, dict.fromkeys(tests, text))

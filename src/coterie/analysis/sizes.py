@@ -1,9 +1,10 @@
-"""The sizes of a run's messages and of its server, from a rehearsal without training.
+"""The sizes of a run's messages and of its server, from a dry run without training.
 
-A few exchanges are executed with two and with three clients, whose adapters have real values while
-the base is on the meta device: the server sends downloads, and each client uploads its untrained
-parameters. Everything that grows with the number of clients grows linearly, except the number of
-other clients' uploads in a download, which a method may limit (setting `peers`).
+A few exchanges are executed with two and with three clients: the server sends downloads, and each
+client uploads its untrained parameters. The adapters have values; the base is on the meta device.
+
+Sizes are extrapolated linearly to the number of clients. The exception is the number of other
+clients' uploads in a download, which a method may limit (setting `peers`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +17,25 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import TypeVar
 
-from coterie.adapters import pairs_of
 from coterie.aggregation.mean import HELD
 from coterie.config.run import RunConfig
 from coterie.data.divide import names_of_clients
 from coterie.federation.participants import server_context
+from coterie.federation.sizes import message_sizes
 from coterie.messages import Groups, Message, MessageError, Schema
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import ClientId, ClientSide, ServerSide
 from coterie.methods.tensors import copied
 
 EXCHANGES = 3
-"""The number of rehearsed exchanges after a method's `warmup`."""
+"""The number of exchanges of the dry run after a method's `warmup`."""
 SUMS = 3
 """The memory of an aggregate while it is computed, relative to its size: sums are in float64."""
 SENT = 2
-"""The memory of a message that is sent or received: its tensors and the encoded payload."""
+"""The memory of a message that is sent or received, relative to the size of its tensors.
+
+The tensors and the encoded payload are in memory at the same time.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Sizes:
 def client_names(config: RunConfig) -> list[ClientId]:
     """Return the names of a run's clients, without reading texts.
 
-    The names are those of the run file or of its division. If the division derives them from the
-    labels in the data, or if there are none, the result is `["a client"]`.
+    The names come from the run file or its section `divide`. If `divide` derives them from labels
+    in the data, or if the run has no clients, the result is `["a client"]`.
     """
     names = [client.name for client in config.clients]
     if config.divide is not None:
@@ -96,17 +100,11 @@ def sizes_of(
 
 
 def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> Sizes | None:
-    """Add the residuals of exact averages, which have the largest rank after many exchanges."""
+    """Add the residuals of exact averages after the last exchange, when their rank is largest."""
     method = config.method
     if sizes is None or not isinstance(method, AdapterMethod) or not method.averages_exactly:
         return sizes
-    shared = {n: p for n, p in side.parameters().items() if method.shared(p)}
-    residual = 0
-    for A, B in pairs_of(shared):
-        (rank, columns), (rows, _) = A.tensor.shape, B.tensor.shape
-        # Every exchange adds the clients' products and subtracts the product of the means.
-        terms = rank * (len(client_names(config)) + 1) * method.exchanges(config.rounds)
-        residual += 4 * min(terms, rows, columns) * (rows + columns)
+    residual = 4 * message_sizes(config, side.parameters(), len(client_names(config))).grown()
     server = sizes.server + (1 + SENT) * residual
     return replace(sizes, down=sizes.down + residual, server=server, state=sizes.state + residual)
 
@@ -144,11 +142,12 @@ def _aggregated(
 ) -> Message:
     """Let the server end an exchange, and return the aggregate that the server received.
 
-    Each mean has tensors of its own, as if all clients had different weights.
+    For each row of averaging weights, the aggregate contains a separate mean, as if the weights of
+    all clients differed.
     """
     each, means, rows = (schema.reduced(reduce) for reduce in ("each", "mean", "rows"))
     for name, upload in uploads.items():
-        with suppress(MessageError):  # the upload lacks what only training computes
+        with suppress(MessageError):  # the upload lacks results of training
             groups = {g: copied(t) for g, t in upload.only(each).groups.items()}
             server.receive(name, replace(upload, groups=groups))
     name, upload = next(iter(uploads.items()))
@@ -165,9 +164,9 @@ def _aggregated(
 
 
 def _with_download(sizes: Sizes, message: Message, side: ClientSide) -> Sizes:
-    """Return the sizes after a download.
+    """Return the sizes, updated with the size of a download.
 
-    A client receives a download if the download contains parameters that the client lacks.
+    The client applies the download only if it contains parameters that the client lacks.
     """
     own, peers = replace(message, peers={}), Message(peers=message.peers)
     if message["adapter"].keys() - side.parameters().keys():
@@ -176,7 +175,7 @@ def _with_download(sizes: Sizes, message: Message, side: ClientSide) -> Sizes:
 
 
 def _with_server(sizes: Sizes, server: ServerSide, aggregate: Message) -> Sizes:
-    """Return the sizes after the end of an exchange."""
+    """Return the sizes, updated at the end of an exchange."""
     held = bytes_in(server)
     groups = (group for _, state in server.state().walk() for group in state.groups.values())
     state = sum(tensor.nbytes for group in groups for tensor in group.values())

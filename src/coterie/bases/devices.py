@@ -26,7 +26,7 @@ def devices_of(device: Device) -> list[torch.device]:
 
 
 def device_type(device: Device) -> str:
-    """Return the type of the key `device` of a run file, even if this machine lacks the device."""
+    """Return the type of a run's device, such as `cuda`, even if this machine lacks the device."""
     if device == "auto":
         return devices_of(device)[0].type
     return (device if isinstance(device, str) else device[0]).partition(":")[0]
@@ -65,7 +65,7 @@ def _device(name: str) -> torch.device:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device. A copy from the CPU to a GPU does not block the CPU."""
+    """Move a tensor to a device. A copy from the CPU to a GPU is asynchronous."""
     if tensor.device.type == "cpu" and device.type not in ("cpu", "mps"):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -74,7 +74,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def check_memory(subject: str, size: int, devices: Sequence[torch.device], remedies: str) -> None:
     """Refuse weights that are larger than the memory of their GPUs.
 
-    A CPU can use weights that are larger than its memory, because files are mapped into memory.
+    On a CPU, the weights may be larger than the memory, because files are mapped into memory.
 
     Args:
         subject: The name of the weights, with which the error message begins.
@@ -83,7 +83,7 @@ def check_memory(subject: str, size: int, devices: Sequence[torch.device], remed
         remedies: The settings that the error message suggests.
 
     Raises:
-        CoterieError: The weights do not fit, even if the devices' memory is free.
+        CoterieError: The weights are larger than the total memory of the devices.
     """
     if devices[0].type == "cpu":
         return

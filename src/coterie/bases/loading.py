@@ -122,7 +122,7 @@ def load_base(
     Raises:
         CoterieError: The base or a device does not exist, the base is incomplete (see
             `coterie.bases.checks`), the adapter does not fit it, the base's context is shorter than
-            the window, or the weights need more memory than there is.
+            the window, or the weights exceed the memory of the devices.
     """
     spec = BaseSpec.model_validate(base)
     devices, tokenizer = devices_of(device), load_tokenizer(spec, root)

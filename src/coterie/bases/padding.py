@@ -25,16 +25,16 @@ class _Pass(NamedTuple):
     """
 
     copies: dict[tuple[str, torch.device], Tensor]
-    """Copies of the mask, and of the numbers of its True elements, on the devices of the layers."""
+    """Copies of the mask, and of the indices of its True elements, on the devices of the layers."""
     mask: Tensor | None = None
     goes_on: bool = False
     repeats: bool = False
 
     def copied(self, kind: str, device: torch.device) -> Tensor:
-        """Return the mask, or the numbers of its True elements in the flattened mask, on a device.
+        """Return the mask, or the indices of the True elements of the flattened mask, on a device.
 
         Args:
-            kind: "mask" or "numbers".
+            kind: "mask", or "numbers" for the indices.
             device: The device.
         """
         assert self.mask is not None

@@ -1,8 +1,8 @@
-"""Forward passes in which no row packs several sequences.
+"""Forward passes in which each row contains one sequence.
 
-Unless a mask is given, Transformers looks for packed sequences: in each forward pass, it compares
-the position ids and reads the result, for which a GPU has to finish its work. Rows of Coterie
-contain one sequence each, so Transformers need not look.
+If no mask is given, Transformers searches for packed sequences in each forward pass: it compares
+position ids and reads the result, which synchronises a GPU. Each row of a batch in Coterie contains
+one sequence, so the search is unnecessary.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
 
+import torch
 from transformers import masking_utils
 
 _unpacked: ContextVar[bool] = ContextVar("unpacked", default=False)
@@ -29,15 +30,17 @@ def one_sequence_per_row() -> Iterator[None]:
 
 @cache
 def _install() -> None:
-    """Replace the function of Transformers that searches, if this version has one.
+    """Replace the search function of Transformers, if this version of Transformers has one.
 
-    Outside `one_sequence_per_row`, the new function calls the old one.
+    Outside `one_sequence_per_row`, the new function calls the original function.
     """
     if (search := getattr(masking_utils, "find_packed_sequence_indices", None)) is None:
         return
 
     @wraps(search)
     def search_unless_unpacked(*args: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # cannot trace a ContextVar, and reads no values
+            return search(*args, **named)
         return None if _unpacked.get() else search(*args, **named)
 
     masking_utils.find_packed_sequence_indices = search_unless_unpacked

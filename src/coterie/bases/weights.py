@@ -66,7 +66,7 @@ def check_weights_fit(
             f"The base {base} is stored in float64, which a Mac's GPU (mps) cannot compute with; "
             "set base.weights: fp32, or `device` to cpu."
         )
-    width = 2 if stored is None else stored.itemsize  # None: the checkpoint's, which is not read
+    width = 2 if stored is None else stored.itemsize  # None: unknown, but at least 2
     linear = {"int8": 1.0, "nf4": 0.5}.get(base.weights or "", width)
     ends = skeleton.get_input_embeddings(), skeleton.get_output_embeddings()
     whole = {id(p) for module in ends if module is not None for p in module.parameters()}

@@ -50,8 +50,10 @@ ABSENT_SECONDS = 90.0
 Flower stops listing a busy node whose heartbeat is late.
 """
 LARGEST_GRPC = 2**31 - 2**20
-"""The size in bytes of the largest order. Flower sends an order as one message of gRPC, which has
-less than 2 GiB."""
+"""The maximum size of an order in bytes.
+
+Flower sends an order as one gRPC message, which must be smaller than 2 GiB.
+"""
 ORDER, NAME = "order", "name"
 """The keys of records in messages: an order or its reply, and a client's name."""
 

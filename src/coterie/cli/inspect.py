@@ -69,8 +69,8 @@ def audit(
     measured on the messages of one short round. If the run file gives no path for a client, as in
     a deployment, a text of the built-in demo takes the place of the client's text.
 
-    Before the base is loaded, two tables show the memory of a client, the largest messages of the
-    run, the server's memory and the disk, which are computed from shapes.
+    Before the base is loaded, two tables show what the run needs, computed from the shapes of
+    tensors: a client's memory, the largest messages, the server's memory and the disk space.
 
     For example:
 
@@ -227,8 +227,8 @@ def base(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of a GPU, such as 24GB (10^9 bytes each) or 24GiB: show only the settings "
-            "of memory with which a client fits this GPU.",
+            help="Memory of a GPU, such as 24GB (24 x 10^9 bytes) or 24GiB. Only the settings with "
+            "which a client fits on this GPU are shown.",
         ),
     ] = None,
 ) -> None:
@@ -238,10 +238,10 @@ def base(
     tokenizer and, if the base is a folder, the headers of its weight files. A GGUF file is
     converted when it is first used; --to saves the converted base in a folder of your choice.
 
-    --fit prints candidates, and lines for the run file with the first candidate that fits: the
-    format of the weights, the numbers of samples at once, and checkpointing. For a base instead of
-    a run file, the lines are for the method auto, and for windows of 1,024 tokens or, if the base's
-    context is shorter, of this context.
+    --fit prints a table of candidates, and lines for the run file with the first candidate that
+    fits: the format of the weights, the numbers of samples at once, and checkpointing. If a base is
+    given instead of a run file, the method is auto, and a window has 1,024 tokens, but at most the
+    base's context length.
 
     For example:
 
@@ -275,7 +275,7 @@ def base(
 
 
 def _fit(config: "RunConfig", size: str, is_run: bool) -> None:
-    """Print the settings of memory with which each base of a run fits a GPU."""
+    """Print the settings with which a client of each base of a run fits on a GPU."""
     from coterie.analysis.fit import fitting, parsed_size, with_longest_window
     from coterie.analysis.sizes import client_names
 
@@ -285,7 +285,7 @@ def _fit(config: "RunConfig", size: str, is_run: bool) -> None:
     for name in {config.base_of(name): name for name in reversed(clients)}.values():
         table, lines = fitting(config, name, memory)
         terminal.console.print(table)
-        terminal.say(f"\nIn the run file:\n\n{lines}")
+        terminal.say(f"\nLines for the run file:\n\n{lines}")
 
 
 def _convert(base: str, folder: Path) -> None:

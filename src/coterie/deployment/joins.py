@@ -24,7 +24,7 @@ class Joins:
 
     Args:
         part: The server's part of the run.
-        largest: The size in bytes of the largest order that the network transfers.
+        largest: The maximum size of an order in bytes on the network.
     """
 
     def __init__(self, part: ServerPart, largest: float) -> None:
@@ -50,13 +50,14 @@ class Joins:
             )
 
     def count(self, *joining: str) -> int:
-        """Return the number of clients that the run has after some more clients have joined."""
+        """Return the number of the run's clients after the clients `joining` have joined."""
         return len({*self.expected, *self.hellos, *self._pending, *joining})
 
     def check_messages(self, *joining: str) -> None:
-        """Check the sizes of messages in a run that some more clients have joined.
+        """Check the sizes of messages after the clients `joining` have joined.
 
-        If the method's server does not know the clients' parameters, only the clients check them.
+        If the method's server does not know the clients' parameters, only the clients check the
+        sizes.
 
         Raises:
             CoterieError: A message may be too large.

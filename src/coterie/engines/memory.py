@@ -1,4 +1,4 @@
-"""Errors about a lack of memory, which name what needed it and the settings that need less."""
+"""Out-of-memory errors that name the task and the settings that need less memory."""
 
 from contextlib import AbstractContextManager
 
@@ -9,7 +9,7 @@ from coterie.training.context import ClientId
 EVALUATION = "the evaluation"
 """The task that uses `evaluation.batch`; other tasks use `training.micro_batch`."""
 SMALLER = ("`base` to a smaller one", "the LoRA rank to a smaller number")
-"""Changes that reduce the use of memory everywhere."""
+"""Changes that reduce the memory of every task."""
 
 
 def memory_for(task: str, config: RunConfig, client: ClientId) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """Sizes of a run's largest messages, computed from the schema and the shapes of parameters.
 
-With these sizes, a run whose messages are too large is refused before the first round, and not in
-the round in which such a message first occurs.
+With these sizes, a run with messages that are too large is refused before the first round. The run
+would otherwise fail in the round of the first such message.
 """
 
 import math
@@ -42,7 +42,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """The sizes of a client's largest messages, and what determines them."""
+    """The schema, parameters and numbers that determine the sizes of a client's messages."""
 
     schema: Schema
     """The fields of messages, after the run's transforms have encoded them."""
@@ -72,18 +72,18 @@ class MessageSizes:
             counts = {n: field.copies(p, self.clients) for n, p in self.shared.items()}
         numbers = sum(count * self.shared[n].tensor.numel() for n, count in counts.items())
         if field.grows:
-            numbers = self._grown()
+            numbers = self.grown()
         entry = ENTRY + len(field.name) + field.peers * LONGEST_NAME
         return Size(
             numbers * getattr(torch, field.dtype).itemsize,
             sum(count * (entry + len(name)) for name, count in counts.items()),
         )
 
-    def _grown(self) -> int:
+    def grown(self) -> int:
         """Return the number of values in the factors of all pairs at the end of the run.
 
-        In each exchange, a product's rank grows by the LoRA ranks of all clients, up to the smaller
-        width of the layer.
+        In each exchange, a product's rank grows by the sum of the clients' LoRA ranks, up to the
+        smaller dimension of the layer's weight.
         """
         numbers = 0
         for a, b in pairs_of(self.shared):
@@ -117,11 +117,11 @@ def check_run(
 ) -> None:
     """Check the sizes of messages, and of a round's uploads on disk, before clients are created.
 
-    Only an `AdapterMethod` can be checked; other methods need a client's data for their parameters.
+    Only an `AdapterMethod` is checked: the parameters of other methods depend on clients' data.
 
     Args:
         config: The run.
-        base: The run's base, whose tensors may be on the meta device. Any adapter is detached.
+        base: The run's base, whose tensors may be on the meta device. Its adapters are detached.
         clients: The names of the clients.
         folder: The folder in which a round's uploads are stored.
         largest_upload: The value of `deployment.largest_message` in bytes, in a deployment.
@@ -142,7 +142,7 @@ def check_run(
             raise CoterieError(
                 f"The uploads of a round may need {_text(uploads)} in {folder.resolve()}, where "
                 f"only {_text(free)} are free; delete files there, or use another folder (TMPDIR "
-                "is the temporary one)."
+                "sets the temporary folder)."
             )
 
 
@@ -157,7 +157,8 @@ def check_messages(
         largest_download: The largest message that the network transfers, in bytes.
 
     Raises:
-        CoterieError: A message may be too large. The error names numbers that would fit.
+        CoterieError: A message may be too large. The error names numbers of clients and rounds, and
+            a LoRA rank, with which the messages fit.
     """
     _check(sizes, "up", min(largest_upload, message.LARGEST_MESSAGE))
     _check(sizes, "down", min(largest_download, message.LARGEST_MESSAGE))
@@ -190,7 +191,7 @@ def _check(sizes: MessageSizes, way: Way, limit: float) -> None:
 
 
 def _most(sizes: MessageSizes, key: str, fits: Callable[[MessageSizes], bool]) -> int:
-    """Return the largest number below `sizes.KEY` with which messages fit, or 0."""
+    """Return the largest number below the attribute `key` with which messages fit, or 0."""
     numbers = range(1, getattr(sizes, key))
     return bisect_left(numbers, True, key=lambda n: not fits(replace(sizes, **{key: n})))
 

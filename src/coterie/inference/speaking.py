@@ -18,7 +18,7 @@ from coterie.inference.streaming import StreamedText
 from coterie.seeding import generator
 
 FEWER = "a smaller number of new tokens"
-"""A change that reduces the use of memory during generation."""
+"""A change that reduces the memory of generation."""
 
 
 @dataclass

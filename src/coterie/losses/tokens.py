@@ -46,7 +46,7 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> Self:
         """Return the batch with its token ids on a device.
 
-        The masks stay on the CPU: the number of tokens that they select is needed there.
+        The masks stay on the CPU, where the number of tokens that they select is needed.
         """
         return self._replace(ids=moved(self.ids, device))
 
@@ -270,7 +270,7 @@ def logits_in_pieces(model: PreTrainedModel, batch: Batch) -> Iterator[Tensor]:
 def _select_counted(rows: Tensor, counted: Tensor | None) -> Tensor:
     """Select the rows of a (batch * time, ...) tensor where `counted` is True; None selects all.
 
-    The selection is by number: with a mask, a GPU would have to report the number of rows.
+    Rows are selected by index, because indexing with a mask synchronises a GPU.
     """
     if counted is None:
         return rows

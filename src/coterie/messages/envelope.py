@@ -102,7 +102,7 @@ class Order(_Header):
     plugins: dict[str, PluginFile] | None = None
     """Files of the run's plugins, by the keys of `plugins` in run.json; set only for `join`."""
     clients: int | None = Field(default=None, ge=1)
-    """The number of the run's clients, which limits the size of downloads; set only for `join`."""
+    """The number of the run's clients, to compute the size of downloads; set only for `join`."""
     public: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     """Hash of the run's public text, if the run has one; set only for `join`."""
     config: dict[str, Json] | None = None

@@ -1,7 +1,7 @@
 """Copies of tensors from a device to the host (the CPU), in as few transfers as possible.
 
-A GPU finishes all of its work before it hands over a value, and each transfer has a fixed cost.
-Therefore, values are copied together.
+Each transfer has a fixed cost, and waits until the GPU has finished all pending work. Tensors are
+therefore copied together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 AT_ONCE = 2**28
-"""The number of bytes that one transfer copies at most, unless a single tensor is larger.
+"""The maximum size of a transfer in bytes, unless a single tensor is larger.
 
-Tensors are joined on the device before they are copied, which takes as much memory there.
+Tensors are concatenated before they are copied, which needs as much memory on the device.
 """
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return detached tensors on the CPU, under the same names.
 
-    Tensors that are already on the CPU are not copied. All other tensors are copied, with one
-    transfer for each device and dtype.
+    Tensors that are already on the CPU are not copied. All other tensors are copied in one transfer
+    for each device and dtype, or in several if one would exceed `AT_ONCE` bytes.
     """
     return dict(zip(tensors, copied_to_host(list(tensors.values())), strict=True))
 
@@ -53,7 +53,7 @@ def _transfers(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether tensors of any dtype contain only finite numbers.
 
-    The result is read from each device once.
+    Each device is synchronised once.
     """
     finite: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

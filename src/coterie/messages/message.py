@@ -27,7 +27,7 @@ Json = Any
 Tensors = Mapping[str, Tensor]
 Groups = Mapping[str, Tensors]
 LARGEST_MESSAGE = max(2**30, main_memory() // 8)
-"""Maximum message size in bytes: 1 GiB, or an eighth of this machine's memory if that is more.
+"""Maximum message size in bytes: an eighth of this machine's memory, but at least 1 GiB.
 
 While a message is received and decoded, up to four copies of it are in memory.
 """

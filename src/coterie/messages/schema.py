@@ -37,9 +37,9 @@ class Field:
             field of this name for each form.
         peers: Used only for downloads. If true, the field contains groups that other clients
             uploaded, and is sent in `Message.peers`.
-        copies: Function that returns how many tensors with the shape of a shared parameter (an
-            `adapters.Parameter`) a message contains at most in this field, given the number of the
-            run's clients. By default, 1 or, with `peers`, one for each other client.
+        copies: Function of a shared parameter (an `adapters.Parameter`) and the number of the run's
+            clients. It returns the maximum number of tensors with the parameter's shape in this
+            field of a message. The default is 1 or, with `peers`, the number of other clients.
         grows: Whether the tensors are low-rank factors whose rank grows in every exchange by the
             sum of the clients' LoRA ranks, up to the full rank.
         when: A few words on how often the field is sent, shown by audits and consent prompts. Not

@@ -68,8 +68,8 @@ class RunFacts:
 class ServerContext:
     """The data and settings that the server-side object of a method receives.
 
-    The attribute `base` is the run's base without weights, on the meta device. Parameters that are
-    created beside it are on the CPU.
+    The attribute `base` is the run's base without weights, on the meta device. An adapter that is
+    created for `base` has its parameters on the CPU.
     """
 
     seed: int

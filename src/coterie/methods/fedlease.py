@@ -71,9 +71,9 @@ class FedLease(Method):
         return Schema(up=up, down=down)
 
     def _copies(self, parameter: Parameter, experts: int, clients: int) -> int:
-        """Return how often some experts and a router contain the shape of an expert's parameter."""
+        """Count the tensors with a parameter's shape that some experts and a router fill."""
         slots = 2 * min(self.max_clusters, clients) - 1
-        # For each slot, a router has one row of the width of A, and A has as many rows as its rank.
+        # A router has one row for each slot. The row is as wide as A, which has `rank` rows.
         rows = math.ceil(slots / self.attention.rank) if parameter.factor == "A" else 0
         return experts + rows
 

@@ -29,7 +29,7 @@ class ClientSide:
     """
 
     copies: ClassVar[int] = 0
-    """The number of copies of its state that the object holds while it trains."""
+    """The number of copies of its state that the object holds during training."""
 
     def hello(self) -> Message:
         """Return the message that the client sends when it joins.

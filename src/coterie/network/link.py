@@ -13,7 +13,7 @@ class Link(Protocol):
     """The server's end of a network, which sends orders to clients and receives their replies."""
 
     largest: float
-    """The size in bytes of the largest order that the network transfers; it may be infinite."""
+    """The maximum size of an order in bytes, which may be infinite."""
 
     def present(self) -> Mapping[str, str]:
         """Return the connected clients and the identifiers of their connections.

@@ -69,7 +69,7 @@ def sample_slopes(
         parameters: The parameters with respect to which derivatives are computed, at their current
             values. They must require gradients.
         directions: For each direction, a mapping from every parameter's name to a tensor on the
-            CPU. The products with the gradients are computed there, in float64.
+            CPU. The products with the gradients are computed on the CPU, in float64.
 
     Returns:
         A float64 tensor shaped (samples, directions).

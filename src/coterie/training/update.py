@@ -86,7 +86,7 @@ class Updater:
         try:
             with enough_memory("a training step", self._memory_settings):
                 losses = [self._add_gradient(p, p.terms / terms, penalty) for p in pieces]
-                # A GPU waits whenever a value is read: read all values at once, and at the end.
+                # Reading a value synchronises a GPU, so all values are read together at the end.
                 values: list[list[float]] = torch.stack(losses).tolist()
             if not all(math.isfinite(value) for pair in values for value in pair):
                 raise Diverged(

@@ -155,7 +155,7 @@ def dpo_loss(model: PreTrainedModel, batch: PairBatch) -> tuple[Tensor, Rewards]
 
     Returns:
         The loss, a scalar with a gradient; and the rewards of the answers, without gradients, on
-        the CPU. If the model is on a GPU, the rewards are complete as soon as the loss was read.
+        the CPU. If the model is on a GPU, the rewards are valid only after the loss has been read.
     """
     pair_rewards = rewards(-sample_losses(model, batch.rows).view(-1, 2), batch.reference)
     loss = preference_losses(pair_rewards.values, batch.reference.label_smoothing).mean()

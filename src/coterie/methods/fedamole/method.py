@@ -50,7 +50,7 @@ class FedAMoLE(Method, FedAMoLESettings):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         shared = "the shared expert and of " if self.shared_expert else ""
         description = f"LoRA pairs of {shared}the client's domain experts; routers' parameters"
-        # A client begins without domain experts.
+        # A new client has no domain experts, and receives up to `max_experts` of them.
         most = 1 + self.max_experts
         adapter = MessageField("adapter", description, reduce="mean", copies=lambda *_: most)
         means = (
