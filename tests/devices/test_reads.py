@@ -12,10 +12,9 @@ from coterie.config.run import parse
 from coterie.evaluation.evaluate import evaluate
 from coterie.messages import Message
 from coterie.testing.rounds import down, joined, one_round
+from coterie.training.update import Updater
 
 TRAINED = [name for name in METHODS if name not in ("pretrained", "llm2slm")]
-TWICE = ("ditto", "feddpa")
-"""Methods whose clients train two adapters in each step."""
 
 
 def counted(action: Callable[[], Any]) -> Counts:
@@ -33,26 +32,43 @@ def opened(run: Any) -> tuple[Any, str]:
     return local, client
 
 
-def reads_of_two_steps(make: Callable[..., Any]) -> int:
-    """Return the number of reads in two training steps.
+@pytest.fixture
+def two_steps(monkeypatch) -> Callable[..., tuple[int, int]]:
+    """A function that counts the reads and the updates of two training steps.
 
-    It is the difference between a round of six steps and a round of four. The first steps are thus
-    excluded, because they differ: for example, optimisers are created.
+    The counts are the differences between a round of six steps and a round of four steps, because
+    the first steps differ from the others, for example if optimisers are created. A step has
+    several updates if a router is trained as well, or a second adapter.
     """
-    reads = []
-    for steps in (4, 6):
-        local, client = opened(make(steps))
-        reads.append(counted(lambda: local.clients[client].train(0)).reads.total())  # noqa: B023
-    return reads[1] - reads[0]
+    update, updates = Updater.update, []
+
+    def counting_updates(*args: Any, **named: Any) -> float:
+        updates.append(1)
+        return update(*args, **named)
+
+    monkeypatch.setattr(Updater, "update", counting_updates)
+
+    def difference(make: Callable[[int], Any]) -> tuple[int, int]:
+        counts = []
+        for steps in (4, 6):
+            local, client = opened(make(steps))
+            updates.clear()
+            reads = counted(lambda: local.clients[client].train(0)).reads.total()  # noqa: B023
+            counts.append((reads, len(updates)))
+        (fewer, before), (more, after) = counts
+        return more - fewer, after - before
+
+    return difference
 
 
 @pytest.mark.parametrize("name", some({"fedavg", "auto", "hetlora, ranks"}, TRAINED))
-def test_a_training_step_reads_one_value(name, values, teachers, gpu) -> None:
+def test_an_update_reads_one_value(name, values, teachers, gpu, two_steps) -> None:
     def run(steps: int) -> Any:
         training = {"steps": steps, "batch": 2, "precision": "fp32"}
         return run_of(METHODS[name], values, teachers, device=gpu, training=training)
 
-    assert reads_of_two_steps(run) == (4 if METHODS[name]["name"] in TWICE else 2)
+    reads, updates = two_steps(run)
+    assert reads == updates >= 2
 
 
 @pytest.fixture(params=["text", "instructions", "messages", "preferences"])
@@ -80,8 +96,8 @@ def kind(request, values, questions, talks, opinions, gpu) -> Callable[..., Any]
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
-def test_a_step_on_any_kind_of_data_reads_one_value(kind, micro_batch) -> None:
-    assert reads_of_two_steps(lambda steps: kind(steps, micro_batch=micro_batch)) == 2
+def test_a_step_on_any_kind_of_data_reads_one_value(kind, micro_batch, two_steps) -> None:
+    assert two_steps(lambda steps: kind(steps, micro_batch=micro_batch)) == (2, 2)
 
 
 def test_batches_are_copied_to_the_device_without_waiting(kind) -> None:
