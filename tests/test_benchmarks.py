@@ -120,7 +120,8 @@ def test_the_estimated_memory_is_compared_with_the_peak_on_a_gpu(
     """Replace the run and PyTorch's figures, because no test has a GPU."""
     checks = benchmark("gpu_checks", monkeypatch)
     place = checks.Place(tmp_path, torch.device("cuda"), Path("tiny-llama"), 32)
-    need = checks.need_of(checks.parse(place.settings(checks.COMIGS, **place.large())), "client-00")
+    config = checks.parse(place.settings(checks.COMIGS, **place.large()))
+    need = checks.need_of(config, "client-00", "cuda")
     monkeypatch.setattr(checks.coterie, "run", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: int(times * need.memory))
