@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from coterie.aggregation.transform import Context, Transform, mapped
 from coterie.messages import Groups
@@ -34,13 +33,10 @@ class ClippedGaussian(Transform):
         noise = noise_for(self.epsilon, context.exchanges, self.delta)
         if not context.spend(update, noise, context.exchanges):  # nothing but noise from now on
             update = mapped(update, torch.zeros_like)
-        chance = context.generator("clipped gaussian", update)
+        stream = context.stream("noise", update)
         tensors = [tensor for group in update.values() for tensor in group.values()]
         norm = math.sqrt(sum(float(t.double().square().sum()) for t in tensors))
         factor, deviation = min(1.0, self.norm / max(norm, 1e-30)), 2 * self.norm * noise
-
-        def noisy(tensor: Tensor) -> Tensor:
-            drawn = torch.randn(tensor.shape, generator=chance, dtype=torch.float64)
-            return (tensor.double().cpu() * factor + deviation * drawn).float()
-
-        return mapped(update, noisy)
+        return mapped(
+            update, lambda tensor: stream.with_noise(tensor.double() * factor, deviation).float()
+        )

@@ -1,11 +1,11 @@
 """A toy of secure aggregation (Bonawitz et al., CCS 2017): the server sees only the sum.
 
 Before every round clients exchange public keys. Each pair of clients derives a mask that one adds
-and the other subtracts, so masks cancel in the sum. Nobody may drop out, and the server must relay
-keys honestly: the protocol of the paper repairs both, this toy does not.
+and the other subtracts, so masks cancel in the sum. Every attempt at a round has new masks, and a
+client masks only one upload per attempt. Nobody may drop out, and the server must relay keys
+honestly: the protocol of the paper repairs both, this toy does not.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -18,7 +18,8 @@ from torch import Tensor
 from coterie.aggregation.transform import Context, Contribution, Memory, Reduction, mapped
 from coterie.errors import CoterieError
 from coterie.messages import Groups, Json, MessageError, Schema
-from coterie.seeding import generator
+from coterie.privacy import secrets
+from coterie.privacy.stream import Stream
 
 ONE = 2.0**32
 """The integer that stands for 1."""
@@ -36,8 +37,7 @@ class MaskedSum(Reduction):
         return self.retyped(schema, "int64")
 
     def answer(self, phase: str, context: Context) -> str:
-        chance = context.generator("key", {})
-        key = hashlib.sha256(chance.initial_seed().to_bytes(8, "big")).digest()
+        key = context.stream("key", {}).bytes(32)
         context.memory.values["key"] = key.hex()
         return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw().hex()
 
@@ -47,18 +47,25 @@ class MaskedSum(Reduction):
         memory.values["keys"] = {**memory.values.get("keys", {}), client: answer}
 
     def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
+        if phase == "keys":
+            memory.values.pop("attempt", None)
+            return None
+        # Another attempt at the exchange begins with the memory after the phase `keys`.
+        attempt = memory.values.setdefault("attempt", secrets.draw().hex())
         keys = memory.values.get("keys", {})
-        return None if phase == "keys" else {name: keys[name] for name in clients if name in keys}
+        return {"attempt": attempt, "keys": {name: keys[name] for name in clients if name in keys}}
 
     def encode(self, update: Groups, context: Context) -> Groups:
-        private = X25519PrivateKey.from_private_bytes(bytes.fromhex(context.memory.values["key"]))
-        masked = mapped(update, lambda t: (t.double().cpu() * ONE).round().long())
-        for peer, key in sorted(context.server_value.items()):
+        own = X25519PrivateKey.from_private_bytes(bytes.fromhex(context.memory.values["key"]))
+        attempt, keys = context.server_value["attempt"], context.server_value["keys"]
+        if not context.masks_once(f"{context.exchange}:{attempt}", update):
+            raise CoterieError("The server asks for another upload with masks that are used up.")
+        masked = mapped(update, lambda t: (t.double() * ONE).round().long())
+        for peer, key in sorted(keys.items()):
             if peer != context.client:
-                shared = private.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key)))
-                seed = int.from_bytes(hashlib.sha256(shared).digest()[:8], "big")
-                chance = generator(seed, "mask", context.exchange)
-                add = partial(add_mask, chance=chance, sign=1 if context.client < peer else -1)
+                shared = own.exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(key)))
+                stream = Stream(shared, "mask", context.exchange, attempt)
+                add = partial(add_mask, stream=stream, sign=1 if context.client < peer else -1)
                 masked = mapped(masked, add)
         return masked
 
@@ -77,6 +84,6 @@ class MaskedSum(Reduction):
         return (torch.stack(masked).sum(0).double() / ONE / len(masked)).float()
 
 
-def add_mask(tensor: Tensor, chance: torch.Generator, sign: int) -> Tensor:
+def add_mask(tensor: Tensor, stream: Stream, sign: int) -> Tensor:
     """Return a tensor plus or minus a mask, modulo 2^64."""
-    return tensor + sign * torch.randint(-(2**63), 2**63 - 1, tensor.shape, generator=chance)
+    return tensor + sign * stream.integers(tensor.shape)

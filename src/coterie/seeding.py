@@ -2,6 +2,9 @@
 
 A purpose names the client, round, step, tensor, ... that a draw is for. Therefore, no generator
 state has to be saved, and draws do not depend on crashes, the engine or the order of clients.
+
+None of these draws is secret: the server knows the run's seed, and PyTorch's CPU generator uses
+only 32 bits of its seed. Noise and masks come from `coterie.privacy.stream`.
 """
 
 from hashlib import blake2b

@@ -1,70 +1,19 @@
 """Transforms at both ends, against their definitions."""
 
-import importlib.util
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from both_ends import SCHEMA, Ends, a, adapter, example
 
 from coterie.aggregation.ends import ClientTransforms, ServerTransforms
 from coterie.aggregation.pipeline import Pipeline
 from coterie.aggregation.transform import TRAIN, Contribution, Reduction, Transform, mapped
 from coterie.errors import CoterieError
-from coterie.messages import Field, Message, MessageError, Schema
+from coterie.messages import Message, MessageError, Schema
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.mechanisms import noise_for
-
-ADAPTER = Field("adapter", "pairs", reduce="mean")
-SCHEMA = Schema(up=(ADAPTER, Field("note", "numbers")), down=(ADAPTER,))
-EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
-
-
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-class Ends:
-    """A server and clients whose payloads go through bytes."""
-
-    def __init__(self, *transforms: Transform, clients: int = 3, limit: Any = None) -> None:
-        self.pipeline = Pipeline(transforms, SCHEMA, exchanges=4)
-        self.server = ServerTransforms(self.pipeline)
-        names = [f"c{i}" for i in range(clients)]
-        self.clients = {n: ClientTransforms(self.pipeline, n, Ledger(limit=limit)) for n in names}
-
-    def wire(self, way: Any, message: Message) -> Message:
-        return self.pipeline.schema.receive(way, self.pipeline.schema.send(way, message))
-
-    def down(self, exchange: int, message: Message, phase: str = TRAIN) -> dict[str, Message]:
-        self.server.begin(exchange, phase, self.clients)
-        return {
-            name: client.receive(self.wire("down", self.server.download(name, message)), exchange)
-            for name, client in self.clients.items()
-        }
-
-    def up(self, exchange: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
-        found = {}
-        for name, message in uploads.items():
-            arrived = self.wire("up", self.clients[name].send(message, exchange))
-            found[name] = self.server.upload(name, arrived, before)
-        self.server.commit(uploads)
-        return found
-
-
-def adapter(seed: int, size: int = 6) -> Message:
-    x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
-    return Message(0, {"adapter": {"A": x}})
-
-
-def a(message: Message) -> torch.Tensor:
-    return message["adapter"]["A"]
 
 
 def test_without_transforms_messages_are_untouched() -> None:
@@ -131,31 +80,6 @@ def test_both_ends_go_on_from_their_states() -> None:
         ends.server.restore(server)
         for name, state in states.items():
             ends.clients[name].restore(state)
-
-
-def test_masks_cancel_in_the_sum_and_hide_each_upload() -> None:
-    ends = Ends(example("masked_sum").MaskedSum())
-    assert ends.pipeline.stages[0].transform.before == ("keys",)
-    ends.down(0, Message(), "keys")
-    for name, client in ends.clients.items():
-        ends.server.collect(name, client.answer("keys", 0))
-    ends.server.commit(ends.clients)
-    with pytest.raises(MessageError, match="c0 sent no public key"):
-        ends.server.collect("c0", Message(0, values={"masked_sum": "00"}))
-    before, uploads = adapter(0), {n: adapter(i + 1) for i, n in enumerate(ends.clients)}
-    ends.down(1, before)
-    arrived = ends.up(1, uploads, before)
-    for name, message in arrived.items():
-        assert a(message).dtype == torch.int64
-        plain = (a(uploads[name]).double() * 2**32).round().long()
-        assert (a(message) != plain).all()
-    contributions = [Contribution(n, m.groups) for n, m in arrived.items()]
-    mean = ends.server.reduce(contributions)
-    assert mean is not None
-    expected = torch.stack([a(m).double() for m in uploads.values()]).mean(0).float()
-    torch.testing.assert_close(mean["adapter"]["A"], expected, rtol=0, atol=1e-7)
-    with pytest.raises(CoterieError, match="needs the upload of every client"):
-        ends.server.reduce(contributions[:2])
 
 
 def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:

@@ -72,7 +72,7 @@ Layers are recomputed in a thread that PyTorch ends, and gradients are not clipp
 @pytest.fixture(autouse=True)
 def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the seed of noise and keys, which otherwise differ from run to run."""
-    monkeypatch.setattr(secrets, "draw", lambda: 42)
+    monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))
     for file in sorted(EXAMPLES.glob("*.py")):
         load_plugin(file)
 

@@ -43,7 +43,7 @@ def _loaded() -> None:
 @pytest.fixture(autouse=True)
 def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise and keys differ from run to run; here they do not."""
-    monkeypatch.setattr(secrets, "draw", lambda: 42)
+    monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))
 
 
 @pytest.fixture(params=TRANSFORMS)

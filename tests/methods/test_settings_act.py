@@ -239,7 +239,7 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
     folder = RunFolder.create(path, session.description(config, session.participants(config)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Schema, "send", seen)
-        patch.setattr(secrets, "draw", lambda: next(source))
+        patch.setattr(secrets, "draw", lambda: next(source).to_bytes(secrets.KEY_BYTES))
         session.check(config)
         run = session.start(config, folder)
         run.run()

@@ -139,6 +139,22 @@ def test_without_a_limit_of_its_own_a_run_file_s_budget_is_for_all_runs(
     assert "of which 8 is spent" in worker.error
 
 
+def test_masks_hide_one_upload_in_a_run_and_cost_nothing(tmp_path: Path) -> None:
+    """The record outlives the process and the round, and belongs to one run."""
+    path = tmp_path / "privacy.json"
+    assert Ledger(path, "run").spend("noise", NOISE, 1)
+    spent = Ledger(path).spent(1e-5)
+    for ledger in (Ledger(path, "run"), Ledger(path, "run"), Ledger(path, "other")):
+        digest = ("b" if ledger.run == "other" else "a") * 64
+        assert ledger.use("masks", digest)
+        assert not ledger.use("masks", "c" * 64)
+        assert ledger.use("others", digest)
+        assert ledger.spent(1e-5) == spent
+    path.write_text('{"run": {"masks": "no digest"}}')
+    with pytest.raises(CoterieError, match="cannot be read"):
+        Ledger(path, "run")
+
+
 def test_what_cannot_be_written_is_not_spent(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "missing" / "privacy.json")
     for _ in range(2):
@@ -164,9 +180,9 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
     """With other experts every time, undone every time, and by a new process every fifth time."""
     told: list[bool] = []
 
-    def seen(samples: torch.Tensor, **how: object) -> torch.Tensor:
+    def seen(*arguments: Any) -> torch.Tensor:
         told.append(True)
-        return private_mean(samples, **how)  # pyright: ignore
+        return private_mean(*arguments)
 
     monkeypatch.setattr(fedamole, "private_mean", seen)
     monkeypatch.setattr("coterie.deployment.orders.MAX_TRAININGS", 25)

@@ -11,10 +11,14 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from coterie.privacy.mechanisms import epsilon, noise_for, private_mean
+from coterie.privacy.stream import Stream
+
+NONE = 1e-9
+"""A noise multiplier so small that the noise is not noticed."""
 
 
-def chance(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def stream(key: int = 0) -> Stream:
+    return Stream(key.to_bytes(32, "big"))
 
 
 def integral(eps: float, mu: float) -> float:
@@ -80,33 +84,32 @@ def test_each_vector_is_clipped_before_the_mean() -> None:
     samples = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0], [-30.0, 0.0]])
     # Norms 5, 0.5, 0 and 30 against 1: only the first and the last shrink.
     expected = torch.tensor([(0.6 + 0.3 - 1.0) / 4, (0.8 + 0.4) / 4])
-    assert torch.allclose(private_mean(samples, 1.0, 0.0, chance()), expected)
+    assert torch.allclose(private_mean(samples, 1.0, NONE, stream()), expected)
 
 
 def test_the_noise_has_its_standard_deviation_in_every_direction() -> None:
     n, dim, clip, noise = 5, 40_000, 0.7, 3.0
-    samples = torch.randn(n, dim, generator=chance(1))
-    exact = private_mean(samples, clip, 0.0, chance())
-    drawn = (private_mean(samples, clip, noise, chance(2)) - exact) / (noise * 2 * clip / n)
+    samples = torch.randn(n, dim, generator=torch.Generator().manual_seed(1))
+    exact = private_mean(samples, clip, NONE, stream())
+    drawn = (private_mean(samples, clip, noise, stream(2)) - exact) / (noise * 2 * clip / n)
     assert drawn.mean().item() == pytest.approx(0, abs=5 / math.sqrt(dim))
     assert drawn.std().item() == pytest.approx(1, abs=5 / math.sqrt(2 * dim))
     assert torch.equal(
-        private_mean(samples, clip, noise, chance(2)), private_mean(samples, clip, noise, chance(2))
+        private_mean(samples, clip, noise, stream(2)), private_mean(samples, clip, noise, stream(2))
     )
 
 
 def test_one_record_moves_the_mean_by_its_share_at_most() -> None:
     n, clip = 6, 0.5
-    samples = torch.randn(n, 3, generator=chance(3))
+    samples = torch.randn(n, 3, generator=torch.Generator().manual_seed(3))
     # The worst neighbour: a long vector turned round.
     samples[0] = torch.tensor([100.0, 0, 0])
     other = samples.clone()
     other[0] = -samples[0]
-    moved = private_mean(samples, clip, 0.0, chance()) - private_mean(other, clip, 0.0, chance())
+    moved = private_mean(samples, clip, NONE, stream()) - private_mean(other, clip, NONE, stream())
     assert moved.norm().item() == pytest.approx(2 * clip / n, rel=1e-5)
     for value in (math.nan, math.inf, 1e38, 0.0):
         other[0] = value
-        moved = private_mean(samples, clip, 0.0, chance()) - private_mean(
-            other, clip, 0.0, chance()
-        )
+        means = [private_mean(vectors, clip, NONE, stream()) for vectors in (samples, other)]
+        moved = means[0] - means[1]
         assert moved.norm().item() <= 2 * clip / n * (1 + 1e-5)

@@ -1,7 +1,9 @@
-"""Secrets: from their own source, one for each round, and the same again after a kill."""
+"""Secret keys: one for each exchange, kept by a client, and the same again after a kill."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import coterie
 from coterie.messages import Message, Schema, State
 from coterie.messages.schema import Way
 from coterie.privacy import secrets
-from coterie.privacy.secrets import BITS, Secrets, draw
+from coterie.privacy.secrets import KEY_BYTES, Secrets
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import down, joined, one_round, step
@@ -21,19 +23,6 @@ Run = Callable[..., coterie.RunConfig]
 
 class Killed(Exception):
     """What stops a run."""
-
-
-@pytest.fixture
-def drawn(monkeypatch) -> list[int]:
-    """A fixed source of secrets; what was drawn of it."""
-    found: list[int] = []
-
-    def one() -> int:
-        found.append(1000 + len(found))
-        return found[-1]
-
-    monkeypatch.setattr(secrets, "draw", one)
-    return found
 
 
 @pytest.fixture
@@ -48,43 +37,25 @@ def private(config) -> Run:
     return make
 
 
-def test_the_operating_system_s_are_unlike_each_other() -> None:
-    found = {draw() for _ in range(100)}
-    assert len(found) == 100
-    assert all(0 <= secret < 2**BITS for secret in found)
-    assert max(found) > 2 ** (BITS - 8)
+def test_each_exchange_has_its_own_key_and_keeps_it() -> None:
+    secrets = Secrets()
+    keys = [[secrets.of(exchange) for _ in range(3)] for exchange in range(4)]
+    assert all(len(set(repeated)) == 1 for repeated in keys)
+    assert len({repeated[0] for repeated in keys}) == 4
+    assert keys[0][0] != Secrets().of(0)
 
 
-def test_each_round_has_its_own_and_keeps_it(drawn) -> None:
-    mine = Secrets()
-    found = [[mine.of(round) for _ in range(3)] for round in range(4)]
-    assert all(len(set(again)) == 1 for again in found)
-    assert [again[0] for again in found] == [1000, 1001, 1002, 1003]
-    assert len(drawn) == 5  # one ahead
-
-
-def test_the_next_round_s_is_in_the_state_and_older_ones_are_not(drawn) -> None:
-    mine = Secrets()
-    first = mine.state()
-    assert list(first.values()) == drawn[:1]
-    for round in range(4):
-        here = mine.of(round)
-        state = mine.state()
-        assert {int(number) for number in state} == {round, round + 1}
-        after = Secrets()
-        after.restore(state)
-        assert after.of(round) == here
-        assert after.of(round + 1) == mine.of(round + 1)
-        after.restore(state)
-        assert after.state() == state
-
-
-def test_a_round_that_was_left_out_has_a_secret_too(drawn) -> None:
-    mine = Secrets()
-    before = mine.of(0)
-    later = mine.of(5)
-    assert later not in (before, drawn[1])
-    assert mine.state() == {"5": later, "6": drawn[-1]}
+def test_a_state_gives_this_key_and_later_keys_but_no_earlier_key() -> None:
+    secrets = Secrets()
+    earlier = secrets.of(1).hex()
+    key, state = secrets.of(2), secrets.state()
+    assert earlier not in json.dumps(state)
+    restored = Secrets()
+    restored.restore(json.loads(json.dumps(state)))
+    assert restored.of(2) == key
+    assert restored.of(5) == secrets.of(5)
+    with pytest.raises(AssertionError, match="no longer known"):
+        secrets.of(4)
 
 
 def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None:
@@ -92,7 +63,7 @@ def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None
     one_round(local, 0)
     for name in NAMES:
         state = local.clients[name].state()
-        assert state.values["secrets"].keys() == {"0", "1"}
+        assert state.values["secrets"].keys() == {"exchange", "key"}
         assert State.decode(state.encode()).values == state.values
         assert "secrets" not in plain.clients[name].state().values
 
@@ -100,7 +71,7 @@ def test_a_client_s_state_holds_them_where_it_has_noise_to_draw(private) -> None
 @pytest.mark.slow
 def test_noise_is_of_the_secret_and_not_of_the_run_s_seed(private, monkeypatch) -> None:
     def told(secret: int, run: coterie.RunConfig) -> torch.Tensor:
-        monkeypatch.setattr(secrets, "draw", lambda: secret)
+        monkeypatch.setattr(secrets, "draw", lambda: bytes([secret] * KEY_BYTES))
         tokens = one_round(joined(run), 0)["poet"]["tokens"]
         return torch.cat([tokens[path] for path in sorted(tokens)])
 
@@ -109,22 +80,20 @@ def test_noise_is_of_the_secret_and_not_of_the_run_s_seed(private, monkeypatch) 
     assert not torch.equal(told(1, run), told(2, run))
 
 
-def test_no_message_and_no_server_s_state_holds_one(private, monkeypatch) -> None:
-    drawn: list[int] = []
+def test_no_message_and_no_server_s_state_holds_one(private) -> None:
+    def holds_key(content: bytes) -> bool:
+        return any(key in content or key.hex().encode() in content for key in keys)
 
-    def one() -> int:
-        drawn.append(4_200_000_000_000_042 + len(drawn) * 10**9)
-        return drawn[-1]
-
-    monkeypatch.setattr(secrets, "draw", one)
     local = joined(private())
+    clients: Any = local.clients
     for round in range(2):
         local.server.start_round(round, NAMES)
         for name in NAMES:
-            told = [down(local, name), step(local, name, round)]
-            assert not any(str(n).encode() in m.encode() for n in drawn for m in told)
-        assert any(str(n).encode() in local.clients["poet"].state().encode() for n in drawn)
-        assert not any(str(n).encode() in local.server.state().encode() for n in drawn)
+            messages = [down(local, name), step(local, name, round)]
+            keys = [client.secrets.of(round) for client in clients.values()]
+            assert not any(holds_key(message.encode()) for message in messages)
+        assert holds_key(clients["poet"].state().encode())
+        assert not holds_key(local.server.state().encode())
 
 
 def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
@@ -146,7 +115,7 @@ def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
 def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
     private, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr(secrets, "draw", lambda: 42)
+    monkeypatch.setattr(secrets, "draw", lambda: bytes(KEY_BYTES))
     coterie.run(private(), out=tmp_path / "whole")
     cut = killed_after(1, private(), tmp_path / "cut")
     coterie.resume(cut.path)

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 from coterie.messages import Groups, Json, Message, Schema, State
 from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
-from coterie.seeding import generator
+from coterie.privacy.stream import Stream
 
 Row = dict[str, float]
 """One client's weights of all clients' uploads in a mean, by the clients' names."""
@@ -67,22 +66,20 @@ class Context:
     ledger: Ledger | None = None
     """The ledger of the client's privacy budget; None on the server."""
 
-    def generator(self, purpose: str, update: Groups) -> torch.Generator:
-        """Return a random generator for an update. Only the client can reproduce this generator.
+    def stream(self, purpose: str, update: Groups) -> Stream:
+        """Return a stream of secret random numbers for an update.
 
-        The seed depends on a secret of the client and on the digest of the update. If an upload is
-        repeated after a crash, it therefore has the same noise as before. A different upload has
-        new noise.
+        Only the client can compute these numbers. They depend on a secret key of the client and on
+        the digest of the update. If an upload is repeated after a crash, it therefore has the same
+        noise as before. A different upload has new noise.
 
         Args:
-            purpose: A name that distinguishes this generator from other generators for the update.
+            purpose: A name that distinguishes this stream from other streams for the update.
             update: The tensors to protect, keyed by group and name.
-
-        Returns:
-            A generator on the CPU.
         """
         assert self.secrets is not None, "only clients have secrets"
-        return generator(self.secrets.of(self.exchange), purpose, digest_of(update))
+        key = self.secrets.of(self.exchange)
+        return Stream(key, self.transform, purpose, digest_of(update))
 
     def spend(self, update: Groups, noise: float, releases: int) -> bool:
         """Spend privacy budget for the release of an update with Gaussian noise.
@@ -98,8 +95,22 @@ class Context:
             Whether the client's budget allows the release. If not, no budget is spent.
         """
         assert self.ledger is not None, "only clients have a ledger"
-        release = self.generator("release", update).initial_seed()
-        return self.ledger.spend(f"{self.transform}:{release:016x}", noise, releases)
+        release = self.stream("release", update).bytes(16).hex()
+        return self.ledger.spend(f"{self.transform}:{release}", noise, releases)
+
+    def masks_once(self, nonce: str, update: Groups) -> bool:
+        """Record that masks hide an update, and return whether they have hidden nothing else.
+
+        Call this method before an update is masked. The record is permanent, even if the exchange
+        is repeated: with the same masks, two uploads would reveal their difference.
+
+        Args:
+            nonce: A value from which the masks are derived, and which identifies them.
+            update: The tensors to mask, keyed by group and name.
+        """
+        assert self.ledger is not None, "only clients have a ledger"
+        digest = digest_of(update, self.server_value)
+        return self.ledger.use(f"{self.transform}:{nonce}", digest)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,6 @@ class Contribution:
     """The client's weight in the mean."""
 
 
-def digest_of(groups: Groups) -> str:
-    """Return a hash of tensors and their names."""
-    return blake2b(Message(0, groups).encode(), digest_size=16).hexdigest()
+def digest_of(groups: Groups, value: Json = None) -> str:
+    """Return a hash of tensors, their names, and a JSON value."""
+    return blake2b(Message(0, groups, {"value": value}).encode(), digest_size=32).hexdigest()

@@ -1,8 +1,8 @@
-"""A client's ledger of differentially private releases, and privacy budgets.
+"""A client's ledger of differentially private releases and of masks, and privacy budgets.
 
-A release is a result that is computed from a client's records and sent with noise. As the server
-decides how often a round is repeated, every client keeps its own ledger. An entry is never removed,
-even if its round is rolled back.
+A release is a result that is computed from a client's records and sent with noise. Masks hide an
+upload, and must not hide another one. As the server decides how often a round is repeated, every
+client keeps its own ledger. An entry is never removed, even if its round is rolled back.
 """
 
 import fcntl
@@ -39,11 +39,12 @@ class Budget(NamedTuple):
 ROUNDING = 1e-9
 Noise = Annotated[float, Field(gt=1e-100, lt=1e100)]
 """A noise multiplier whose square neither overflows nor underflows."""
-RUNS = TypeAdapter(dict[str, dict[str, Noise]])
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+RUNS = TypeAdapter(dict[str, dict[str, Noise | Digest]])
 
 
 class Ledger:
-    """A list of all noisy releases of one client, from all runs of the client.
+    """A list of all noisy releases and all masks of one client, from all runs of the client.
 
     Each release is the output of a Gaussian mechanism on the client's records. Therefore, the costs
     `1 / noise**2` of the releases add up.
@@ -60,7 +61,8 @@ class Ledger:
     def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
         self.path, self.run, self.limit = path, run, limit
         self.runs = {} if path is None else _read(path)
-        """For each run id, a mapping from the names of releases to noise multipliers."""
+        """For each run id, a mapping from the names of releases to noise multipliers, and from the
+        names of masks to the digests of the uploads that they hide."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
         """Record a release if it is permitted, and return whether it is permitted.
@@ -85,22 +87,31 @@ class Ledger:
         Raises:
             CoterieError: The file cannot be read or written.
         """
-        with nullcontext() if self.path is None else _locked(self.path):
-            self.runs = self.runs if self.path is None else _read(self.path)
-            recorded, cost = self.runs.get(self.run, {}), noise**-2
+        with self._updated() as recorded:
+            cost = noise**-2
             if release in recorded:
                 return True
             source = release.rpartition(":")[0]
-            noises = (n for other, n in recorded.items() if other.rpartition(":")[0] == source)
-            if _exceeds(_cost(noises) + cost, releases * cost):
+            from_source = (n for name, n in recorded.items() if name.rpartition(":")[0] == source)
+            if _exceeds(_cost(from_source) + cost, releases * cost):
                 return False
             if self.limit is not None and _exceeds(self._all() + cost, _allowed(self.limit)):
                 return False
-            runs = {**self.runs, self.run: {**recorded, release: noise}}
-            if self.path is not None:
-                write_private(self.path, json.dumps(runs, indent=2).encode())
-            self.runs = runs
+            recorded[release] = noise
             return True
+
+    def use(self, masks: str, digest: str) -> bool:
+        """Record that masks hide an upload, and return whether they have hidden no other upload.
+
+        Args:
+            masks: A name that identifies the masks within the run.
+            digest: A digest of the upload.
+
+        Raises:
+            CoterieError: The file cannot be read or written.
+        """
+        with self._updated() as recorded:
+            return recorded.setdefault(masks, digest) == digest
 
     def affords(self, budgets: Sequence[Budget]) -> bool:
         """Return whether the limit permits the current run to spend all of the given budgets."""
@@ -117,7 +128,26 @@ class Ledger:
         return epsilon(total**-0.5, 1, delta) if total else 0.0
 
     def _all(self) -> float:
-        return _cost(noise for run in self.runs.values() for noise in run.values())
+        return _cost(record for run in self.runs.values() for record in run.values())
+
+    @contextmanager
+    def _updated(self) -> Iterator[dict[str, float | str]]:
+        """Yield the current run's records, and save them if the with statement's body changes them.
+
+        Yields:
+            A mapping from the names of releases to noise multipliers, and from the names of masks
+            to digests.
+        """
+        with nullcontext() if self.path is None else _locked(self.path):
+            self.runs = self.runs if self.path is None else _read(self.path)
+            old = self.runs.get(self.run, {})
+            new = {**old}
+            yield new
+            if new != old:
+                runs = {**self.runs, self.run: new}
+                if self.path is not None:
+                    write_private(self.path, json.dumps(runs, indent=2).encode())
+                self.runs = runs
 
 
 def together(budgets: Sequence[Budget]) -> Budget | None:
@@ -146,8 +176,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _cost(noises: Iterable[float]) -> float:
-    return math.fsum(noise**-2 for noise in noises)
+def _cost(records: Iterable[float | str]) -> float:
+    """Return the cost of all noisy releases in a run's records; masks cost nothing."""
+    return math.fsum(noise**-2 for noise in records if not isinstance(noise, str))
 
 
 def _allowed(budget: Budget) -> float:
@@ -155,7 +186,7 @@ def _allowed(budget: Budget) -> float:
     return noise_for(budget.epsilon, 1, budget.delta) ** -2 if budget.epsilon else 0.0
 
 
-def _read(path: Path) -> dict[str, dict[str, float]]:
+def _read(path: Path) -> dict[str, dict[str, float | str]]:
     try:
         runs = parse_json(read_inside(path.parent, path.name))
         return RUNS.validate_python(runs, strict=True)

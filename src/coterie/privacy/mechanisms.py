@@ -14,11 +14,13 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 from torch import Tensor
 
+from coterie.privacy.stream import Stream, rounded
+
 MOST_EPSILON = 1e9
 """Largest epsilon that can be computed; even far smaller values give no protection."""
 
 
-def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
+def private_mean(samples: Tensor, clip: float, noise: float, stream: Stream) -> Tensor:
     """Clip vectors, and return their mean with Gaussian noise added.
 
     Each vector is scaled to an L2 norm of at most `clip`, so replacing one record changes the mean
@@ -28,22 +30,22 @@ def private_mean(samples: Tensor, clip: float, noise: float, chance: torch.Gener
     Args:
         samples: A tensor of shape (n, dim) with one vector per record, where n >= 1.
         clip: Maximum L2 norm.
-        noise: Noise multiplier sigma. The standard deviation of the noise is `noise * 2 clip / n`.
-        chance: CPU generator of the noise. The seed of the generator must be kept secret from the
-            receiver, who could otherwise subtract the noise.
+        noise: Noise multiplier sigma, greater than 0. The standard deviation of the noise is
+            `noise * 2 clip / n`.
+        stream: Source of the noise. The receiver must not know its key.
 
     Returns:
         A float32 tensor of shape (dim,).
     """
     vectors = samples.detach().double().cpu().nan_to_num(0.0, 0.0, 0.0)
-    n, dim = vectors.shape
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     clipped = vectors * (clip / norms.clamp(min=clip))
-    drawn = torch.randn(dim, generator=chance, dtype=torch.float64)
-    return (clipped.mean(dim=0) + noise * (2 * clip / n) * drawn).float()
+    deviation = noise * 2 * clip
+    total = rounded(clipped, deviation).sum(dim=0)
+    return (stream.with_noise(total, deviation) / len(vectors)).float()
 
 
-def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generator) -> Tensor:
+def only_noise(samples: Tensor, clip: float, noise: float, stream: Stream) -> Tensor:
     """Return the result of `private_mean` for vectors whose values are all 0.
 
     The result therefore consists of noise only, and reveals nothing about the samples.
@@ -52,9 +54,9 @@ def only_noise(samples: Tensor, clip: float, noise: float, chance: torch.Generat
         samples: A tensor of shape (n, dim). Only its shape is used.
         clip: As for `private_mean`.
         noise: As for `private_mean`.
-        chance: As for `private_mean`.
+        stream: As for `private_mean`.
     """
-    return private_mean(torch.zeros_like(samples), clip, noise, chance)
+    return private_mean(torch.zeros_like(samples), clip, noise, stream)
 
 
 def epsilon(noise: float, releases: int, delta: float) -> float:

@@ -1,45 +1,45 @@
-"""Secret seeds of noise, masks and keys, unknown to the server.
+"""Secret keys of noise and masks, unknown to the server.
 
-The server knows the run's seed, so secrets are drawn from the operating system's entropy instead.
-A client draws one secret per round, one round in advance. Its state after a round therefore
-contains the next round's secret, and a round that is repeated after a crash uses the same secret.
+The server knows the run's seed, so keys derive from the operating system's entropy instead. A
+client draws one key when it joins a run. The key of an exchange is a hash of the key of the
+exchange before, so a state reveals nothing about the keys of earlier exchanges, and an exchange
+that is repeated after a crash has the same key.
 """
 
 import secrets
 from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
 
-BITS = 62
+KEY_BYTES = 32
 
 
-def draw() -> int:
-    """Draw a random number from the operating system's entropy.
+def draw() -> bytes:
+    """Draw a key from the operating system's entropy.
 
-    Tests replace this function to get reproducible numbers.
+    Tests replace this function to get reproducible keys.
     """
-    return secrets.randbits(BITS)
+    return secrets.token_bytes(KEY_BYTES)
 
 
 class Secrets:
-    """The secrets of one client for the current round and the next round."""
+    """The secret key of a client's current exchange, from which later keys are computed."""
 
     def __init__(self) -> None:
-        self._kept = {0: draw()}
+        self._exchange, self._key = 0, draw()
 
-    def of(self, round: int) -> int:
-        """Return the secret of a round.
+    def of(self, exchange: int) -> bytes:
+        """Return the key of an exchange, which must not be earlier than in the last call."""
+        assert exchange >= self._exchange, "keys of earlier exchanges are no longer known"
+        for _ in range(exchange - self._exchange):
+            self._key = blake2b(self._key, digest_size=KEY_BYTES, person=b"next exchange").digest()
+        self._exchange = exchange
+        return self._key
 
-        Secrets of earlier rounds are discarded, and a secret for the next round is drawn.
-        """
-        for number in (round, round + 1):
-            if number not in self._kept:
-                self._kept[number] = draw()
-        self._kept = {number: self._kept[number] for number in (round, round + 1)}
-        return self._kept[round]
+    def state(self) -> dict[str, int | str]:
+        """Return the exchange and its key as JSON, for the client's state."""
+        return {"exchange": self._exchange, "key": self._key.hex()}
 
-    def state(self) -> dict[str, int]:
-        """Return the secrets as JSON, for the client's state."""
-        return {str(number): secret for number, secret in self._kept.items()}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Restore secrets returned by `state`."""
-        self._kept = {int(number): secret for number, secret in state.items()}
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore a key returned by `state`."""
+        self._exchange, self._key = state["exchange"], bytes.fromhex(state["key"])

@@ -3,22 +3,22 @@
 import logging
 from collections.abc import Mapping
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, Parameter, of_roles
+from coterie.aggregation.context import digest_of
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
 from coterie.methods.contract import ClientContext, ClientSide
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
-from coterie.methods.fedamole.settings import FedAMoLESettings
+from coterie.methods.fedamole.settings import FedAMoLESettings, Privacy
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
 from coterie.privacy.secrets import Secrets
-from coterie.seeding import generator
+from coterie.privacy.stream import Stream
 from coterie.training.apart import set_apart
 from coterie.training.embeddings import mean_embeddings
 from coterie.training.local import LocalTraining
@@ -48,10 +48,7 @@ class FedAMoLEClient(ClientSide):
         self.held: Held = {path: [] for path in self.paths}
         self.adapter = self._adapter_with(self.held, 1)
         self.secrets = Secrets()
-        """The secret seeds of the noise.
-
-        The server knows the run's seed, so it could subtract noise that depends on the run's seed.
-        """
+        """The secret keys of the noise."""
         self.means: dict[str, dict[str, Tensor]] = {}
         """The mean embeddings of the last round: the upload's groups `experts` and `tokens`."""
 
@@ -64,7 +61,6 @@ class FedAMoLEClient(ClientSide):
         self.adapter = self._adapter_with(self.held, count)
         check_shapes(download["adapter"], shapes_of(values_of(self.adapter)))
         copy(download["adapter"], values_of(self.adapter))
-        self.digest = blake2b(download.encode(), digest_size=16).hexdigest()
 
     def _assignment(self, download: Message) -> tuple[Held, int]:
         """Return the experts that a download assigns, and the total number of experts per layer."""
@@ -107,22 +103,7 @@ class FedAMoLEClient(ClientSide):
             group `tokens` contains the mean of W_t x for each layer.
         """
         context, privacy = self.context, self.settings.embeddings.privacy
-        private = None
-        if privacy is not None:
-            noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
-            # If a round is repeated with other experts, equal noise would cancel in the difference
-            # of the two uploads; therefore the noise also depends on a digest of the download.
-            secret = self.secrets.of(round)
-            chance = generator(secret, "embedding noise", self.digest)
-            private = partial(private_mean, clip=privacy.clip, noise=noise, chance=chance)
-            release = generator(secret, "release", self.digest).initial_seed()
-            if not context.ledger.spend(f"{release:016x}", noise, context.rounds):
-                log.warning(
-                    "round %d: the privacy budget is spent, so the client sends pure noise instead "
-                    "of mean embeddings",
-                    round + 1,
-                )
-                private = partial(only_noise, clip=privacy.clip, noise=noise, chance=chance)
+        private = None if privacy is None else partial(self._private_mean, round, privacy)
         at_once = context.training.at_once
         means = mean_embeddings(context.base, self.adapter, self.samples, at_once, private)
         experts = {
@@ -131,6 +112,28 @@ class FedAMoLEClient(ClientSide):
             for j, mean in zip(held, means[path][:-1], strict=True)
         }
         return {"experts": experts, "tokens": {p: mean[-1].clone() for p, mean in means.items()}}
+
+    def _private_mean(self, round: int, privacy: Privacy, embeddings: Tensor) -> Tensor:
+        """Return the mean of the samples' embeddings, shaped (samples, values), with noise.
+
+        If the privacy budget is spent, the result is noise only.
+        """
+        context = self.context
+        noise = noise_for(privacy.epsilon, context.rounds, privacy.delta)
+        # If a round is repeated with other embeddings, the noise must be new: equal noise would
+        # cancel in the difference of the two uploads.
+        digest = digest_of({"embeddings": {"embeddings": embeddings}})
+        key = self.secrets.of(round)
+        release = Stream(key, "release", digest).bytes(16).hex()
+        mean = private_mean
+        if not context.ledger.spend(release, noise, context.rounds):
+            log.warning(
+                "round %d: the privacy budget is spent, so the client sends pure noise instead of "
+                "mean embeddings",
+                round + 1,
+            )
+            mean = only_noise
+        return mean(embeddings, privacy.clip, noise, Stream(key, "embedding noise", digest))
 
     def model(self) -> PreTrainedModel:
         return self.adapter.attach(self.context.base.model)
