@@ -214,14 +214,39 @@ def test_means_of_rows_are_weighted_twice(data) -> None:
     }
     sizes = {k: float(data.draw(st.integers(1, 50))) for k in some}
     stream = (Contribution(k, parts[k], sizes[k]) for k in some)
-    means = means_of(stream, rows)
+    least = data.draw(st.integers(1, 3))
+    means = means_of(stream, rows, least)
+
+    def may_receive(client: str, senders: set[str]) -> bool:
+        others = len(senders - {client}) if client in some else len(senders) - 1
+        return least == 1 or others >= least or senders == {client}
+
     for c, row in rows.items():
         used = [Contribution(k, parts[k], row[k] * sizes[k]) for k in some if row.get(k)]
-        expected = naive(used)
+        expected = {
+            (group, name): tensor
+            for (group, name), tensor in naive(used).items()
+            if may_receive(c, {one.client for one in used if name in one.groups[group]})
+        }
         assert (c in means) == bool(used)
         assert {(g, n) for g, ts in means.get(c, {}).items() for n in ts} == expected.keys()
         for (group, name), tensor in expected.items():
             torch.testing.assert_close(means[c][group][name], tensor.float())
+
+
+def test_a_mean_of_too_few_clients_is_not_computed() -> None:
+    """Each of two clients could subtract its own tensor from their mean."""
+    rows = torch.randn(3, 2)
+    stream = [
+        Contribution(str(i), {"g": {"x": row, **({"y": row} if i else {})}})
+        for i, row in enumerate(rows)
+    ]
+    for least, names in ((1, {"x", "y"}), (2, {"x"}), (3, set())):
+        mean = Aggregation(SCHEMA, least_others=least).mean(0, stream)
+        assert mean["g"].keys() == mean.values["held"]["g"].keys() == names
+    assert torch.allclose(
+        Aggregation(SCHEMA, least_others=2).mean(0, stream)["g"]["x"], rows.mean(0)
+    )
 
 
 def test_a_reduction_makes_the_mean() -> None:

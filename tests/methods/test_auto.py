@@ -108,7 +108,7 @@ def test_a_trial_follows_the_equations(kinds, settings, covers, config) -> None:
     assert list(poet.row) == list(expected.row)
     assert poet.row == pytest.approx(expected.row, rel=2e-3)
     assert sum(poet.row.values()) == pytest.approx(1)
-    assert poet.tried == 1
+    assert poet.stage == "proposed"
     assert equal(poet.buffers["own"], {n: before["adapter"][n] for n in shared})
     assert equal(poet.buffers["mean"], shared)
     assert covers(expected), expected

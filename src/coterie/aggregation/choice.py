@@ -6,7 +6,7 @@ from statistics import median_low
 from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
@@ -27,12 +27,11 @@ Clients report their own numbers; a low limit bounds the influence of a false on
 class Choice(TypedDict):
     """The value `choice` of an upload, which determines the weights of the client's mean."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore
     row: dict[str, Annotated[float, Field(ge=0, le=1)]]
     """The client's weights for all clients, or nothing before its first trial."""
     tokens: Annotated[int, Field(gt=0)]
     """The number of the client's training tokens."""
-    trial: bool
-    """Whether a trial is due for the client."""
 
 
 _CHOICE = TypeAdapter(Choice)
@@ -56,7 +55,7 @@ def checked_choice(client: str, value: Json, known: Collection[str]) -> Choice:
         choice = _CHOICE.validate_python(value, strict=True)
     except ValidationError as error:
         raise MessageError(
-            f"The client {client!r} sent an invalid choice (weights, number of tokens, or trial)."
+            f"The client {client!r} sent an invalid choice (weights, or number of tokens)."
         ) from error
     row = {name: weight for name, weight in choice["row"].items() if name in known}
     return {**choice, "row": row if any(row.values()) or not choice["row"] else {client: 1.0}}
@@ -122,8 +121,39 @@ def with_no_change(shares: Mapping[str, float]) -> Tensor:
     return weights / weights.sum()
 
 
+def with_least_others(row: Mapping[str, float], own: str, least_others: int) -> dict[str, float]:
+    """Limit the weights of other clients, so that a client cannot receive one upload almost alone.
+
+    Each other client's weight becomes at most 1 / `least_others` of the weights of all other
+    clients together. What exceeds the limit is given to the clients below it, in proportion to
+    their weights. The client's own weight does not change.
+
+    Args:
+        row: The client's weights for all clients.
+        own: The name of the client that receives the mean.
+        least_others: The smallest number of other clients in a mean.
+
+    Returns:
+        The weights. Without weights of enough other clients, the client is alone.
+    """
+    others = sorted(((w, c) for c, w in row.items() if c != own and w > 0), reverse=True)
+    if least_others == 1 or not others:
+        return dict(row)
+    if len(others) < least_others:
+        return {own: 1.0}
+    weights = [weight for weight, _ in others]
+    limit = sum(weights) / least_others
+    larger, factor = 0, 1.0  # how many weights exceed the limit, and the factor of the others
+    while larger < len(weights) and weights[larger] * factor > limit:
+        larger += 1
+        rest = sum(weights[larger:])
+        factor = (sum(weights) - larger * limit) / rest if rest else 0.0
+    limited = {c: limit if i < larger else w * factor for i, (w, c) in enumerate(others)}
+    return {client: limited.get(client, weight) for client, weight in row.items()}
+
+
 def row_from_slopes(
-    shares: Mapping[str, float], slopes: Tensor, trust: float, own: str
+    shares: Mapping[str, float], slopes: Tensor, trust: float, own: str, least_others: int = 1
 ) -> dict[str, float]:
     """Return a client's weights for all clients (the equations in `methods/auto.py`).
 
@@ -133,6 +163,7 @@ def row_from_slopes(
             n), in float64.
         trust: The step size of the change of weights (eta).
         own: The name of the client whose weights are computed.
+        least_others: The smallest number of other clients in a mean; see `with_least_others`.
 
     Returns:
         The weights, which sum to 1. They are the shares if no other client's weight reaches
@@ -146,6 +177,12 @@ def row_from_slopes(
     evidence = means.sign() * sizes.clamp(0, LARGEST_EVIDENCE)
     weights = torch.softmax(prior.log() - trust * evidence, 0)[:-1]
     weights /= weights.sum()
-    row = {n: w for n, w in zip(shares, weights.tolist(), strict=True) if w >= SMALLEST_WEIGHT}
-    row = dict(shares) if row.keys() <= {own} else row
+    every = dict(zip(shares, weights.tolist(), strict=True))
+    row = {name: weight for name, weight in every.items() if weight >= SMALLEST_WEIGHT}
+    if row.keys() <= {own}:
+        row = dict(shares)
+    elif least_others > 1:
+        others = sorted(every.keys() - {own}, key=lambda name: (-every[name], name))
+        row = {n: w for n, w in every.items() if n in row or n in others[:least_others]}
+    row = with_least_others(row, own, least_others)
     return {name: weight / sum(row.values()) for name, weight in row.items()}

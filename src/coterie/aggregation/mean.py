@@ -5,8 +5,9 @@ client names. The required memory therefore need not grow with the number of cli
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,9 @@ class WeightedMean:
         }
 
 
-def means_of(contributions: Iterable[Contribution], rows: Rows) -> dict[str, Groups]:
+def means_of(
+    contributions: Iterable[Contribution], rows: Rows, least_others: int = 1
+) -> dict[str, Groups]:
     """Compute the weighted mean `sum_k r_k w_k x_k / sum_k r_k w_k` for each row r.
 
     Contributions are read only once. Rows with equal weights share one mean, so the memory grows
@@ -70,7 +73,10 @@ def means_of(contributions: Iterable[Contribution], rows: Rows) -> dict[str, Gro
 
     Args:
         contributions: The uploads, with the weight w_k of each client k.
-        rows: The weights r_k of the clients, by the name of each mean.
+        rows: The weights r_k of the clients, by the name of each mean. A mean with the name of a
+            client is received by this client, and any other mean by the clients in its row.
+        least_others: The smallest number of other clients whose tensors a client may receive in a
+            mean. A tensor of fewer other clients is missing from the mean.
 
     Returns:
         The tensors of each mean, by the name of the mean. A mean without contributions is missing.
@@ -78,12 +84,29 @@ def means_of(contributions: Iterable[Contribution], rows: Rows) -> dict[str, Gro
     keys = {name: tuple(sorted((c, w) for c, w in r.items() if w)) for name, r in rows.items()}
     means = {key: WeightedMean() for key in dict.fromkeys(keys.values())}
     weights = {key: dict(key) for key in means}
+    holders: dict[tuple[Any, str, str], set[str]] = defaultdict(set)
+    clients: set[str] = set()
     for contribution in contributions:
+        clients.add(contribution.client)
         for key, mean in means.items():
             if weight := weights[key].get(contribution.client, 0.0) * contribution.weight:
                 mean.add(contribution.groups, weight)
+                for group, tensors in contribution.groups.items() if least_others > 1 else ():
+                    for name in tensors:
+                        holders[key, group, name].add(contribution.client)
     results = {key: mean.result() for key, mean in means.items() if mean.sums}
-    return {name: results[key] for name, key in keys.items() if key in results}
+    received = {name: key for name, key in keys.items() if key in results}
+    if least_others == 1:
+        return {name: results[key] for name, key in received.items()}
+
+    def may_receive(client: str, senders: set[str]) -> bool:
+        others = len(senders - {client}) if client in clients else len(senders) - 1
+        return others >= least_others or senders == {client}
+
+    return {
+        name: _selected(results[key], lambda *at: may_receive(name, holders[key, *at]))  # noqa: B023
+        for name, key in received.items()
+    }
 
 
 class Aggregation:
@@ -95,11 +118,18 @@ class Aggregation:
         schema: The fields that the method may send.
         transforms: The run's transforms, in encoding order.
         exchanges: The number of exchanges in which clients train.
+        least_others: The smallest number of other clients whose tensors a client may receive in a
+            mean. Tensors of fewer clients are not averaged; 1 permits all means.
     """
 
     def __init__(
-        self, schema: Schema, transforms: Sequence[Transform] = (), exchanges: int = 1
+        self,
+        schema: Schema,
+        transforms: Sequence[Transform] = (),
+        exchanges: int = 1,
+        least_others: int = 1,
     ) -> None:
+        self.least_others = least_others
         self._means, self._each = schema.reduced("mean"), schema.reduced("each")
         self._rows, self._averaged = schema.reduced("rows"), schema.averaged
         self.pipeline = Pipeline(transforms, schema, exchanges)
@@ -151,7 +181,11 @@ class Aggregation:
                     held[group].update(tensors.keys())
                 yield replace(contribution, groups=groups) if self._rows else contribution
 
-        return Message(round, self._reduce(counted()), {HELD: held})
+        groups = self._reduce(counted())
+        if self.least_others > 1:
+            groups = _selected(groups, lambda group, name: held[group][name] > self.least_others)
+            held = {g: Counter({n: held[g][n] for n in tensors}) for g, tensors in groups.items()}
+        return Message(round, groups, {HELD: held})
 
     def with_rows(
         self, mean: Message, contributions: Iterable[Contribution], rows: Rows
@@ -168,7 +202,12 @@ class Aggregation:
         """
         means = self._means - self._rows
         chosen = (replace(c, groups=_without(c.groups, means)) for c in contributions)
-        return replace(mean, peers=means_of(chosen, rows))
+        return replace(mean, peers=means_of(chosen, rows, self.least_others))
+
+
+def _selected(groups: Groups, selects: Callable[[str, str], bool]) -> Groups:
+    """Return the tensors for which a function of group and name returns true."""
+    return {g: {n: t for n, t in tensors.items() if selects(g, n)} for g, tensors in groups.items()}
 
 
 def _without(groups: Groups, names: set[str]) -> Groups:

@@ -112,7 +112,8 @@ class RunConfig(Sections[Method]):
             and applies the run's transforms.
         """
         exchanges = self.method.exchanges(self.rounds)
-        return Aggregation(self.method.schema(), self.every_transform, exchanges)
+        least_others = self.aggregation.least_others
+        return Aggregation(self.method.schema(), self.every_transform, exchanges, least_others)
 
     @property
     def budgets(self) -> list[Budget]:

@@ -8,7 +8,7 @@ from coterie.aggregation.optimiser import ServerOptimiser
 from coterie.aggregation.transform import Reduction, TransformFacts
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
-from coterie.methods.contract import SERVER, RunFacts
+from coterie.methods.contract import SERVER, Method, RunFacts
 from coterie.training.context import ClientId
 
 
@@ -52,6 +52,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
         )
     instructions = "answers" in kind.offers and not config.data.chats
     check_transforms(config, clients)
+    _check_means(method, config.aggregation.least_others, len(clients))
     method.check(
         RunFacts(
             tuple(clients),
@@ -62,6 +63,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             config.training.optimiser.name,
             any(isinstance(t, ServerOptimiser) for t in config.every_transform),
             config.aggregation.weights == "tokens",
+            config.aggregation.least_others,
         )
     )
 
@@ -92,6 +94,26 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
         facts = TransformFacts(tuple(clients), method.name, input_schema, exchanges)
         run_hook(transform, "check", facts)
         schema = encoded_schema(transform, schema)
+
+
+def _check_means(method: Method, least_others: int, clients: int) -> None:
+    """Check that means with at least `least_others` other clients can be computed, if required."""
+    schema = method.schema()
+    if least_others == 1 or not schema.up:
+        return
+    if clients <= least_others:
+        raise CoterieError(
+            f"aggregation.least_others is {least_others}, but the run has only {clients} clients; "
+            "choose a smaller number."
+        )
+    single = [f for f in schema.up if f.dtype != "json" and f.name not in schema.averaged]
+    single += [f for f in schema.down if f.name == "residual"]
+    if single:
+        raise CoterieError(
+            f"aggregation.least_others limits means only, but the server of the method "
+            f"{method.name!r} also uses {single[0].name!r} ({single[0].description}) of single "
+            "clients; remove the setting, or choose another method."
+        )
 
 
 def _check_names(key: str, names: Iterable[str], clients: Sequence[str]) -> None:

@@ -373,6 +373,7 @@ def client_context(
         log=log,
         public=participant.public,
         ledger=ledger or Ledger(),
+        least_others=config.aggregation.least_others,
     )
 
 
@@ -396,4 +397,13 @@ def server_context(
     if server is not None:
         assert server.base is not None, "a server that has its own model needs a loaded base"
         context = client_context(config, server.base, server, log)
-    return ServerContext(config.seed, base, tuple(sorted(clients)), log, config.training, context)
+    return ServerContext(
+        config.seed,
+        base,
+        tuple(sorted(clients)),
+        log,
+        config.training,
+        config.rounds,
+        config.aggregation.least_others,
+        context,
+    )

@@ -48,6 +48,7 @@ from coterie.aggregation.choice import (
     row_from_slopes,
     shares_of,
     standard_error,
+    with_least_others,
     with_no_change,
 )
 from coterie.aggregation.clusters import nearest
@@ -106,6 +107,12 @@ class Auto(Mixture):
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
+        if run.least_others > self.peers:
+            raise CoterieError(
+                f"aggregation.least_others ({run.least_others}) exceeds method.peers "
+                f"({self.peers}), the number of other clients in a trial; choose a smaller number, "
+                "or more peers."
+            )
         if run.token_weights:
             raise CoterieError(
                 f"The method {self.name!r} weights clients by their training tokens itself; set "
@@ -127,7 +134,7 @@ class Auto(Mixture):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
         others = "LoRA pairs on attention, from the other clients"
-        choice = "weights of other clients, number of training tokens, whether a trial is due"
+        choice = "weights of other clients, number of training tokens"
         sizes = "numbers of training tokens of the other clients"
         return replace(
             super().schema(),
@@ -181,8 +188,6 @@ class AutoClient(AdapterClient[Auto]):
         self.row: Row = {}
         """The client's weights for all clients. Before its first trial, the mapping is empty, and
         the server weights clients by their training tokens."""
-        self.tried = 0
-        """The number of rounds after which the client's latest trial was due, or 0."""
         self.stage: Literal["", "proposed", "undecided"] = ""
         """proposed: the client has not received a mean with its new weights yet. undecided: the
         next training determines whether the client stays alone."""
@@ -197,7 +202,6 @@ class AutoClient(AdapterClient[Auto]):
         sizes = checked_sizes(download.values.get("sizes", {}), peers)
         if peers:
             self._judge(peers, sizes)
-            self.tried = latest_trial(download.round, self.context.rounds)
             self.stage = "proposed"
         elif self.stage == "proposed":
             self.stage = "undecided"
@@ -249,8 +253,7 @@ class AutoClient(AdapterClient[Auto]):
         self.log(TRUST, self.row)
 
     def upload(self, exchange: int) -> Message:
-        latest = latest_trial(exchange + 1, self.context.rounds)
-        choice = {"row": self.row, "tokens": self.tokens, "trial": self.tried < latest}
+        choice = {"row": self.row, "tokens": self.tokens}
         return replace(super().upload(exchange), values={"choice": choice})
 
     def _mean_loss(self, tensors: Tensors) -> float:
@@ -276,61 +279,86 @@ class AutoClient(AdapterClient[Auto]):
         copy(mean, self.judged)
         self.adapter.require_grad(self.method.judges)
         slopes = sample_slopes(self.context, self.model(), self.judging, self.judged, changes)
-        self.row = row_from_slopes(shares, slopes, self.method.trust, name)
+        trust, least_others = self.method.trust, self.context.least_others
+        self.row = row_from_slopes(shares, slopes, trust, name, least_others)
 
     def state(self) -> State:
-        choice = {"row": self.row, "tried": self.tried, "stage": self.stage}
+        choice = {"row": self.row, "stage": self.stage}
         state = super().state()
         return replace(state, values={**state.values, "choice": choice})
 
     def restore(self, state: State) -> None:
         super().restore(state)
         choice = state.values["choice"]
-        self.row, self.tried, self.stage = dict(choice["row"]), choice["tried"], choice["stage"]
+        self.row, self.stage = dict(choice["row"]), choice["stage"]
 
 
 class AutoServer(PersonalServer[Auto]):
-    """A server that averages with each client's own weights, and forwards pairs for trials."""
+    """A server that averages with each client's own weights, and forwards pairs for trials.
+
+    The server decides which data of others a client receives. Each client receives pairs once per
+    trial, and its weights change only in a trial or when it leaves all means. The weights are
+    limited by `least_others`.
+    """
 
     def __init__(self, method: Auto, context: ServerContext) -> None:
         super().__init__(method, context)
+        self.context = context
         self.choices: dict[ClientId, Choice] = {}
         """The latest choice of each client."""
+        self.tried: dict[ClientId, int] = {}
+        """For each client, the number of rounds after which its latest trial was due."""
         self.uploads: dict[ClientId, Tensors] = {}
         """The latest attention pairs of each client, if a trial is due for any client."""
         self._received: dict[ClientId, Tensors] = {}
         self._chosen: dict[ClientId, Choice] = {}
         """The choices uploaded in this exchange, kept apart because the exchange may be
         repeated."""
+        self._trying: set[ClientId] = set()
+        """The clients that may have received pairs in this exchange, or in an earlier attempt."""
         self._nearest: dict[ClientId, list[ClientId]] = {}
         """The peers of each client in `uploads`, or an empty mapping if not computed yet."""
 
     def start_round(self, exchange: int, participants: list[ClientId]) -> None:
         super().start_round(exchange, participants)
         self._received, self._chosen = {}, {}
+        self._trying |= {client for client in participants if self._peers(client)}
 
-    def download(self, client: ClientId) -> Message:
-        message = super().download(client)
-        sent = self.method.downloaded(message["adapter"], self.parameters, self.exchange)
-        message = replace(message, groups={"adapter": sent})
-        if client not in self.uploads or not self.choices[client]["trial"]:
-            return message
+    def _due(self, client: ClientId) -> bool:
+        """Return whether a trial is due for a client before the exchange in progress."""
+        latest = latest_trial(self.exchange, self.context.rounds)
+        return latest > self.tried.get(client, 0)
+
+    def _peers(self, client: ClientId) -> list[ClientId]:
+        """Return the clients whose pairs a client receives in this exchange."""
+        if client not in self.uploads or not self._due(client):
+            return []
         if not self._nearest:
             changes = {
                 name: {n: tensor - self.shared[n] for n, tensor in upload.items()}
                 for name, upload in self.uploads.items()
             }
             self._nearest = nearest(changes, self.method.peers)
-        peers = {peer: {"adapter": self.uploads[peer]} for peer in self._nearest[client]}
+        return self._nearest[client]
+
+    def download(self, client: ClientId) -> Message:
+        message = super().download(client)
+        sent = self.method.downloaded(message["adapter"], self.parameters, self.exchange)
+        peers = {peer: {"adapter": self.uploads[peer]} for peer in self._peers(client)}
         sizes = {peer: self.choices[peer]["tokens"] for peer in peers}
-        return replace(message, peers=peers, values={"sizes": sizes} if peers else {})
+        values = {"sizes": sizes} if peers else {}
+        return replace(message, groups={"adapter": sent}, peers=peers, values=values)
 
     def reference(self, client: ClientId) -> Groups:
         return super().download(client).groups
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
-        self._chosen[client] = checked_choice(client, upload.values.get("choice"), self.held)
+        choice = checked_choice(client, upload.values.get("choice"), self.held)
+        if client not in self._trying and choice["row"] != {client: 1.0}:
+            old = self.choices.get(client)
+            choice = Choice(row={} if old is None else old["row"], tokens=choice["tokens"])
+        self._chosen[client] = choice
         judges, parameters = self.method.judges, self.parameters
         pairs = upload["adapter"].items()
         self._received[client] = {n: t for n, t in pairs if judges(parameters[n])}
@@ -338,23 +366,34 @@ class AutoServer(PersonalServer[Auto]):
     def rows(self) -> Rows:
         choices = self.choices | self._chosen
         everybody = shares_of({client: choice["tokens"] for client, choice in choices.items()})
-        return {client: choice["row"] or everybody for client, choice in choices.items()}
+        rows = {client: choice["row"] or everybody for client, choice in choices.items()}
+        least_others = self.context.least_others
+        if least_others > 1:
+            present = {
+                client: {name: weight for name, weight in row.items() if name in self._received}
+                for client, row in rows.items()
+            }
+            rows = {c: with_least_others(row, c, least_others) for c, row in present.items()}
+        return rows
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
         self.choices, self._chosen = self.choices | self._chosen, {}
-        due = any(choice["trial"] for choice in self.choices.values())
+        latest = latest_trial(self.exchange - 1, self.context.rounds)
+        self.tried |= dict.fromkeys(self._trying, latest)
+        due = any(map(self._due, self.choices))
         self.uploads = {**self.uploads, **self._received} if due else {}
-        self._nearest = {}
+        self._trying, self._nearest = set(), {}
 
     def state(self) -> State:
         state = super().state()
         parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
         # Clients' names are the inner keys, because `State.without` deletes a client's name from
-        # nested mappings, and would delete `row`, `tokens` or `trial` if a client had this name.
+        # nested mappings, and would delete `row` or `tokens` if a client had this name.
         keys = Choice.__annotations__
         choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in keys}
-        return replace(state, values={**state.values, **choices}, parts=parts)
+        values = {**state.values, **choices, "tried": self.tried}
+        return replace(state, values=values, parts=parts)
 
     def restore(self, state: State) -> None:
         super().restore(state)
@@ -362,5 +401,6 @@ class AutoServer(PersonalServer[Auto]):
             client: Choice(**{key: state.values[key][client] for key in Choice.__annotations__})
             for client in state.values["row"]
         }
+        self.tried = dict(state.values["tried"])
         self.uploads = {name: part["adapter"] for name, part in state.parts.items()}
-        self._nearest = {}
+        self._trying, self._nearest = set(), {}

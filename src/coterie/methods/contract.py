@@ -62,6 +62,9 @@ class RunFacts:
     """
     token_weights: bool = False
     """Whether the run weights clients by their training tokens (`aggregation.weights`)."""
+    least_others: int = 1
+    """The smallest number of other clients whose uploads a client receives in a mean
+    (`aggregation.least_others`)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class ServerContext:
     clients: tuple[ClientId, ...]
     log: Log
     training: TrainingSpec
+    rounds: int = 1
+    """The number of rounds of the run."""
+    least_others: int = 1
+    """The smallest number of other clients whose uploads a client receives in a mean
+    (`aggregation.least_others`)."""
     own: ClientContext | None = None
     """The server's training context if the server has its own model, else None.
 

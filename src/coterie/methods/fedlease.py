@@ -209,7 +209,7 @@ class FedLeaseServer(ServerSide):
         # join a cluster later begin with the cluster's values.
         cluster = self.cluster if self.values else self.joining
         return {
-            str(number): dict.fromkeys((c for c in cluster if cluster[c] == number), 1.0)
+            cluster_name(number): dict.fromkeys((c for c in cluster if cluster[c] == number), 1.0)
             for number in sorted({*cluster.values()})
         }
 
@@ -229,8 +229,9 @@ class FedLeaseServer(ServerSide):
         if not self.values and self.joining:
             self.values = self._first_values(mean)
         else:
-            for number, groups in mean.peers.items():
-                self.values[int(number)] = groups["adapter"]
+            for number in range(len(self.values)):
+                means = mean.peers.get(cluster_name(number), {}).get("adapter", {})
+                self.values[number] = {**self.values[number], **means}
         self.cluster = {**self.cluster, **self.joining}
         super().end_round(mean, held)
 
@@ -240,7 +241,7 @@ class FedLeaseServer(ServerSide):
         pairs = {(p.path, p.factor): name for name, p in single.parameters().items()}
         first = []
         for number in range(count):
-            means = mean.peers.get(str(number), {}).get("adapter", {})
+            means = mean.peers.get(cluster_name(number), {}).get("adapter", {})
             adapter = self._adapter(count, number)
             parameters, values = adapter.parameters(), own_tensors(adapter)
             for name in values:
@@ -258,6 +259,11 @@ class FedLeaseServer(ServerSide):
         super().restore(state)
         self.values = [state[f"cluster-{number}"] for number in range(len(state.groups))]
         self.cluster = dict(state.values["cluster"])
+
+
+def cluster_name(number: int) -> str:
+    """Return the name of a cluster's mean, which cannot be the name of a client."""
+    return f"cluster {number}"
 
 
 def own_tensors(adapter: LeaseAdapter) -> dict[str, Tensor]:

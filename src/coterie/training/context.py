@@ -32,3 +32,6 @@ class ClientContext:
     """The public text; None if the run has no public text."""
     ledger: Ledger = field(default_factory=Ledger)
     """The ledger of the client's privacy budget."""
+    least_others: int = 1
+    """The smallest number of other clients whose uploads a client receives in a mean
+    (`aggregation.least_others`)."""

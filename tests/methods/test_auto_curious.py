@@ -1,0 +1,156 @@
+"""Auto: what a client receives of others if it chooses its weights to read their uploads."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from auto_runs import auto, chosen, equal, forged_round
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.aggregation.choice import row_from_slopes, with_least_others
+from coterie.errors import CoterieError
+from coterie.messages import Message
+from coterie.testing.rounds import down, joined
+
+NAMES = ("ann", "ben", "eve", "ida")
+TEXTS = ("poet", "whaler", "poet", "diarist")
+TRAINING = {"steps": 1, "batch": 1, "precision": "fp32"}
+
+
+def curious(upload: Message) -> Message:
+    """Ask for ann's parameters and a trial, as the server once believed."""
+    forged = chosen(upload, row={"ann": 1.0, "ben": 1e-9, "eve": 0.0})
+    forged.values["choice"].pop("trial", None)
+    return forged
+
+
+@pytest.fixture
+def make(config):
+    def started(least_others: int = 1, rounds: int = 8) -> Any:
+        clients = [{"name": n, "path": f"{t}.txt"} for n, t in zip(NAMES, TEXTS, strict=True)]
+        settings = {"method": auto(samples=2), "rounds": rounds, "training": TRAINING}
+        aggregation = {"least_others": least_others}
+        return joined(config(clients=clients, aggregation=aggregation, **settings))
+
+    return started
+
+
+def test_a_client_receives_pairs_once_per_trial_and_no_weights_in_between(make) -> None:
+    local, pairs, rows = make(), [], []
+    for r in range(8):
+        downloads, _ = forged_round(local, r, {"eve": curious})
+        pairs.append(bool(downloads["eve"].peers))
+        rows.append(local.server.rows()["eve"])
+    assert [r for r, peers in enumerate(pairs) if peers] == [1, 3]
+    assert rows[0] == pytest.approx(dict.fromkeys(NAMES, 1 / 4), abs=0.1)
+    assert all(row["ann"] == 1.0 for row in rows[1:])  # the limit of 1 permits this
+
+
+def test_weights_change_only_in_a_trial_or_to_stay_alone(make) -> None:
+    local = make()
+    for r in range(2):
+        forged_round(local, r)
+    row = local.server.choices["eve"]["row"]
+    forged_round(local, 2, {"eve": curious})
+    assert local.server.choices["eve"]["row"] == row
+    forged_round(local, 3)
+    forged_round(local, 4, {"eve": lambda u: chosen(u, row={"eve": 1.0})})
+    assert local.server.rows()["eve"] == {"eve": 1.0}
+    forged_round(local, 5, {"eve": curious})
+    assert local.server.rows()["eve"] == {"eve": 1.0}
+
+
+def test_pairs_are_not_sent_again_to_a_client_whose_upload_never_counts(make) -> None:
+    """Otherwise, the client would receive new pairs in every exchange."""
+    local, seen = make(), []
+    forged_round(local, 0)
+    for r in range(1, 5):
+        local.open(r, NAMES)
+        seen.append(bool(down(local, "eve").peers))
+        others = [name for name in NAMES if name != "eve"]
+        forged_round(local, r, present=others)
+    assert seen == [True, False, False, False]
+
+
+def test_with_two_others_no_mean_is_nearly_one_upload(make) -> None:
+    local = make(least_others=2)
+    for r in range(8):
+        _, uploads = forged_round(local, r, {"eve": curious})
+        row = local.server.rows()["eve"]
+        others = {name: weight for name, weight in row.items() if name != "eve"}
+        assert row == {"eve": 1.0} or max(others.values()) <= sum(others.values()) / 2 + 1e-9
+        received = down(local, "eve")["adapter"]
+        for name in ("ann", "ben", "ida"):
+            assert not equal(received, {n: uploads[name]["adapter"][n] for n in received})
+
+
+def test_honest_clients_use_the_weights_that_the_server_uses(make) -> None:
+    local = make(least_others=2)
+    for r in range(3):
+        forged_round(local, r)
+    for name, client in local.clients.items():
+        assert local.server.rows()[name] == pytest.approx(client.row)
+        assert sum(w > 0 for n, w in client.row.items() if n != name) != 1
+
+
+def test_an_absent_client_cannot_leave_another_alone_in_a_mean(make) -> None:
+    local = make(least_others=2)
+    for r in range(2):
+        forged_round(local, r)
+    _, uploads = forged_round(local, 2, present=["ann", "eve"])
+    after = down(local, "eve")["adapter"]
+    assert equal(after, {n: uploads["eve"]["adapter"][n] for n in after})
+
+
+def test_more_others_than_peers_or_clients_are_refused(config) -> None:
+    with pytest.raises(
+        CoterieError, match=r"aggregation\.least_others \(2\) exceeds method\.peers"
+    ):
+        joined(config(method=auto(peers=1), aggregation={"least_others": 2}))
+    with pytest.raises(CoterieError, match=r"least_others is 3, but the run has only 3 clients"):
+        joined(config(method=auto(), aggregation={"least_others": 3}))
+
+
+def naive(row: dict[str, float], own: str, least: int) -> dict[str, float]:
+    """Find by bisection the factor c at which all min(c w, limit) add up to the old sum."""
+    others = {name: w for name, w in row.items() if name != own and w > 0}
+    total = sum(others.values())
+    low, high = 1.0, 1e12
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        scaled = sum(min(middle * w, total / least) for w in others.values())
+        low, high = (middle, high) if scaled < total else (low, middle)
+    return {**row, **{name: min(high * w, total / least) for name, w in others.items()}}
+
+
+WEIGHTS = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(1e-6, 1), min_size=1)
+
+
+@given(WEIGHTS, st.integers(1, 6))
+def test_no_other_client_has_more_than_its_share(row, least) -> None:
+    others = row.keys() - {"a"}
+    limited = with_least_others(row, "a", least)
+    if least == 1 or not others:
+        assert limited == row
+    elif len(others) < least:
+        assert limited == {"a": 1.0}
+    else:
+        assert limited == pytest.approx(naive(row, "a", least), rel=1e-5)
+        assert sum(limited.values()) == pytest.approx(sum(row.values()))
+        total = sum(limited[name] for name in others)
+        assert max(limited[name] for name in others) <= total / least * (1 + 1e-9)
+
+
+def test_a_trial_keeps_the_two_best_others() -> None:
+    """Without the limit, weights below 0.02 are dropped."""
+    shares = dict.fromkeys("abcd", 0.25)
+    chance = torch.Generator().manual_seed(0)
+    slopes = torch.tensor([-1.0, -3.0, 2.9, 3.0], dtype=torch.float64)
+    samples = slopes + 0.01 * torch.randn(8, 4, generator=chance, dtype=torch.float64)
+    assert row_from_slopes(shares, samples, 2.0, "a").keys() == {"a", "b"}
+    row = row_from_slopes(shares, samples, 2.0, "a", 2)
+    assert len(row.keys() - {"a"}) == 2
+    assert row["b"] == pytest.approx(sum(w for n, w in row.items() if n != "a") / 2)
+    assert sum(row.values()) == pytest.approx(1)
