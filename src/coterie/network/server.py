@@ -201,19 +201,16 @@ class MailboxServer:
             return empty_response(409)
         connection.session, request[INBOX] = session, inbox
         limits = self.limits.setdefault(name, Limits())
-        connection.requests += 1
         try:
-            await limits.take_turn()
-            async with limits.processing:
-                return await handler(request)
+            with connection.request():
+                await limits.take_turn()
+                async with limits.processing:
+                    return await handler(request)
         except TimeoutError:
             return empty_response(408)
         except OSError as error:
             self._warn(name, f"could not store the reply: {error.strerror or error}")
             return empty_response(507)
-        finally:
-            connection.requests -= 1
-            connection.idle_since = time.monotonic()
 
     async def _wait_for_order(self, request: web.Request) -> web.StreamResponse:
         inbox, session = request[INBOX], request.headers[SESSION]
