@@ -17,9 +17,9 @@ from mail import Post, is_closed, ping, post, wait
 from coterie.errors import CoterieError
 from coterie.network import accepting
 from coterie.network import listener as module
+from coterie.network.accepting import source_of
 from coterie.network.address import listen
 from coterie.network.keys import Keys
-from coterie.network.accepting import source_of
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
 
@@ -329,3 +329,19 @@ def test_many_refusals_of_an_address_are_counted_each_minute(
     caplog.clear()
     here.plain("127.0.0.2").close()  # the next minute begins at zero
     wait(lambda: caplog.messages == ["refused a connection from 127.0.0.2: connection closed"])
+
+
+@pytest.mark.parametrize("name", ["clients/eve.pem", "server.pem", "server.key"])
+def test_a_pipe_among_the_keys_does_not_stop_the_server(
+    name: str, here: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = here.keys.folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    if name == "server.key":
+        here.keys.remove("bob")  # so that the keys are read again
+    try:
+        wait(lambda: "It is not a file" in caplog.text)
+        assert here.ping() == 204
+    finally:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # for a thread that waits

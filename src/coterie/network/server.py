@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from aiohttp import web
 from pydantic import BaseModel
 
+from coterie.files import open_file
 from coterie.network.keys import Keys
 from coterie.network.listener import Listener
 from coterie.network.mailbox import Inbox, Mailbox
@@ -234,7 +235,7 @@ class MailboxServer:
         response = web.StreamResponse(status=200 if start == 0 else 206)
         response.content_length = size - start
         try:
-            file = order.path.open("rb")
+            file = open_file(order.path)
         except OSError as error:
             return self._report_unreadable(request[INBOX], order, error)
         with file:
