@@ -110,14 +110,20 @@ class Acceptor(ABC, Generic[C]):
             transport.abort()
 
     async def serve(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Accept connections until this coroutine is cancelled.
+        """Accept connections until this coroutine is cancelled, and close pending connections.
 
         Args:
             protocol: A function that returns the asyncio protocol for a new connection.
         """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._accept(protocol))
-            tasks.create_task(self._sweep())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._accept(protocol))
+                tasks.create_task(self._sweep())
+        finally:
+            pending = list(self.pending)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
 
     async def _accept(self, protocol: Callable[[], asyncio.Protocol]) -> None:
         loop = asyncio.get_running_loop()
