@@ -374,7 +374,7 @@ def sha256_of(file: Path) -> str:
 @lru_cache
 def _sha256_of(file: Path, size: int, modified: int) -> str:
     del size, modified
-    with open_file(file) as opened:
+    with open(open_regular(file), "rb") as opened:
         return file_digest(opened, "sha256").hexdigest()
 
 

@@ -134,16 +134,17 @@ def test_few_new_runs_are_begun_without_a_person(ended, config, tmp_path) -> Non
     """A restart does not reset the limit. With equal terms, nor does the end of the runs."""
     run = config()
     orders = new_runs(run, MAX_RUNS + 2)
-    replies: list[Reply] = []
+    clients, faults = [], []
     for number, each in enumerate(orders):
         changed = each if number % 2 else renamed(each, number)
         worker, [reply] = asked(run, site(run, "poet", tmp_path), changed)  # a new process
-        replies.append(reply)
+        clients.append(worker)
+        faults.append(reply.fault)
         if ended:
             end(tmp_path)
-    assert [reply.fault for reply in replies] == [None] * MAX_RUNS + ["terms"] * 2
-    assert worker.finished
-    assert "start this client again" in worker.error
+    assert faults == [None] * MAX_RUNS + ["terms"] * 2
+    assert clients[-1].finished
+    assert "start this client again" in clients[-1].error
     assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_RUNS
     _, [again] = asked(run, site(run, "poet", tmp_path), orders[0])  # an earlier run goes on
     assert again.fault is None

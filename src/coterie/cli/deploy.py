@@ -226,9 +226,8 @@ def client(
     agreed, limit = terms_of(run, credentials.name, epsilon)
     folders = {"base": base, "adapter": adapter, "public": public}
     local: Any = {key: _absolute(path) for key, path in folders.items()}
-    asks = not yes and sys.stdin.isatty()
-    local |= {"agreed": agreed, "limit": limit, "device": devices, "asks": asks}
-    site = Site(credentials.name, texts, out, **local)
+    local |= {"agreed": agreed, "limit": limit, "device": devices}
+    site = Site(credentials.name, texts, out, asks=not yes and sys.stdin.isatty(), **local)
     if check:
         return check_client(server, credentials, site)
     if not (run or yes or sys.stdin.isatty()):

@@ -85,7 +85,7 @@ class Acceptor(ABC, Generic[C]):
     async def admit(
         self, protocol: Callable[[], asyncio.Protocol], accepted: socket.socket, source: str
     ) -> None:
-        """Admit a new connection to `connections`, or close it.
+        """Add a new connection to `connections`, or close it.
 
         The connection is pending until this coroutine ends. If it is cancelled, it closes the
         connection.
@@ -97,7 +97,7 @@ class Acceptor(ABC, Generic[C]):
         """
 
     def each_second(self, second: int) -> None:
-        """Do regular work, such as reading keys again. The default does nothing.
+        """Call this hook for regular work, such as reading keys. The default does nothing.
 
         Args:
             second: The number of this call, counted from 1.

@@ -148,7 +148,6 @@ class Listener(Acceptor[ClientConnection]):
         return [c for transport, c in pairs if c.client == client and not transport.is_closing()]
 
     def each_second(self, second: int) -> None:
-        """Report refused handshakes, and read the keys."""
         self.failures.clear()
         if second % REPORT_SECONDS == 0:
             for host, count in self.refusals.items():
