@@ -153,6 +153,19 @@ def test_few_new_runs_are_begun_without_a_person(ended, config, tmp_path) -> Non
     assert reply.fault is None
 
 
+def test_few_bases_are_loaded_for_runs_that_do_not_begin(config, tmp_path) -> None:
+    """No such run has a folder: the client has other weights than the order says."""
+    names = ("tiny-gpt2", "tiny-gpt2-2m", "tiny-llama", "tiny-polyglot")
+    orders = [
+        order(config(base=name)).model_copy(update={"base": "0" * 16, "run": f"{n}" * 16})
+        for n, name in enumerate(names)
+    ]
+    place = replace(site(config(base="tiny-gpt2"), "poet", tmp_path), base=None)
+    _, replies = asked(config(), place, *orders[:3], orders[0], orders[3])
+    assert [reply.fault for reply in replies] == ["base"] * 4 + ["terms"]
+    assert not list(tmp_path.glob("*/run.json"))
+
+
 def test_ended_runs_with_other_terms_do_not_count(config, tmp_path) -> None:
     for number, each in enumerate(new_runs(config(), MAX_RUNS + 2)):
         run = config(seed=number)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from coterie.bases import BaseSpec
 from coterie.config.plugins import plugins_of
 from coterie.config.run import RunConfig
 from coterie.deployment.costs import MAX_DISK, too_costly
@@ -80,6 +81,11 @@ class Orders:
 
     def __init__(self, site: Site) -> None:
         self.site = site
+        self.bases: set[BaseSpec] = set()
+        """The bases of the runs that the client has accepted since it started.
+
+        A base may be downloaded before the run has a folder, and so before the run is counted.
+        """
 
     def refusal(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
         """Return why this client refuses a run, or None if the client accepts the run.
@@ -92,17 +98,19 @@ class Orders:
             return None
         out, folders = self.site.out, run_folders(self.site)
         count = sum(_is_unfinished(each) or _has_terms(each, order) for each in folders)
+        count = max(count, len(self.bases - {config.base}))
         if count >= MAX_RUNS and not self._is_agreed_again(order, config):
             return (
                 f"exceeds the limit of {MAX_RUNS} runs that are unfinished or have the same "
-                f"settings in {out}; ask the server's operator why there are so many runs. If you "
-                f"agree to another run, {DELETE}"
+                f"settings in {out}, or of {MAX_RUNS} bases; ask the server's operator why there "
+                f"are so many. If you agree to another run, {DELETE}"
             )
         count = sum(map(_is_unfinished, folders))
         if count >= MAX_UNFINISHED:
             return f"cannot begin: this client has {count} unfinished runs in {out}; {DELETE}"
         if reason := self.disk_excess():
             return f"cannot begin: this client has {reason}"
+        self.bases.add(config.base)
         return None
 
     def _is_agreed_again(self, order: Order, config: RunConfig) -> bool:
