@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.aggregation.bounds import Bounds, figures_of, measured, scaled
+from coterie.aggregation.bounds import Bounds, figures_of, measured, medians_of_others, scaled
 from coterie.aggregation.ends import ClientTransforms, ServerTransforms
 from coterie.aggregation.pipeline import Pipeline
 from coterie.aggregation.weights import TOKENS, TokenWeights
@@ -65,6 +65,27 @@ HOSTILE = {
 }
 
 
+@pytest.mark.parametrize("clients", range(2, 10))
+def test_medians_of_others_are_medians_without_one_row(clients: int) -> None:
+    rows = torch.randn(clients, 40, dtype=torch.float64).round(decimals=1)  # with ties
+    expected = [torch.cat([rows[:i], rows[i + 1 :]]).quantile(0.5, dim=0) for i in range(clients)]
+    torch.testing.assert_close(medians_of_others(rows), torch.stack(expected))
+
+
+@pytest.mark.parametrize(("honest", "hostile"), [(3, 1), (4, 1), (5, 2), (7, 3)])
+def test_only_hostile_clients_point_against_the_others(honest: int, hostile: int) -> None:
+    """Compared with the sum of the others, an honest client would look as bad as a hostile one."""
+    common, chance = torch.randn(2000), torch.Generator().manual_seed(honest)
+    measures, start = {}, {"adapter": {"A": torch.zeros(2000)}}
+    for i in range(honest + hostile):
+        change = common + torch.randn(2000, generator=chance)
+        upload = Message(0, {"adapter": {"A": change if i < honest else -2.9 * change}})
+        measures[f"{i}"] = measured(upload, start, 1)
+    cosines = {name: figures["cosine"] or 0 for name, figures in figures_of(measures).items()}
+    assert all((cosines[f"{i}"] > 0.05) == (i < honest) for i in range(honest + hostile))
+    assert all(cosines[f"{i}"] < -0.2 for i in range(honest, honest + hostile))
+
+
 @pytest.mark.parametrize("honest", [2, 3, 4])
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_a_change_beyond_the_bound_is_excluded_and_no_other(hostile: str, honest: int) -> None:
@@ -73,7 +94,7 @@ def test_a_change_beyond_the_bound_is_excluded_and_no_other(hostile: str, honest
     assert [*excluded] == ["abcdefg"[honest]]
     assert "the change of its adapter is " in next(iter(excluded.values()))
     for name, upload in zip("abcdefg", uploads, strict=False):
-        assert found.bounded(name, upload, lambda _: START).groups is upload.groups
+        assert found.bounded(name, upload, lambda: START).groups is upload.groups
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 1, 2.5], [0.01, 1, 1], [0, 1, 2], [0, 0, 1], [1]])
@@ -82,7 +103,7 @@ def test_uneven_clients_count_as_they_are(sizes: list[float]) -> None:
     found, excluded = bounds(uploads)
     assert not excluded
     for name, upload in zip("abcdefg", uploads, strict=False):
-        assert found.bounded(name, upload, lambda _: START).groups is upload.groups
+        assert found.bounded(name, upload, lambda: START).groups is upload.groups
 
 
 @pytest.mark.parametrize("small", [0.05, 0.2, 0.01])
@@ -93,7 +114,7 @@ def test_a_half_that_shrinks_its_changes_excludes_nobody(small: float, clients: 
     found, excluded = bounds(uploads)
     assert not excluded
     for number, (name, upload) in enumerate(zip("abcdefg", uploads, strict=False)):
-        kept = found.bounded(name, upload, lambda _: START)["adapter"]
+        kept = found.bounded(name, upload, lambda: START)["adapter"]
         change = kept["B"]  # which was zero
         cosine = torch.cosine_similarity(change.flatten(), upload["adapter"]["B"].flatten(), 0)
         assert cosine > 0.999
@@ -108,8 +129,8 @@ def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> No
     good = [trained(seed=n) for n in range(2)]
     found, excluded = bounds([*good, *(times(one, 0.05) for one in good)])
     assert not excluded
-    assert found.bounded("a", good[0], lambda _: START).groups is good[0].groups
-    shrunk = found.bounded("c", times(good[0], 0.05), lambda _: START)
+    assert found.bounded("a", good[0], lambda: START).groups is good[0].groups
+    shrunk = found.bounded("c", times(good[0], 0.05), lambda: START)
     size, _ = measured(shrunk, START, 1).sizes["change", "adapter"]
     honest, _ = measured(good[0], START, 1).sizes["change", "adapter"]
     assert size == pytest.approx(3 * honest, rel=0.1)
@@ -125,7 +146,7 @@ def test_other_numbers_are_bounded_by_their_norm() -> None:
     assert [*bounds(logits)[1]] == ["d"]
     found, excluded = bounds([logits[0], logits[3]])  # a half
     assert not excluded
-    kept = found.bounded("b", logits[3], lambda _: {})["logits"]["values"]
+    kept = found.bounded("b", logits[3], lambda: {})["logits"]["values"]
     assert torch.allclose(kept, 10 * torch.ones(5))
 
 
@@ -138,7 +159,7 @@ def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
         uploads[name] = client.declared(trained(), tokens)
     two = {n: found.measure(n, u, START) for n, u in uploads.items() if n in "ac"}
     assert not found.refuse(two)
-    limited = found.bounded("c", uploads["c"], lambda _: START)
+    limited = found.bounded("c", uploads["c"], lambda: START)
     assert limited.values[TOKENS.name] == 100
     assert found.weight("c", limited) == 100
     every = {n: found.measure(n, u, START) for n, u in uploads.items()}

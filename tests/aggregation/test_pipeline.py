@@ -201,7 +201,7 @@ def everything(transform: Transform) -> None:
     sent = client.declared(client.send(upload, 0), 1)
     measures = {"c0": server.measure("c0", server.upload("c0", sent, download), download.groups)}
     server.refuse(measures)
-    server.bounded("c0", upload, lambda _: download.groups)
+    server.bounded("c0", upload, lambda: download.groups)
     weight = server.weight("c0", upload)
     mean = server.reduce([Contribution("c0", upload.groups, weight)])
     server.on_mean(mean, download.groups)

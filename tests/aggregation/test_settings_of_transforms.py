@@ -75,7 +75,7 @@ def exchanged(
         measures[name] = transforms.measure(name, upload, before)
     excluded = transforms.refuse(measures)
     counted = (
-        found.contribution(name, transforms.bounded(name, upload, lambda _: before), SHAPES)
+        found.contribution(name, transforms.bounded(name, upload, lambda: before), SHAPES)
         for name, upload in uploads.items()
         if name not in excluded
     )

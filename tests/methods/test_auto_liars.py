@@ -10,7 +10,7 @@ from auto_runs import window_losses as losses_of
 from every_method import some
 from torch import Tensor
 
-from coterie.messages import Message
+from coterie.messages import Message, State
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, step
 
@@ -33,7 +33,7 @@ def run(config):
 
 def scaled(local: Any, upload: Message, by: float) -> Message:
     """Return the liar's upload after its change was multiplied."""
-    start = local.server.reference("liar")["adapter"]
+    start = local.server.reference("liar", upload)["adapter"]
     return altered(upload, lambda n, t: start[n] + by * (t - start[n]))
 
 
@@ -161,10 +161,34 @@ def test_a_false_number_of_tokens_counts_three_times_the_median_at_most(names, r
 
 def test_a_choice_decides_only_about_the_mean_of_its_sender(run) -> None:
     local, twin = run(), run()
-    wrong = {"liar": lambda u: chosen(u, row={"carl": 1.0}, trial=True)}
+    wrong = {"liar": lambda u: chosen(u, row={"carl": 1.0})}
     for r in range(2):
         forged_round(local, r, wrong if r else {})
         forged_round(twin, r)
     for name in ("ann", "ben", "carl"):
         assert equal(local.server.means[name], twin.server.means[name])
     assert not equal(local.server.means["liar"], twin.server.means["liar"])
+
+
+def test_a_client_that_stays_alone_is_measured_from_its_own_parameters(run) -> None:
+    """It trains from them; its mean, which others have filled, may be far away."""
+    local = run(method=auto(samples=8, patience=-1e9))
+    for client in local.clients.values():  # every client stays alone after its trial
+        client._mean_loss = lambda _: 0.0
+    for r in range(2):
+        _, uploads = forged_round(local, r)
+    before, means = uploads["ann"]["adapter"], down(local, "ann")["adapter"]
+    local.open(2, sorted(TEXTS))
+    upload = step(local, "ann", 2)
+    assert upload.values["choice"]["row"] == {"ann": 1.0}
+    reference = local.server.reference("ann", upload)["adapter"]
+    sent = upload["adapter"].keys()
+    assert equal({n: reference[n] for n in sent}, {n: before[n] for n in sent})
+    with_others = chosen(upload, row={"ann": 0.5, "ben": 0.5})
+    reference = local.server.reference("ann", with_others)["adapter"]
+    assert equal({n: reference[n] for n in means}, means)
+    state = State.decode(local.server.state().encode())
+    local.server.restore(state)
+    assert_equal(local.server.state(), state, "server")
+    forged_round(local, 2)
+    assert local.server.before == {}

@@ -172,8 +172,8 @@ def test_bounds_compare_the_second_expert_with_what_was_last_received(make) -> N
         forged_round(local, r)
     received = down(local, "poet")["adapter"]
     assert any(n.startswith("generalist.1") for n in received)
-    forged_round(local, 2)
-    reference = local.server.reference("poet")["adapter"]
+    _, uploads = forged_round(local, 2)
+    reference = local.server.reference("poet", uploads["poet"])["adapter"]
     expert = {n: t for n, t in received.items() if n.startswith("generalist.1")}
     assert equal(expert, {n: reference[n] for n in expert})
     latest = down(local, "poet")["adapter"]

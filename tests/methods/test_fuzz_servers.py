@@ -138,7 +138,7 @@ def say_hello(local: LocalRun, data: bytes) -> None:
 
 def upload(local: LocalRun, data: bytes) -> None:
     message = local.schema.receive("up", data)
-    local.aggregation.transforms.measure(ROGUE, message, local.server.reference(ROGUE))
+    local.aggregation.transforms.measure(ROGUE, message, local.server.reference(ROGUE, message))
     contribution(local.server, local.aggregation, ROGUE, message)
 
 

@@ -217,22 +217,16 @@ def figures_of(measures: Mapping[str, Measure]) -> dict[str, dict[str, float | N
         Clients whose uploads contain no parameters are left out. For the metric `ratio`, the change
         of each group of parameters is expressed as a multiple of the round's median change of this
         group; the metric is the largest of these multiples. The metric `cosine` is the cosine
-        similarity of the client's change and the sum of the other clients' normalised changes, or
-        None if no other client changed the same parameters.
+        similarity of the client's change and the median of the other clients' normalised changes,
+        taken for each number separately, or None if no other client changed the same parameters. A
+        minority of hostile clients cannot reverse this median, but could reverse a sum.
     """
     ratios: dict[str, float] = {}
     for (kind, _), sizes in _compared(measures).items():
         for name, ratio in ratios_of(sizes).items() if kind == "change" else ():
             ratios[name] = max(ratios.get(name, 0.0), min(ratio, sys.float_info.max))
-    units = {name: _unit(measures[name].direction) for name in sorted(ratios)}
-    total: dict[str, Tensor] = {}
-    for unit in units.values():
-        for key, vector in unit.items():
-            total[key] = total[key] + vector if key in total else vector
-    return {
-        name: {"ratio": ratios[name], "cosine": _cosine(unit, total)}
-        for name, unit in units.items()
-    }
+    cosines = _cosines({name: _unit(measures[name].direction) for name in sorted(ratios)})
+    return {name: {"ratio": ratios[name], "cosine": cosines[name]} for name in sorted(ratios)}
 
 
 def _change(tensor: Tensor, start: Tensor | None) -> Tensor:
@@ -255,19 +249,48 @@ def _unit(direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: t / norm for key, t in direction.items()} if 0 < norm < math.inf else {}
 
 
-def _cosine(unit: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> float | None:
-    """Return the cosine similarity of one client's change and the sum of other clients' changes.
+def _cosines(units: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float | None]:
+    """Compare each client's change with the median of the other clients' changes.
 
     Args:
-        unit: A mapping from keys to the client's normalised changes.
-        total: A mapping from keys to the sums of all clients' normalised changes, including this
-            client's changes.
+        units: For each client, a mapping from keys to its normalised changes.
 
     Returns:
-        The similarity over the keys of `unit`. None if no other client changed these parameters.
+        The cosine similarity over those keys of a client that other clients have, too. None if
+        there is no such key, or if the median is zero.
     """
-    dot, squares = 0.0, 0.0
-    for key, vector in unit.items():
-        others = total[key] - vector
-        dot, squares = dot + float(vector @ others), squares + float(others @ others)
-    return dot / math.sqrt(squares) if squares > 1e-12 else None
+    products = {name: [0.0, 0.0, 0.0] for name in units}  # client x median, and both squares
+    for key in sorted({key for unit in units.values() for key in unit}):
+        names = [name for name, unit in units.items() if key in unit]
+        if len(names) < 2:
+            continue
+        changes = torch.stack([units[name][key] for name in names])
+        medians = medians_of_others(changes)
+        for name, change, median in zip(names, changes, medians, strict=True):
+            pairs = ((change, median), (change, change), (median, median))
+            for index, (one, other) in enumerate(pairs):
+                products[name][index] += float(one @ other)
+    return {
+        name: dot / math.sqrt(own * others) if own * others > 1e-12 else None
+        for name, (dot, own, others) in products.items()
+    }
+
+
+def medians_of_others(rows: Tensor) -> Tensor:
+    """Return, for each row, the median of all other rows, for each column separately.
+
+    The median of an even number of values is the mean of the two middle values.
+
+    Args:
+        rows: A tensor shaped (n, columns), where n >= 2.
+
+    Returns:
+        A tensor of the same shape. All medians come from one sorting of the columns.
+    """
+    values, order = rows.sort(dim=0, stable=True)
+    ranks = order.argsort(dim=0)
+    middle = []
+    for place in {(len(rows) - 2) // 2, (len(rows) - 1) // 2}:
+        moved = (ranks <= place).long()  # without a smaller value, the others move down
+        middle.append(values.gather(0, place + moved))
+    return torch.stack(middle).mean(dim=0)

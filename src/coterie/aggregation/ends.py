@@ -277,17 +277,17 @@ class ServerTransforms:
                     self._limits.setdefault(client, {})[stage.key] = decision
         return refused
 
-    def bounded(self, client: str, upload: Message, reference: Callable[[str], Groups]) -> Message:
+    def bounded(self, client: str, upload: Message, reference: Callable[[], Groups]) -> Message:
         """Apply the limits that `refuse` stored for an upload, and return the limited upload.
 
         Args:
             client: The client that sent the upload.
             upload: The decoded upload.
-            reference: A function that takes a client's name. It returns the client's parameters at
-                the start of the round, keyed by group and name.
+            reference: A function that returns the client's parameters at the start of the round,
+                keyed by group and name.
         """
         if limits := self._limits.get(client):
-            start = reference(client)
+            start = reference()
             for stage in self.pipeline.stages:
                 if stage.key in limits:
                     limit = limits[stage.key]

@@ -171,7 +171,8 @@ def contribution(
         MessageError: If the upload is invalid.
     """
     upload = decoded(server, aggregation, name, upload)
-    upload = aggregation.transforms.bounded(name, upload, server.reference)
+    reference = partial(server.reference, name, upload)
+    upload = aggregation.transforms.bounded(name, upload, reference)
     result = aggregation.contribution(name, upload, server.expects(name))
     if first:
         server.receive(name, aggregation.each(upload))

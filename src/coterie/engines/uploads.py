@@ -81,7 +81,7 @@ class Uploads:
         """Pass an upload to the transforms' `measure` hooks; return whether the upload is valid."""
         try:
             message = decoded(self.server, self.aggregation, name, message)
-            reference = self.server.reference(name)
+            reference = self.server.reference(name, message)
             self._measures[name] = self.aggregation.transforms.measure(name, message, reference)
         except CoterieError as error:
             self._refuse(name, error)

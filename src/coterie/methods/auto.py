@@ -310,6 +310,10 @@ class AutoServer(PersonalServer[Auto]):
         """For each client, the number of rounds after which its latest trial was due."""
         self.uploads: dict[ClientId, Tensors] = {}
         """The latest attention pairs of each client, if a trial is due for any client."""
+        self.before: dict[ClientId, Tensors] = {}
+        """The upload of each client's latest trial, until the client's next upload.
+
+        A client that then stays alone trains from these parameters, and not from its mean."""
         self._received: dict[ClientId, Tensors] = {}
         self._chosen: dict[ClientId, Choice] = {}
         """The choices uploaded in this exchange, kept apart because the exchange may be
@@ -349,8 +353,12 @@ class AutoServer(PersonalServer[Auto]):
         values = {"sizes": sizes} if peers else {}
         return replace(message, groups={"adapter": sent}, peers=peers, values=values)
 
-    def reference(self, client: ClientId) -> Groups:
-        return super().download(client).groups
+    def reference(self, client: ClientId, upload: Message) -> Groups:
+        start = super().download(client)["adapter"]
+        row = checked_choice(client, upload.values.get("choice"), self.held)["row"]
+        if row == {client: 1.0} and client in self.before:
+            start = {**start, **self.before[client]}
+        return {"adapter": start}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
@@ -360,8 +368,8 @@ class AutoServer(PersonalServer[Auto]):
             choice = Choice(row={} if old is None else old["row"], tokens=choice["tokens"])
         self._chosen[client] = choice
         judges, parameters = self.method.judges, self.parameters
-        pairs = upload["adapter"].items()
-        self._received[client] = {n: t for n, t in pairs if judges(parameters[n])}
+        whole, pairs = client in self._trying, upload["adapter"].items()
+        self._received[client] = {n: t for n, t in pairs if whole or judges(parameters[n])}
 
     def rows(self) -> Rows:
         choices = self.choices | self._chosen
@@ -381,13 +389,23 @@ class AutoServer(PersonalServer[Auto]):
         self.choices, self._chosen = self.choices | self._chosen, {}
         latest = latest_trial(self.exchange - 1, self.context.rounds)
         self.tried |= dict.fromkeys(self._trying, latest)
-        due = any(map(self._due, self.choices))
-        self.uploads = {**self.uploads, **self._received} if due else {}
+        before = {c: t for c, t in self.before.items() if c not in self._received}
+        self.before = before | {c: t for c, t in self._received.items() if c in self._trying}
+        judges, parameters = self.method.judges, self.parameters
+        pairs = {
+            client: {n: t for n, t in tensors.items() if judges(parameters[n])}
+            for client, tensors in self._received.items()
+        }
+        self.uploads = {**self.uploads, **pairs} if any(map(self._due, self.choices)) else {}
         self._trying, self._nearest = set(), {}
 
     def state(self) -> State:
         state = super().state()
-        parts = {name: State({"adapter": pairs}) for name, pairs in self.uploads.items()}
+        kept = {"adapter": self.uploads, "before": self.before}
+        parts = {
+            client: State({g: tensors[client] for g, tensors in kept.items() if client in tensors})
+            for client in sorted(self.uploads.keys() | self.before.keys())
+        }
         # Clients' names are the inner keys, because `State.without` deletes a client's name from
         # nested mappings, and would delete `row` or `tokens` if a client had this name.
         keys = Choice.__annotations__
@@ -402,5 +420,7 @@ class AutoServer(PersonalServer[Auto]):
             for client in state.values["row"]
         }
         self.tried = dict(state.values["tried"])
-        self.uploads = {name: part["adapter"] for name, part in state.parts.items()}
+        parts = state.parts.items()
+        self.uploads = {c: part["adapter"] for c, part in parts if "adapter" in part.groups}
+        self.before = {c: part["before"] for c, part in parts if "before" in part.groups}
         self._trying, self._nearest = set(), {}

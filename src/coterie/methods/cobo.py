@@ -215,7 +215,7 @@ class CoBoServer(AdapterServer[CoBo]):
         peers = {j: {"adapter": copied(uploads.get(j, self.shared))} for j in partners}
         return Message(self.exchange, {"mean": mean}, {"weights": weights}, peers)
 
-    def reference(self, client: ClientId) -> Groups:
+    def reference(self, client: ClientId, upload: Message) -> Groups:
         return {"adapter": self.uploads.get(client, self.shared)}
 
     def receive(self, client: ClientId, upload: Message) -> None:

@@ -87,5 +87,5 @@ class FedALTServer(PersonalServer[FedALT]):
     def rows(self) -> Rows:
         return {c: dict.fromkeys(self.held.keys() - {c}, 1.0) for c in self.held}
 
-    def reference(self, client: ClientId) -> Groups:
+    def reference(self, client: ClientId, upload: Message) -> Groups:
         return {"adapter": self.shared}  # the initial values; a client's own pairs are not sent

@@ -370,7 +370,7 @@ class PCLServer(AdapterServer[PCL]):
         others = {peer: groups for peer, groups in self.uploads.items() if peer != client}
         return Message(self.exchange, peers=others)
 
-    def reference(self, client: ClientId) -> Groups:
+    def reference(self, client: ClientId, upload: Message) -> Groups:
         # The server does not know the client's parameters after mixing, so it compares an uploaded
         # adapter with the client's initial adapter, and an update with zero.
         adapter = self.method.adapter(self.context.base, self.context.seed, client)

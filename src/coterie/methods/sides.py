@@ -191,14 +191,15 @@ class ServerSide:
         """
         return {}
 
-    def reference(self, client: ClientId) -> Groups:
-        """Return the tensors from which a client's training starts in this exchange.
+    def reference(self, client: ClientId, upload: Message) -> Groups:
+        """Return the tensors from which a client's training started in this exchange.
 
         The engine limits the distance between an uploaded group and the group's reference. For
         uploaded groups without a reference, such as predictions, the engine limits the norm.
 
         Args:
             client: The client's name.
+            upload: The client's upload.
 
         Returns:
             A nested mapping of tensors. The outer keys are groups, and the inner keys are the names

@@ -78,7 +78,7 @@ class FedMKTServer(AdapterServer[FedMKTSettings]):
         knowledge = replace(self.knowledge, tokens=tokens).tensors()
         return Message(self.exchange, {"knowledge": knowledge})
 
-    def reference(self, client: ClientId) -> Groups:
+    def reference(self, client: ClientId, upload: Message) -> Groups:
         return super().download(client).groups  # predictions have no reference
 
     def expects(self, client: ClientId) -> Mapping[str, Shapes]:
