@@ -76,7 +76,7 @@ def test_few_new_runs_are_begun_without_a_person(config, tmp_path) -> None:
     ids = [f"{number:016x}" for number in range(1, MAX_NEW_RUNS + 3)]
     orders = [order(run).model_copy(update={"run": id[::-1]}) for id in ids]
     worker, replies = asked(run, site(run, "poet", tmp_path), *orders)
-    assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["terms"] * 2
+    assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["limits"] * 2
     assert worker.finished
     assert "start this client again" in worker.error
     assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_NEW_RUNS
@@ -91,7 +91,7 @@ def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
         folder.mkdir()
         (folder / "run.json").write_text("{}")
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
-    assert reply.fault == "terms"
+    assert reply.fault == "limits"
     assert "delete the folders" in worker.error
     (tmp_path / "small-poet-0" / "result.json").write_text("{}")
     _, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
@@ -120,7 +120,7 @@ COSTLY = [
 def test_what_no_machine_bears_is_refused_whoever_agrees(changes, named, config, tmp_path) -> None:
     run = config()
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(config(**changes)))
-    assert reply.fault == "terms"
+    assert reply.fault == "limits"
     assert named in worker.error
     assert not list(tmp_path.glob("*poet*/run.json"))
 
@@ -159,6 +159,11 @@ def test_a_person_is_asked_again_after_several_new_runs(config, tmp_path) -> Non
     assert [reply.fault for reply in replies] == [None] * len(orders)
     assert len(shown) == len(orders) + 1  # once for each run, and once for their number
     assert not worker.error
+    place = replace(place, agrees=lambda order, _: shown.append(order) or len(shown) < limit)
+    limit = len(shown) + MAX_NEW_RUNS + 2
+    orders = [order_.model_copy(update={"run": "9" + order_.run[1:]}) for order_ in orders]
+    worker, replies = asked(run, place, *orders[: MAX_NEW_RUNS + 1])
+    assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["declined"]
 
 
 def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
@@ -170,7 +175,7 @@ def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
     with (folder / "large").open("wb") as file:
         file.truncate(MAX_DISK + 1)  # a sparse file
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
-    assert reply.fault == "terms"
+    assert reply.fault == "limits"
     assert "32 GiB" in worker.error
 
 

@@ -81,18 +81,22 @@ class Orders:
 
         A new run that the client accepts counts towards the limit `MAX_NEW_RUNS`. A run that the
         client has already begun does not count again.
+
+        Raises:
+            Declined: The user was asked again after several new runs, and declined.
         """
         if reason := too_costly(config):
             return reason
         if folder.is_run or order.run in self.runs:
             return None
         if len(self.runs) >= MAX_NEW_RUNS:
-            if not (self.site.asks and self.site.agrees(order, config)):
+            if not self.site.asks:
                 return (
                     f"exceeds the limit of {MAX_NEW_RUNS} new runs since this client started; ask "
                     "the server's operator why there are so many runs, and start this client again "
                     "to take part"
                 )
+            self.site.ask(order, config)
             self.runs.clear()
         out = self.site.out
         pattern = f"*-{self.site.name}-*/run.json"
