@@ -42,6 +42,7 @@ def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
             "chloe": Seat(joined=True),
             "dan": Seat(present="3", joined=True),
             "eve": Seat(present="4", joined=True, stopped=True),
+            "fay": Seat(declined=True),
         }
         monitor.shows(seats, {"dan"})
     text = shown(console)
@@ -57,6 +58,7 @@ def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
         "chloe": "away",
         "dan": "working",
         "eve": "stopped",
+        "fay": "declined",
     }
 
 
