@@ -193,7 +193,7 @@ def contents(folder: Path) -> dict[str, Any]:
     for description in sorted(folder.rglob("run.json")):
         run = description.parent
         name = str(run.relative_to(folder))
-        name = re.sub(r"-[0-9a-f]{8}$", "", name)  # a deployed run has a random number
+        name = re.sub(r"-[0-9a-f]{16}$", "", name)  # a deployed run has a random number
         files = [run / "result.json", run / "metrics.jsonl", *run.glob("scores/*/*.json")]
         checkpoints = sorted((run / "checkpoints").glob("[0-9]*"))
         files += sorted(checkpoints[-1].glob("*.safetensors")) if checkpoints else []

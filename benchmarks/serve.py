@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import torch
-from aiohttp import web
 from common import options_of, show, write
 from peft import LoraConfig, get_peft_model
 
@@ -29,6 +28,7 @@ from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.evaluation.generation import Sampling, ends_of
 from coterie.inference.finished import recorded
+from coterie.network.address import listen
 from coterie.runs import RunFolder
 from coterie.serve import app
 from coterie.serve.models import Models
@@ -96,20 +96,10 @@ def prompts(count: int) -> list[str]:
 
 def serving(models: Models) -> str:
     """Serve models in a thread of this process, and return the address."""
-    started, address = threading.Event(), ""
-
-    async def serve() -> None:
-        nonlocal address
-        runner = web.AppRunner(app.application(models, "127.0.0.1", [], app.Limits()))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        started.set()
-        await asyncio.Event().wait()
-
-    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
-    started.wait()
-    return address
+    listening = listen("127.0.0.1:0")
+    serve = app.serve_until_cancelled(models, listening, [], app.Limits())
+    threading.Thread(target=lambda: asyncio.run(serve), daemon=True).start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 def answered(address: str, names: list[str], tokens: int) -> None:

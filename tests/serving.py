@@ -3,13 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from aiohttp import web
-
 from coterie.bases import EMBEDDED
-from coterie.serve.app import OPTIONS, Limits, application
+from coterie.network.address import listen
+from coterie.serve.app import Limits, serve_until_cancelled
 from coterie.serve.models import Models
 
 LIMITS = Limits(prompt=200, answer=64, queue=40, seconds=60)
@@ -40,30 +39,21 @@ def chat_values(**changes: Any) -> dict[str, Any]:
 @contextmanager
 def served(models: Models, keys: tuple[str, ...] = (), limits: Limits = LIMITS) -> Iterator[str]:
     """Serve models in a thread of this process, and yield the address."""
-    loop, started, address = asyncio.new_event_loop(), threading.Event(), ""
+    loop = asyncio.new_event_loop()
+    with listen("127.0.0.1:0") as listening:
+        task = loop.create_task(serve_until_cancelled(models, listening, keys, limits))
 
-    async def start() -> web.AppRunner:
-        nonlocal address
-        runner = web.AppRunner(application(models, "127.0.0.1", keys, limits), **OPTIONS)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        started.set()
-        return runner
+        def run() -> None:
+            with suppress(asyncio.CancelledError):
+                loop.run_until_complete(task)
+            loop.run_until_complete(loop.shutdown_default_executor())
+            loop.close()
 
-    def run() -> None:
-        runner = loop.run_until_complete(start())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert started.wait(60)
-    try:
-        yield address
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
-        assert not thread.is_alive()
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            loop.call_soon_threadsafe(task.cancel)
+            thread.join(60)
+            assert not thread.is_alive()

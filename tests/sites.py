@@ -165,7 +165,7 @@ class Deployment:
 
     def client(self, name: str) -> RunFolder:
         """A client's folder, once it has joined."""
-        [path] = (self.folder / f"site-{name}").glob(f"{self.run['name']}-{name}-*")
+        [path] = (self.folder / f"site-{name}").glob(f"{name}-*")
         return RunFolder(path)
 
     def client_log(self, name: str) -> str:

@@ -286,8 +286,8 @@ def test_two_runs_without_files_are_not_the_same(same, tmp_path) -> None:
 
 
 def test_a_deployed_run_is_compared_without_its_number(same, tmp_path) -> None:
-    old = same.contents(written_run(tmp_path / "old/small-poet-01234567").parent)
-    new = same.contents(written_run(tmp_path / "new/small-poet-89abcdef").parent)
+    old = same.contents(written_run(tmp_path / "old/poet-0123456789abcdef").parent)
+    new = same.contents(written_run(tmp_path / "new/poet-fedcba9876543210").parent)
     assert len(old) == 4
     assert same.differences(old, new) == []
 

@@ -42,6 +42,7 @@ PINS = {
 }
 MAY_IMPORT = {
     "network/": {"deployment"},
+    "deployment/monitoring.py": {"deployment"},
     "engines/cluster.py": {"ray"},
     "engines/ray.py": {"ray"},
     "report/": {"report"},

@@ -184,7 +184,7 @@ def prepared(values, bases, other, tmp_path_factory) -> Path:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({**us, "name": name}), "utf-8")
     runs = folder / "runs"
     coterie.run({**us, "rounds": 1, "baselines": ["local"]}, out=runs / "us")
-    for name in ("demo", "mine", "us-alice-1"):
+    for name in ("demo", "mine", "alice-1"):
         shutil.copytree(runs / "us", runs / name)
     coterie.compare({**us, "rounds": 1}, ["local", "fedavg"], out=runs / "compare-mine")
     record = json.dumps({"instruction": "Good or bad?", "input": "a triumph", "output": "good"})

@@ -19,6 +19,8 @@ from pydantic import AfterValidator
 
 from coterie.errors import CoterieError, Unwritable
 
+NOT_REGULAR = "It is not a file"
+"""The message of the OSError for a device, a socket or a pipe."""
 LOG_BYTES = 10 * 2**20
 """Maximum size of a log file in bytes; a larger file is rotated."""
 
@@ -103,6 +105,59 @@ def writing(path: Path) -> Iterator[None]:
         raise Unwritable(f"Could not write {path}: {error.strerror or error}.") from error
 
 
+def open_regular(path: Path | str, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
+    """Open a regular file, and return its descriptor.
+
+    Opening a pipe would otherwise wait, possibly for ever, until another process opens the pipe.
+    Every function that opens a file which another program may have replaced therefore calls this
+    function.
+
+    Args:
+        path: The file. A symbolic link is followed unless `flags` contains O_NOFOLLOW.
+        flags: Flags of `os.open`. A new file is readable by its owner only.
+        folder: The descriptor of the folder that a relative path refers to.
+
+    Raises:
+        OSError: The file cannot be opened, or is a folder, a device, a socket or a pipe.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o600, dir_fd=folder)
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file for reading; see `open_regular`."""
+    return open(open_regular(path), "rb")
+
+
+def read_file(path: Path, most: int = -1) -> bytes:
+    """Return the content of a regular file; see `open_regular`.
+
+    Args:
+        path: The file.
+        most: The maximum number of bytes to read; by default, the whole file is read.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with open_file(path) as file:
+        return file.read(most)
+
+
+def refuse_special(*paths: Path) -> None:
+    """Raise OSError if a file that another library opens is a folder, a device or a pipe."""
+    for path in paths:
+        os.close(open_regular(path))
+
+
 def read_inside(folder: Path, name: str | PurePath) -> bytes:
     """Return the content of a regular file inside a folder.
 
@@ -120,12 +175,7 @@ def read_inside(folder: Path, name: str | PurePath) -> bytes:
         for part in between:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
             opened.append(os.open(part, flags, dir_fd=opened[-1]))
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        opened.append(os.open(last, flags, dir_fd=opened[-1]))
-        if not stat.S_ISREG(os.fstat(opened[-1]).st_mode):
-            raise OSError(errno.EINVAL, "It is not a file", str(folder / name))
-        with open(opened[-1], "rb", closefd=False) as file:
+        with open(open_regular(last, os.O_RDONLY | os.O_NOFOLLOW, opened[-1]), "rb") as file:
             return file.read()
     finally:
         for descriptor in opened:
@@ -152,9 +202,8 @@ def append_to(path: Path) -> IO[str]:
         OSError: The file cannot be opened.
     """
     refuse_links(path.parent, path.name)
-    # Without O_NONBLOCK, opening a pipe would wait for a reader.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(os.open(path, flags, 0o600), "a", encoding="utf-8")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return open(open_regular(path, flags), "a", encoding="utf-8")
 
 
 class LogFile(RotatingFileHandler):
@@ -244,7 +293,7 @@ def write_json(path: Path, value: Any) -> None:
 def append_line(path: Path, line: str) -> None:
     """Append a line to a text file atomically; create the file if it is missing."""
     with writing(path):
-        before = path.read_bytes() if path.exists() else b""
+        before = read_file(path) if path.exists() else b""
     between = b"" if before.endswith(b"\n") or not before else b"\n"
     write_bytes(path, before + between + line.encode() + b"\n")
 
@@ -325,7 +374,7 @@ def sha256_of(file: Path) -> str:
 @lru_cache
 def _sha256_of(file: Path, size: int, modified: int) -> str:
     del size, modified
-    with file.open("rb") as opened:
+    with open(open_regular(file), "rb") as opened:
         return file_digest(opened, "sha256").hexdigest()
 
 

@@ -74,7 +74,7 @@ def assert_as_local(run: dict[str, Any], folder: Path) -> None:
     local = RunFolder(coterie.run(parse(run), out=folder / "local").path)
     for side in sides(local):
         name = side.partition("-")[2]
-        ended = next((folder / name).glob("us-*")) if name else folder / "server"
+        ended = next((folder / name).glob(f"{name}-*")) if name else folder / "server"
         assert_same_state(RunFolder(ended), local, side)
         assert RunFolder(ended).result is not None
 

@@ -345,7 +345,7 @@ class Deployment:
 
     def client(self, name: str) -> RunFolder:
         """Return a client's run folder."""
-        folders = [*(self.folder / name).glob(f"*-{name}-*/run.json")]
+        folders = [*(self.folder / name).glob(f"{name}-*/run.json")]
         return RunFolder(folders[0].parent if folders else self.folder / name / "missing")
 
 

@@ -228,6 +228,6 @@ def test_a_federation_that_is_stopped_and_started_again_ends_with_the_local_bits
     local = RunFolder(coterie.run(parse({**RUN, "clients": clients}), out=tmp_path / "local").path)
     for side in sides(local):
         name = side.partition("-")[2]
-        folder = next((tmp_path / f"{name}-runs").glob("us-*")) if name else server.path
+        folder = next((tmp_path / f"{name}-runs").glob(f"{name}-*")) if name else server.path
         assert_same_state(RunFolder(folder), local, side)
         assert RunFolder(folder).result is not None

@@ -1,5 +1,6 @@
 """A client obeys only orders inside the agreed run, and few of them again."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,14 @@ from test_rounds_opened_again import Recorded
 from test_terms import asked, order
 
 from coterie.cli.console import costs_in_words
+from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.costs import MAX_DISK, too_costly
-from coterie.deployment.orders import MAX_NEW_RUNS, MAX_TRAININGS, MAX_UNFINISHED
+from coterie.deployment.orders import MAX_RUNS, MAX_TRAININGS, MAX_UNFINISHED
+from coterie.deployment.terms import agreed_terms
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
-from coterie.testing.loop import server, site, workers
+from coterie.testing.loop import RUN, server, site, workers
 
 
 @pytest.fixture(scope="module")
@@ -55,46 +58,137 @@ def test_no_round_counts_before_it_is_over(counted, sent, config, tmp_path) -> N
     worker.close()
 
 
+def perturbed(data: bytes, number: int) -> bytes:
+    """Return an order to train with another download than in `data`."""
+    header, body = unseal(Order, data)
+    message = Message.decode(body)
+    groups = {
+        group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
+        for group, tensors in message.groups.items()
+    }
+    return seal(header, Message(message.round, groups, message.values).encode())
+
+
 def test_a_round_is_trained_a_few_times_for_different_downloads(sent, config, tmp_path) -> None:
     worker = Worker(site(config(rounds=2), "poet", tmp_path))
-    told, body = unseal(Order, sent[1])
     assert fault(worker, sent[0]) is None
-    message, found = Message.decode(body), []
-    for number in range(MAX_TRAININGS + 3):
-        groups = {
-            group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
-            for group, tensors in message.groups.items()
-        }
-        other = Message(message.round, groups, message.values).encode()
-        found.append(fault(worker, seal(told, other)))
-    assert found == [None] * MAX_TRAININGS + ["failed"] * 3
+    faults = [fault(worker, perturbed(sent[1], number)) for number in range(MAX_TRAININGS + 3)]
+    assert faults == [None] * MAX_TRAININGS + ["failed"] * 3
     worker.close()
 
 
-def test_few_new_runs_are_begun_without_a_person(config, tmp_path) -> None:
+def renamed(order: Order, number: int) -> Order:
+    """Change everything in an order to join that a client does not need to agree to."""
+    assert order.config is not None
+    deployment = {**order.config["deployment"], "quorum": 1 + number, "deadline": 60 + number}
+    return order.model_copy(
+        update={"config": {**order.config, "name": f"run{number}", "deployment": deployment}}
+    )
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_renamed_run_has_the_folder_and_the_counts_of_the_run(
+    restarts, sent, config, tmp_path
+) -> None:
+    """A server alternates between two runs, and renames both each time."""
+    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    join, faults = unseal(Order, sent[0])[0], []
+    for number in range(MAX_TRAININGS + 3):
+        if restarts:
+            worker.close()
+            worker = Worker(site(config(rounds=2), "poet", tmp_path))
+        other = join.model_copy(update={"run": "f" * 16})
+        assert fault(worker, seal(renamed(other, number))) is None
+        assert fault(worker, seal(renamed(join, number))) is None
+        faults.append(fault(worker, perturbed(sent[1], number)))
+    worker.close()
+    assert faults == [None] * MAX_TRAININGS + ["failed"] * 3
+    assert {path.parent.name for path in tmp_path.glob("*/run.json")} == {
+        f"poet-{RUN}",
+        f"poet-{'f' * 16}",
+    }
+
+
+def test_runs_whose_ids_begin_alike_have_separate_folders_and_counts(config, tmp_path) -> None:
     run = config()
-    ids = [f"{number:016x}" for number in range(1, MAX_NEW_RUNS + 3)]
-    orders = [order(run).model_copy(update={"run": id[::-1]}) for id in ids]
-    worker, replies = asked(run, site(run, "poet", tmp_path), *orders)
-    assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["limits"] * 2
-    assert worker.finished
-    assert "start this client again" in worker.error
-    assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_NEW_RUNS
+    orders = [order(run).model_copy(update={"run": f"{RUN[:15]}{digit}"}) for digit in "ab"]
+    _, replies = asked(run, site(run, "poet", tmp_path), *orders)
+    assert [reply.fault for reply in replies] == [None, None]
+    runs = {json.loads(p.read_text())["run"] for p in tmp_path.glob("*/run.json")}
+    assert runs == {each.run for each in orders}
+
+
+def new_runs(run: RunConfig, count: int) -> list[Order]:
+    """Return orders to join runs with different ids."""
+    return [order(run).model_copy(update={"run": f"{number:x}" * 16}) for number in range(count)]
+
+
+def end(folder: Path) -> None:
+    """Mark all runs in a client's folder as finished."""
+    for path in folder.glob("*/run.json"):
+        (path.parent / "result.json").write_text("{}")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_few_new_runs_are_begun_without_a_person(ended, config, tmp_path) -> None:
+    """A restart does not reset the limit. With equal terms, nor does the end of the runs."""
+    run = config()
+    orders = new_runs(run, MAX_RUNS + 2)
+    clients, faults = [], []
+    for number, each in enumerate(orders):
+        changed = each if number % 2 else renamed(each, number)
+        worker, [reply] = asked(run, site(run, "poet", tmp_path), changed)  # a new process
+        clients.append(worker)
+        faults.append(reply.fault)
+        if ended:
+            end(tmp_path)
+    assert faults == [None] * MAX_RUNS + ["limits"] * 2
+    assert clients[-1].finished
+    assert "start this client again" in clients[-1].error
+    assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_RUNS
     _, [again] = asked(run, site(run, "poet", tmp_path), orders[0])  # an earlier run goes on
     assert again.fault is None
+    (tmp_path / f"poet-{orders[0].run}").rename(tmp_path / "over")  # the operator agrees to more
+    _, [reply] = asked(run, site(run, "poet", tmp_path), orders[-1])
+    assert reply.fault is None
+
+
+def test_few_bases_are_loaded_for_runs_that_do_not_begin(config, tmp_path) -> None:
+    """No such run has a folder: the client has other weights than the order says."""
+    names = ("tiny-gpt2", "tiny-gpt2-2m", "tiny-llama", "tiny-polyglot")
+    orders = [
+        order(config(base=name)).model_copy(update={"base": "0" * 16, "run": f"{n}" * 16})
+        for n, name in enumerate(names)
+    ]
+    place = replace(site(config(base="tiny-gpt2"), "poet", tmp_path), base=None)
+    _, replies = asked(config(), place, *orders[:3], orders[0], orders[3])
+    assert [reply.fault for reply in replies] == ["base"] * 4 + ["limits"]
+    assert not list(tmp_path.glob("*/run.json"))
+
+
+def test_ended_runs_with_other_terms_do_not_count(config, tmp_path) -> None:
+    for number, each in enumerate(new_runs(config(), MAX_RUNS + 2)):
+        run = config(seed=number)
+        other = order(run).model_copy(update={"run": each.run})
+        _, [reply] = asked(run, site(run, "poet", tmp_path), other)
+        assert reply.fault is None
+        end(tmp_path)
 
 
 def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
+    """Even if a person agrees to each of them. Runs of other clients do not count."""
     run = config()
-    for number in range(MAX_UNFINISHED):
-        folder: Path = tmp_path / f"small-poet-{number}"
-        folder.mkdir()
-        (folder / "run.json").write_text("{}")
-    worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
+    for name in ("poet", "other-poet"):
+        for number in range(MAX_UNFINISHED):
+            folder: Path = tmp_path / f"{name}-{number:016x}"
+            folder.mkdir()
+            (folder / "run.json").write_text("{}")
+    place = replace(site(run, "poet", tmp_path), asks=True)
+    worker, [reply] = asked(run, place, order(run))
     assert reply.fault == "limits"
     assert "delete the folders" in worker.error
-    (tmp_path / "small-poet-0" / "result.json").write_text("{}")
-    _, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
+    (tmp_path / f"poet-{0:016x}" / "result.json").write_text("{}")
+    _, [reply] = asked(run, place, order(run))
     assert reply.fault is None
 
 
@@ -131,44 +225,37 @@ def test_costs_of_usual_runs_are_accepted(config) -> None:
 
 
 def test_trainings_of_a_round_are_counted_across_restarts(sent, config, tmp_path) -> None:
-    told, body = unseal(Order, sent[1])
-    message, found = Message.decode(body), []
+    faults = []
     for number in range(MAX_TRAININGS + 2):
         worker = Worker(site(config(rounds=2), "poet", tmp_path))  # a new process
         assert fault(worker, sent[0]) is None
-        groups = {
-            group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
-            for group, tensors in message.groups.items()
-        }
-        other = Message(message.round, groups, message.values).encode()
-        found.append(fault(worker, seal(told, other)))
+        faults.append(fault(worker, perturbed(sent[1], number)))
         worker.close()
-    assert found == [None] * MAX_TRAININGS + ["failed"] * 2
+    assert faults == [None] * MAX_TRAININGS + ["failed"] * 2
 
 
-def test_a_person_is_asked_again_after_several_new_runs(config, tmp_path) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_person_is_asked_about_each_further_run(pinned, config, tmp_path) -> None:
     run, shown = config(), []
     place = replace(
-        site(run, "poet", tmp_path), asks=True, agrees=lambda order, _: shown.append(order) or True
+        site(run, "poet", tmp_path),
+        asks=True,
+        agrees=lambda order, _: shown.append(order.run) or True,
+        agreed=agreed_terms(run, "poet") if pinned else None,
     )
-    orders = [
-        order(run).model_copy(update={"run": f"{number:x}" * 16})
-        for number in range(MAX_NEW_RUNS + 2)
-    ]
+    orders = new_runs(run, MAX_RUNS + 2)
     worker, replies = asked(run, place, *orders)
     assert [reply.fault for reply in replies] == [None] * len(orders)
-    assert len(shown) == len(orders) + 1  # once for each run, and once for their number
+    assert shown == [each.run for each in orders[MAX_RUNS if pinned else 0 :]]  # once for each run
     assert not worker.error
-    place = replace(place, agrees=lambda order, _: shown.append(order) or len(shown) < limit)
-    limit = len(shown) + MAX_NEW_RUNS + 2
-    orders = [order_.model_copy(update={"run": "9" + order_.run[1:]}) for order_ in orders]
-    worker, replies = asked(run, place, *orders[: MAX_NEW_RUNS + 1])
-    assert [reply.fault for reply in replies] == [None] * MAX_NEW_RUNS + ["declined"]
+    further = orders[0].model_copy(update={"run": "a" * 16})
+    worker, [reply] = asked(run, replace(place, agrees=lambda *_: False), further)
+    assert (reply.fault, worker.declined) == ("declined", True)
 
 
 def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
     run = config()
-    folder = tmp_path / "small-poet-0"
+    folder = tmp_path / f"poet-{0:016x}"
     folder.mkdir()
     for name in ("run.json", "result.json"):
         (folder / name).write_text("{}")

@@ -2,8 +2,10 @@
 
 import json
 import re
+import socket
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from coterie.deployment.seats import Seat
 from coterie.deployment.start import errors_logged, log
 from coterie.deployment.status import Monitor, ServerWatch, Status, awaited_uploads, named
 from coterie.errors import CoterieError, Unwritable
+from coterie.network import accepting
 from coterie.network.address import listen
 from coterie.runs import RunFolder
 from coterie.runs.progress import logged
@@ -229,6 +232,18 @@ def test_health_and_metrics_are_served_and_nothing_else(monitor) -> None:
             urllib.request.urlopen(f"{url}/status.json")
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{url}/health")
+
+
+def test_idle_connections_do_not_stop_the_monitoring(monitor, monkeypatch) -> None:
+    monkeypatch.setattr(accepting, "PENDING", 5)
+    monkeypatch.setattr(accepting, "PENDING_SECONDS", 1.0)
+    listening = listen("127.0.0.1:0", "--metrics")
+    address = listening.getsockname()
+    with monitored(monitor, listening), ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(20)]
+        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/health") as answer:
+            assert answer.status == 200
+        assert [each.recv(1) for each in idle] == [b""] * 20
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,15 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert "share_metrics: agreed true, requested false" in worker.error
 
 
+def test_long_values_are_compared_to_their_ends() -> None:
+    """An agreement shows the beginning of a value, but covers the whole value."""
+    agreed = {"data": {"chat_template": "{{ messages }}" * 20}}
+    requested = {"data": {"chat_template": "{{ messages }}" * 20 + "more"}}
+    assert len(differences(agreed, requested)) == 1
+    assert len(differences(agreed, requested)[0]) < 300
+    assert differences(agreed, agreed) == []
+
+
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     run = config()
     place = site(run, "poet", tmp_path)

@@ -15,10 +15,11 @@ pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from mail import Post, is_closed, ping, post, wait
 
 from coterie.errors import CoterieError
+from coterie.network import accepting
 from coterie.network import listener as module
+from coterie.network.accepting import source_of
 from coterie.network.address import listen
 from coterie.network.keys import Keys
-from coterie.network.listener import source_of
 from coterie.network.mailbox import Mailbox
 from coterie.network.server import MailboxServer
 
@@ -237,7 +238,7 @@ def test_a_damaged_file_is_replaced_by_the_command_that_the_log_names(here: Post
 def test_a_connection_without_a_complete_request_is_closed(
     here: Post, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.5)
     with here.connect() as connection:
         connection.sendall(sent)
         assert is_closed(connection)
@@ -250,7 +251,7 @@ def test_a_connection_is_closed_some_time_after_its_last_request(
     with here.connect() as connection:
         assert ping(connection) == 204
         assert not is_closed(connection, seconds=1.5)
-        monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
+        monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.5)
         assert is_closed(connection)
         assert here.ping() == 204
 
@@ -258,7 +259,7 @@ def test_a_connection_is_closed_some_time_after_its_last_request(
 def test_a_connection_that_waits_for_an_order_is_not_idle(
     here: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.1)
     with here.connect() as connection:
         assert ping(connection) == 204
         connection.sendall(
@@ -328,3 +329,19 @@ def test_many_refusals_of_an_address_are_counted_each_minute(
     caplog.clear()
     here.plain("127.0.0.2").close()  # the next minute begins at zero
     wait(lambda: caplog.messages == ["refused a connection from 127.0.0.2: connection closed"])
+
+
+@pytest.mark.parametrize("name", ["clients/eve.pem", "server.pem", "server.key"])
+def test_a_pipe_among_the_keys_does_not_stop_the_server(
+    name: str, here: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = here.keys.folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    if name == "server.key":
+        here.keys.remove("bob")  # so that the keys are read again
+    try:
+        wait(lambda: "It is not a file" in caplog.text)
+        assert here.ping() == 204
+    finally:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # for a thread that waits

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from mail import A_SESSION, Post, is_closed, ping, post, wait
 
+from coterie.network import accepting
 from coterie.network import listener as module
 
 MiB = 2**20
@@ -77,7 +78,7 @@ def flood(here: Post, kind: str) -> Iterator[None]:
     command = [sys.executable, "-c", STRANGERS, str(here.port), kind]
     with subprocess.Popen(command) as strangers:
         try:
-            wait(lambda: here.listener.handshakes or here.listener.refusals)
+            wait(lambda: here.listener.pending or here.listener.refusals)
             time.sleep(2)
             yield
         finally:
@@ -112,13 +113,13 @@ def test_a_flood_locks_out_no_client_and_costs_bounded_memory(
             for source in ("127.0.0.2", "127.0.0.1", "127.0.0.2", "127.0.0.1"):
                 connected(here, source).close()
                 assert ping(established) == 204
-                assert len(here.listener.handshakes) <= module.HANDSHAKES
+                assert len(here.listener.pending) <= accepting.PENDING
             grown = psutil.Process().memory_info().rss - before
         assert grown < 400 * MiB
         assert ping(established) == 204
     refusals = [m for m in caplog.messages if m.startswith("refused a connection")]
     assert len(refusals) <= module.LOGGED_REFUSALS * 2  # the flood may last into a second minute
-    wait(lambda: not here.listener.handshakes, seconds=60)
+    wait(lambda: not here.listener.pending, seconds=60)
 
 
 def plain_text(here: Post) -> None:
@@ -144,7 +145,7 @@ def timeout(here: Post) -> None:
 def test_a_refused_connection_leaves_no_garbage(
     here: Post, monkeypatch: pytest.MonkeyPatch, attempt: Callable[[Post], None]
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "PENDING_SECONDS", 0.2)
     monkeypatch.setattr(module, "REPORT_SECONDS", 10**9)
 
     def alive() -> set[int]:
@@ -156,7 +157,7 @@ def test_a_refused_connection_leaves_no_garbage(
     try:
         for _ in range(5):
             attempt(here)
-        wait(lambda: here.listener.refusals.total() == 5 and not here.listener.handshakes)
+        wait(lambda: here.listener.refusals.total() == 5 and not here.listener.pending)
         wait(lambda: alive() <= earlier)
     finally:
         gc.enable()
@@ -165,25 +166,25 @@ def test_a_refused_connection_leaves_no_garbage(
 def test_half_open_connections_make_way_for_new_ones(
     here: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKES", 5)
+    monkeypatch.setattr(accepting, "PENDING", 5)
     with ExitStack() as stack:
         opened = [stack.enter_context(here.plain()) for _ in range(20)]
         wait(lambda: is_closed(opened[14], seconds=0.1))
         assert all(is_closed(plain) for plain in opened[:15])
         assert here.ping() == 204
-        assert len(here.listener.handshakes) <= 5
+        assert len(here.listener.pending) <= 5
         assert not any(is_closed(plain, seconds=0.1) for plain in opened[16:])
 
 
 def test_half_open_connections_of_one_address_do_not_end_those_of_others(
     here: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKES", 5)
+    monkeypatch.setattr(accepting, "PENDING", 5)
     with here.plain("127.0.0.2") as other, ExitStack() as stack:
-        wait(lambda: here.listener.handshakes)
+        wait(lambda: here.listener.pending)
         for _ in range(20):
             stack.enter_context(here.plain())
-        wait(lambda: len(here.listener.handshakes) == 5)
+        wait(lambda: len(here.listener.pending) == 5)
         assert not is_closed(other, seconds=0.5)
         tls = here.context().wrap_socket(other, server_hostname="localhost")
         tls.settimeout(20)
@@ -194,12 +195,12 @@ def test_half_open_connections_of_one_address_do_not_end_those_of_others(
 def test_a_flood_from_many_addresses_is_bounded(
     here: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKES", 20)
+    monkeypatch.setattr(accepting, "PENDING", 20)
     with ExitStack() as stack:
         for number in range(1, 101):
             stack.enter_context(here.plain(f"127.0.1.{number}"))
         assert here.ping() == 204
-        assert len(here.listener.handshakes) <= 20
+        assert len(here.listener.pending) <= 20
 
 
 def test_failed_handshakes_slow_down_only_their_own_address(

@@ -56,7 +56,7 @@ def is_refused(here: Post, parsed: list[bytes], attempt: Callable[[], object]) -
     """Return whether an attempt ends in a failed handshake, without any parsed bytes."""
     failed, made = here.listener.refusals.total(), len(here.listener.connections)
     attempt()
-    wait(lambda: here.listener.refusals.total() > failed and not here.listener.handshakes)
+    wait(lambda: here.listener.refusals.total() > failed and not here.listener.pending)
     return (
         here.listener.refusals.total() == failed + 1
         and len(here.listener.connections) <= made
@@ -205,7 +205,7 @@ def flights(here: Post) -> tuple[bytes, bytes]:
             with suppress(ssl.SSLWantReadError):
                 tls.do_handshake()
                 break
-    wait(lambda: not here.listener.handshakes)
+    wait(lambda: not here.listener.pending)
     return first, outgoing.read()
 
 
@@ -276,7 +276,7 @@ def test_a_recorded_handshake_of_a_client_is_refused(here: Post, parsed: list[by
 def test_a_handshake_that_does_not_end_is_given_up(
     here: Post, parsed: list[bytes], monkeypatch: pytest.MonkeyPatch, pause: float
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(module, "PENDING_SECONDS", 1.0)
     hello, _ = flights(here)
 
     def trickle() -> None:

@@ -153,15 +153,14 @@ def test_a_large_reply_is_not_held_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_reply_for_which_the_disk_has_no_space_is_sent_again_later(
-    post: Post, caplog: pytest.LogCaptureFixture
+    post: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket = send(post)
-    file = post.mailbox.files.folder / f"{ticket}.reply"
-    file.symlink_to("/dev/full")
-    assert put(post, ticket) == put(post, ticket) == 507
+    with monkeypatch.context() as full:
+        full.setattr(order_files, "open_regular", lambda *_: os.open("/dev/full", os.O_RDWR))
+        assert put(post, ticket) == put(post, ticket) == 507
     assert caplog.messages == ["anna: could not store the reply: No space left on device"]
     assert received(post, ticket) == 0
-    file.unlink()
     assert put(post, ticket) == 204
     assert replies(post, ticket) == [(ticket, REPLY)]
 

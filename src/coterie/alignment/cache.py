@@ -13,7 +13,7 @@ import torch
 from coterie.alignment.mapping import VocabularyMap, vocabulary_map
 from coterie.alignment.vocabulary import Vocabulary
 from coterie.errors import CoterieError
-from coterie.files import write_bytes
+from coterie.files import read_file, write_bytes
 from coterie.messages import State
 
 FORMAT = 1
@@ -36,7 +36,7 @@ def cached_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap:
 def load_map(source: Vocabulary, target: Vocabulary) -> VocabularyMap | None:
     """Read a map from the cache. Return None if the map's file is missing or damaged."""
     try:
-        state = State.decode(_path(source, target).read_bytes())
+        state = State.decode(read_file(_path(source, target)))
         mapping = VocabularyMap(state["map"]["ids"], state["map"]["distances"])
     except (OSError, RuntimeError, CoterieError, KeyError):
         return None

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from coterie.alignment.vocabulary import Vocabulary, byte_level, roles_of, spelled
 from coterie.bases import EMBEDDED, load_tokenizer
 from coterie.errors import CoterieError
-from coterie.files import parse_json
+from coterie.files import parse_json, read_file
 
 REMEDY = (
     "download the tokenizer.json of the language model. To read a SentencePiece or tiktoken model "
@@ -39,7 +39,7 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
     if file.suffix != ".json":
         raise CoterieError(f"{file} is not a tokenizer.json or a vocab.json; {REMEDY}.")
     try:
-        content = parse_json(file.read_bytes())
+        content = parse_json(read_file(file))
         if isinstance(content.get("model"), dict):
             return Vocabulary.of(Tokenizer.from_file(str(file)))
         return spelled(

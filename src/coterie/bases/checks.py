@@ -23,7 +23,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from coterie.errors import CoterieError
-from coterie.files import parse_json
+from coterie.files import open_file, parse_json, read_file
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -133,7 +133,7 @@ def _without_weights(folder: Path) -> str:
 
 def refuse_pointer(file: Path) -> None:
     """Raise CoterieError if a file is a Git LFS pointer."""
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise CoterieError(
                 f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in the "
@@ -149,7 +149,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """
     refuse_pointer(file)
     try:
-        content = parse_json(file.read_bytes())
+        content = parse_json(read_file(file))
     except ValueError as error:
         raise CoterieError(f"{file} is not valid JSON ({error}); download it again.") from error
     if not isinstance(content, dict):

@@ -20,6 +20,7 @@ from coterie.bases.checks import ADAPTER, read_object, refuse_pointer
 from coterie.bases.precision import Precision
 from coterie.bases.spec import BaseSpec
 from coterie.errors import CoterieError
+from coterie.files import read_file, refuse_special
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -102,7 +103,7 @@ def lora_digest(folder: Path) -> str:
     read_lora(folder)
     digest = sha256()
     for name in FILES:
-        digest.update((folder / name).read_bytes())
+        digest.update(read_file(folder / name))
     return digest.hexdigest()
 
 
@@ -182,6 +183,7 @@ def _attach(model: PreTrainedModel, config: "LoraConfig", folder: Path, base: st
     from peft.utils import set_peft_model_state_dict
 
     try:
+        refuse_special(folder / WEIGHTS)
         weights = {name: values.float() for name, values in load_file(folder / WEIGHTS).items()}
         with catch_warnings(action="ignore"):  # of PEFT, about calls that it makes itself
             peft_model = PeftModel(model, config, low_cpu_mem_usage=True)

@@ -227,7 +227,8 @@ def client(
     agreed, limit = terms_of(run, credentials.name, epsilon)
     folders = {"base": base, "adapter": adapter, "public": public}
     local: Any = {key: _absolute(path) for key, path in folders.items()}
-    site = Site(credentials.name, texts, out, agreed=agreed, limit=limit, device=devices, **local)
+    local |= {"agreed": agreed, "limit": limit, "device": devices}
+    site = Site(credentials.name, texts, out, asks=not yes and sys.stdin.isatty(), **local)
     if check:
         return check_client(server, credentials, site)
     if not (run or yes or sys.stdin.isatty()):
@@ -239,7 +240,7 @@ def client(
         terminal.say(f"{credentials.name}: connecting to {server}")
         with ClientBoard(terminal.console, partial(_estimate, credentials.name)) as board:
             if not yes:
-                site = replace(site, agrees=board.agrees, asks=sys.stdin.isatty())
+                site = replace(site, agrees=board.agrees)
             worker = take_part(server, credentials, site, board, threading.Event())
     _report(worker, credentials.name)
 

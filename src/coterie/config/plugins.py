@@ -18,6 +18,7 @@ from coterie.aggregation.registry import TRANSFORMS
 from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS
+from coterie.files import read_file
 from coterie.methods.registry import METHODS
 from coterie.registry import Registry
 
@@ -88,7 +89,7 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
     """
     path = Path(file).resolve()
     try:
-        code = path.read_bytes()
+        code = read_file(path)
     except OSError as error:
         raise CoterieError(f"The plugin {file} cannot be read: {error.strerror}.") from None
     digest = sha256(code).hexdigest()

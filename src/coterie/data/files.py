@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rapidfuzz import process
 
 from coterie.errors import CoterieError
-from coterie.files import expanded, parse_json
+from coterie.files import expanded, parse_json, read_file, refuse_special
 
 if TYPE_CHECKING:
     import pyarrow
@@ -207,7 +207,7 @@ def read_text(file: Path, owner: str) -> str:
             with `owner`.
     """
     try:
-        raw = file.read_bytes()
+        raw = read_file(file)
     except OSError as error:
         raise CoterieError(
             f"{owner}: {file} cannot be read ({error.strerror}); check its permissions."
@@ -268,6 +268,7 @@ def _read_parquet(file: Path, owner: str) -> Iterator[Record]:
 
     number = 0
     try:
+        refuse_special(file)
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
             names = batch.schema.names
             if len(names) > len(set(names)):
@@ -290,6 +291,7 @@ def parquet_fields(file: Path) -> dict[str, int]:
     """Return the number of non-null values in each column of a Parquet file."""
     import pyarrow.parquet
 
+    refuse_special(file)
     table = pyarrow.parquet.read_table(file)
     return {name: len(table) - table[name].null_count for name in table.column_names}
 

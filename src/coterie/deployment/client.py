@@ -126,7 +126,7 @@ class Worker:
         config = self.site.config(order)
         if reason := terms.extra_plugin(order, config):
             return self._refuse(order, "plugin", reason)
-        folder = run_folder(self.site, order.run, config)
+        folder = run_folder(self.site, order.run)
         if reason := self._disagreement(order, config, folder):
             return self._refuse(order, "terms", reason)
         if reason := terms.public_text_mismatch(order, config):
@@ -248,7 +248,7 @@ class SiteRun:
         self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
     def _folder(self, order: Order, site: Site, participant: Participant, base: Base) -> RunFolder:
-        folder, config = run_folder(site, self.id, self.config), self.config
+        folder, config = run_folder(site, self.id), self.config
         if not folder.is_run:
             extra = {
                 "run": self.id,

@@ -1,14 +1,21 @@
 """`GET /health` and `GET /metrics` (in Prometheus' text format) of a running server."""
 
+import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager, suppress
 from socket import socket
 
 from coterie.deployment.status import Monitor, Status
+from coterie.network.accepting import PlainListener
+
+STOP_SECONDS = 1.0
+"""The maximum time for sending the last replies when the server stops."""
+SILENT = logging.Logger("silent", logging.CRITICAL + 1)
+"""A logger without output for aiohttp, which would otherwise log every invalid request."""
 
 METRICS = {
     "coterie_rounds": "Number of rounds of the run.",
@@ -75,33 +82,46 @@ def monitored(monitor: Monitor, listening: socket | None) -> Iterator[None]:
         yield
         return
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(_serve(monitor, listening))
 
-        def do_GET(self) -> None:
-            status = monitor.status
-            if self.path == "/health":
-                age = time.time() - status.updated
-                body, kind = json.dumps({"updated_seconds_ago": round(age, 1)}), "application/json"
-            elif self.path == "/metrics":
-                body, kind = exposition(status), "text/plain; version=0.0.4; charset=utf-8"
-            else:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body.encode())))
-            self.end_headers()
-            self.wfile.write(body.encode())
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Log no requests."""
-
-    with listening, ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False) as server:
-        server.socket.close()
-        server.socket, server.daemon_threads = listening, True
-        threading.Thread(target=server.serve_forever, name="monitoring", daemon=True).start()
+    with listening:
+        thread = threading.Thread(target=run, name="monitoring", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            server.shutdown()
+            loop.call_soon_threadsafe(task.cancel)
+            thread.join(5 * STOP_SECONDS)
+
+
+async def _serve(monitor: Monitor, listening: socket) -> None:
+    """Answer requests until this coroutine is cancelled.
+
+    Each connection is closed after one reply, and within `PENDING_SECONDS` in any case.
+    """
+    from aiohttp import web  # a server app of Flower has no address for monitoring
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        status = monitor.status
+        if request.method != "GET" or request.path not in ("/health", "/metrics"):
+            response = web.Response(status=404)
+        elif request.path == "/health":
+            age = time.time() - status.updated
+            response = web.json_response({"updated_seconds_ago": round(age, 1)})
+        else:
+            headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+            response = web.Response(body=exposition(status).encode(), headers=headers)
+        response.force_close()
+        return response
+
+    server = web.Server(answer, access_log=None, logger=SILENT)
+    try:
+        await PlainListener(listening).serve(server)
+    finally:
+        await server.shutdown(STOP_SECONDS)

@@ -4,10 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from coterie.bases import BaseSpec
 from coterie.config.plugins import plugins_of
 from coterie.config.run import RunConfig
 from coterie.deployment.costs import MAX_DISK, too_costly
-from coterie.deployment.site import Site
+from coterie.deployment.site import Site, run_folders
+from coterie.deployment.terms import disagreement
 from coterie.errors import CoterieError, plural
 from coterie.files import write_json
 from coterie.messages import MessageError
@@ -20,13 +22,19 @@ MAX_TRAININGS = 5
 The server repeats a round if the server's process was killed, if too few uploads were valid, if a
 client was expelled, or if the operator went back to an earlier checkpoint.
 """
-MAX_NEW_RUNS = 3
-"""The maximum number of new runs that a client begins before its user must agree again."""
+MAX_RUNS = 3
+"""The maximum number of runs of a client in its --out folder, unless its user agrees to more.
+
+Unfinished runs count, and so do runs that a server has proposed again with the same terms. The runs
+are counted on disk, so that a restart of the client does not permit more runs.
+"""
 MAX_UNFINISHED = 8
 """The maximum number of unfinished runs in a client's folder. Each run takes disk space."""
 TRAINED = "trained.json"
 """The file in a client's run folder that stores how many times each round was trained."""
-DELETE = "delete the folders that are no longer needed, and start this client again to take part"
+DELETE = (
+    "move or delete the folders that are no longer needed, and start this client again to take part"
+)
 
 
 def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
@@ -66,47 +74,48 @@ def check_round(order: Order, exchanges: int) -> None:
 
 
 class Orders:
-    """Limits how many new runs a client begins, and how often the client trains in each round.
+    """Limits how many runs a client begins, and how often the client trains in each round.
 
     The client trains again in a round if the server repeats the round.
     """
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.runs: set[str] = set()
-        """The ids of the runs that the client has begun since the user was last asked."""
+        self.bases: set[BaseSpec] = set()
+        """The bases of the runs that the client has accepted since it started.
+
+        A base may be downloaded before the run has a folder, and so before the run is counted.
+        """
 
     def refusal(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
         """Return why this client refuses a run, or None if the client accepts the run.
 
-        A new run that the client accepts counts towards the limit `MAX_NEW_RUNS`. A run that the
-        client has already begun does not count again.
+        A run that the client has already begun is continued, whatever the number of runs is.
 
         Raises:
-            Declined: The user was asked again after several new runs, and declined.
+            Declined: The user was asked about a further run, and declined.
         """
         if reason := too_costly(config):
             return reason
-        if folder.is_run or order.run in self.runs:
+        if folder.is_run:
             return None
-        if len(self.runs) >= MAX_NEW_RUNS:
-            if not self.site.asks:
-                return (
-                    f"exceeds the limit of {MAX_NEW_RUNS} new runs since this client started; ask "
-                    "the server's operator why there are so many runs, and start this client again "
-                    "to take part"
-                )
+        out, folders = self.site.out, run_folders(self.site)
+        count = sum(_is_unfinished(each) or _has_terms(each, order) for each in folders)
+        count = max(count, len(self.bases - {config.base}))
+        if count >= MAX_RUNS and not self.site.asks:
+            return (
+                f"exceeds the limit of {MAX_RUNS} runs that are unfinished or have the same "
+                f"settings in {out}, or of {MAX_RUNS} bases; ask the server's operator why there "
+                f"are so many. If you agree to another run, {DELETE}"
+            )
+        if count >= MAX_RUNS and self.site.agreed is not None:  # else the user has just agreed
             self.site.ask(order, config)
-            self.runs.clear()
-        out = self.site.out
-        pattern = f"*-{self.site.name}-*/run.json"
-        unfinished = [p for p in out.glob(pattern) if not p.with_name("result.json").exists()]
-        if len(unfinished) >= MAX_UNFINISHED:
-            count = len(unfinished)
+        count = sum(map(_is_unfinished, folders))
+        if count >= MAX_UNFINISHED:
             return f"cannot begin: this client has {count} unfinished runs in {out}; {DELETE}"
         if reason := self.disk_excess():
             return f"cannot begin: this client has {reason}"
-        self.runs.add(order.run)
+        self.bases.add(config.base)
         return None
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
@@ -131,9 +140,18 @@ class Orders:
 
     def disk_excess(self) -> str | None:
         """Return a message if the run folders take too much disk space, and None otherwise."""
-        folders = self.site.out.glob(f"*-{self.site.name}-*")
-        files = (p for folder in folders if not folder.is_symlink() for p in folder.rglob("*"))
+        files = (p for folder in run_folders(self.site) for p in folder.path.rglob("*"))
         total = sum(p.lstat().st_size for p in files if p.is_file() and not p.is_symlink())
         if total <= MAX_DISK:
             return None
         return f"run folders of {total / 2**30:.0f} GiB in total in {self.site.out}; {DELETE}"
+
+
+def _is_unfinished(folder: RunFolder) -> bool:
+    return not (folder.path / "result.json").exists()
+
+
+def _has_terms(folder: RunFolder, order: Order) -> bool:
+    """Return whether an earlier run was begun with the terms that an order requests."""
+    agreed = read.read_json(folder.path, "run.json").get("agreed") if folder.is_run else None
+    return isinstance(agreed, dict) and disagreement(agreed, order) is None

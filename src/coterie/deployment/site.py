@@ -139,6 +139,20 @@ def ledger_of(site: Site, run: str) -> Ledger:
     return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
 
 
-def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
-    """Return the folder of a client's part of a run."""
-    return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")
+def run_folder(site: Site, run: str) -> RunFolder:
+    """Return the folder of a client's part of a run.
+
+    The folder contains the agreement and all counts of the run, so its path depends on nothing that
+    the server can change during the run, such as the run's name.
+
+    Args:
+        site: The client's site.
+        run: The complete id of the run.
+    """
+    return RunFolder(site.out / f"{site.name}-{run}")
+
+
+def run_folders(site: Site) -> list[RunFolder]:
+    """Return the folders of all runs that a client has begun in its --out folder."""
+    paths = sorted(site.out.glob(f"{site.name}-{'[0-9a-f]' * 16}"))
+    return [RunFolder(path) for path in paths if not path.is_symlink()]

@@ -128,9 +128,9 @@ def differences(agreed: Terms, requested: Terms) -> list[str]:
     before = dict(flat(agreed))
     after = {key: v for key, v in flat(requested) if key.partition(".")[0] in agreed}
     return [
-        f"{key}: agreed {_formatted(before, key)}, requested {_formatted(after, key)}"
+        f"{key}: agreed {_value(before, key)[:100]}, requested {_value(after, key)[:100]}"
         for key in sorted(before.keys() | after.keys())
-        if _formatted(before, key) != _formatted(after, key)
+        if _value(before, key) != _value(after, key)
     ]
 
 
@@ -143,5 +143,5 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _formatted(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key])[:100] if key in values else ABSENT
+def _value(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else ABSENT

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from coterie.bases import Tokenizer
 from coterie.errors import CoterieError, imports_for
+from coterie.files import read_file
 from coterie.registry import nearest
 
 BATCH = 8
@@ -56,7 +57,7 @@ class Harness:
     def digest(self, name: str) -> str | None:
         """Return a hash of the file that defines a task; None if lm-eval defines the task."""
         path = self._files.get(name)
-        return None if path is None else blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        return None if path is None else blake2b(read_file(path), digest_size=16).hexdigest()
 
     def scores(
         self, name: str, model: PreTrainedModel, tokenizer: Tokenizer, limit: int | None, chat: bool

@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from typing import TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -20,6 +21,11 @@ AUTHORITY_LASTS = 3652 * DAY
 """The validity of the certificate authority."""
 CERTIFICATE_LASTS = 730 * DAY
 """The validity of the server's and the clients' certificates."""
+UNREADABLE = (
+    *(ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion),
+    *(x509.DuplicateExtension, x509.ExtensionNotFound, x509.UnsupportedGeneralNameType),
+)
+"""The exceptions of `cryptography` for bytes that are not a valid certificate or key."""
 LABEL = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
 HOST = re.compile(rf"(?:{LABEL}\.)*(?![0-9]+$){LABEL}")
 """A DNS name. Its last label is not a number: 192.0.2.300 is a mistyped address, not a name."""
@@ -214,3 +220,8 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+
+
+def clock_text() -> str:
+    """Return a phrase with the current time, for messages about certificates' validity periods."""
+    return f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"

@@ -3,7 +3,7 @@
 import httpx
 
 from coterie.errors import CoterieError
-from coterie.network.keys import clock_text
+from coterie.network.certificates import clock_text
 from coterie.network.link import LONGEST_LINE
 
 STATUS = {

@@ -21,18 +21,27 @@ from pathlib import Path
 from typing import TypeVar
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import TypeAdapter, ValidationError
 
 from coterie.errors import CoterieError
-from coterie.files import ClientName, write_bytes, write_folder, write_private
+from coterie.files import (
+    ClientName,
+    open_regular,
+    read_file,
+    refuse_special,
+    write_bytes,
+    write_folder,
+    write_private,
+)
 from coterie.network.certificates import (
     LOOPBACK,
+    UNREADABLE,
     RegisteredClient,
     authority_certificate,
     client_certificate,
     client_from_pem,
+    clock_text,
     on_p384,
     pem,
     private_key,
@@ -52,11 +61,6 @@ KEY_FILE = re.compile(
     r"(?P<ca>-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n)"
     r"(?P<key>-----BEGIN PRIVATE KEY-----\n[^-]+-----END PRIVATE KEY-----)\s*"
 )
-UNREADABLE = (
-    *(ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion),
-    *(x509.DuplicateExtension, x509.ExtensionNotFound, x509.UnsupportedGeneralNameType),
-)
-"""The exceptions of `cryptography` for bytes that are not a valid certificate or key."""
 T = TypeVar("T")
 
 
@@ -84,7 +88,7 @@ class Credentials:
                 from the file, which may contain a private key.
         """
         try:
-            with path.open(encoding="ascii") as file:
+            with open(open_regular(path), encoding="ascii") as file:
                 match = KEY_FILE.fullmatch(file.read(MAX_KEY_FILE_BYTES))
             if match is None:
                 raise ValueError
@@ -295,7 +299,7 @@ class Keys:
         key = ec.generate_private_key(ec.SECP384R1())
         certificate = pem(client_certificate(name, key))
         header = f"{HEADER}\nClient: {name}\n".encode()
-        write_private(out, header + certificate + self.ca.read_bytes() + private_pem(key))
+        write_private(out, header + certificate + read_file(self.ca) + private_pem(key))
         try:
             write_bytes(self._certificate_file(name), certificate)
         except CoterieError:
@@ -323,7 +327,7 @@ class Keys:
         clients, faults = {}, []
         for path in self._certificate_files():
             try:
-                client = RegisteredClient(_validated(path.stem), client_from_pem(path.read_bytes()))
+                client = RegisteredClient(_validated(path.stem), client_from_pem(read_file(path)))
                 clients[client.name] = client
             except FileNotFoundError:  # the client was removed meanwhile
                 continue
@@ -354,6 +358,7 @@ class Keys:
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust leaf certificates
         try:
+            refuse_special(self.certificate, self.key)
             context.load_cert_chain(self.certificate, self.key)
         except ssl.SSLError as error:
             raise CoterieError(
@@ -387,14 +392,9 @@ def _validated(name: str) -> str:
         raise CoterieError(f"{message[0].upper()}{message[1:]}.") from None
 
 
-def clock_text() -> str:
-    """Return a phrase with the current time, for messages about certificates' validity periods."""
-    return f"by this machine's clock, which says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-
-
 def _load(path: Path, load: Callable[[bytes], T]) -> T:
     try:
-        return load(path.read_bytes())
+        return load(read_file(path))
     except UNREADABLE:
         reason = "it is not a file written by `coterie keys`"
         raise CoterieError(f"{path} is damaged; {reason}.") from None

@@ -6,29 +6,19 @@ from an unknown client.
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import socket
 import ssl
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address, ip_network
 
 from cryptography.hazmat.primitives.hashes import SHA256
 
 from coterie.errors import CoterieError
+from coterie.network.accepting import PENDING_SECONDS, Acceptor, Connection
 from coterie.network.keys import Keys
 
-HANDSHAKES = 512
-"""The maximum number of handshakes in progress.
-
-When the limit is reached, the oldest handshake of the address with the most handshakes is aborted.
-A flood from one address therefore does not affect clients at other addresses.
-"""
-HANDSHAKE_SECONDS = 10.0
-"""The time after which a handshake is aborted."""
 FAILURES_PER_SECOND = 20
 """The maximum number of failed handshakes per second and address.
 
@@ -36,8 +26,6 @@ When the limit is reached, further connections from the address wait for the nex
 """
 CONNECTIONS = 16
 """The maximum number of open connections of one client."""
-IDLE_SECONDS = 60.0
-"""The time without a request after which a connection is closed."""
 LOGGED_REFUSALS = 3
 """The number of refused handshakes per address and minute that are logged individually."""
 REPORT_SECONDS = 60
@@ -51,22 +39,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Connection:
+class ClientConnection(Connection):
     """An open connection of a client."""
 
-    client: str
-    certificate: bytes
+    client: str = field(kw_only=True)
+    certificate: bytes = field(kw_only=True)
     """The SHA-256 of the client's certificate (DER)."""
     session: str = ""
     """The session of the most recent request."""
-    requests: int = 0
-    """The number of requests in progress."""
-    idle_since: float = field(default_factory=time.monotonic)
-    """The time on the monotonic clock at which the last request ended."""
 
 
-class Listener:
+class Listener(Acceptor[ClientConnection]):
     """Accepts connections on a socket, and identifies the client of each connection.
+
+    A connection is pending during its TLS handshake.
 
     Args:
         keys: The server's key folder. Changes of its files take effect within a second.
@@ -77,11 +63,8 @@ class Listener:
     """
 
     def __init__(self, keys: Keys, listening: socket.socket) -> None:
-        self.keys, self.listening = keys, listening
-        listening.setblocking(False)
-        self.connections: dict[asyncio.BaseTransport, Connection] = {}
-        self.handshakes: dict[asyncio.Task[None], str] = {}
-        """The addresses of the handshakes in progress, oldest first."""
+        super().__init__(listening)
+        self.keys = keys
         self.failures: Counter[str] = Counter()
         """The number of handshakes that failed in the current second, by address."""
         self.refusals: Counter[str] = Counter()
@@ -118,66 +101,30 @@ class Listener:
         self.context = self.keys.server_context(clients.values())
         self.keys_state = state
 
-    def close(self, transport: asyncio.BaseTransport) -> None:
-        """Close a connection without sending the data that is still buffered."""
-        self.connections.pop(transport, None)
-        if isinstance(transport, asyncio.WriteTransport):
-            transport.abort()
-
-    async def serve(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Accept connections until this coroutine is cancelled.
-
-        Args:
-            protocol: A function that returns the asyncio protocol for a new connection.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._accept(protocol))
-            tasks.create_task(self._sweep())
-
-    async def _accept(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                accepted, (address, *_) = await loop.sock_accept(self.listening)
-            except OSError as error:  # no file descriptor is free, or the client disconnected
-                log.warning("could not accept a connection: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            host = source_of(address)
-            if len(self.handshakes) >= HANDSHAKES:
-                [(busiest, _)] = Counter(self.handshakes.values()).most_common(1)
-                oldest = next(task for task, source in self.handshakes.items() if source == busiest)
-                del self.handshakes[oldest]
-                oldest.cancel()
-            task = asyncio.create_task(self._shake_hands(protocol, accepted, host))
-            self.handshakes[task] = host
-            task.add_done_callback(lambda task: self.handshakes.pop(task, None))
-            await asyncio.sleep(0)  # sock_accept does not yield while connections are pending
-
-    async def _shake_hands(
-        self, protocol: Callable[[], asyncio.Protocol], accepted: socket.socket, host: str
+    async def admit(
+        self, protocol: Callable[[], asyncio.Protocol], accepted: socket.socket, source: str
     ) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self.failures[host] >= FAILURES_PER_SECOND:
+            while self.failures[source] >= FAILURES_PER_SECOND:
                 await asyncio.sleep(0.1)
         except asyncio.CancelledError:
             accepted.close()
             raise
         try:
             transport, _ = await loop.connect_accepted_socket(
-                protocol, accepted, ssl=self.context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+                protocol, accepted, ssl=self.context, ssl_handshake_timeout=PENDING_SECONDS
             )
         except OSError as error:  # includes ssl.SSLError and TimeoutError
-            self.failures[host] += 1
-            self.refusals[host] += 1
-            if self.refusals[host] <= LOGGED_REFUSALS:
-                log.warning("refused a connection from %s: %s", host, reason_of(error))
+            self.failures[source] += 1
+            self.refusals[source] += 1
+            if self.refusals[source] <= LOGGED_REFUSALS:
+                log.warning("refused a connection from %s: %s", source, reason_of(error))
             error.__traceback__ = None  # part of a cycle that keeps the connection's buffers
         else:
             self.connection(transport)
 
-    def connection(self, transport: asyncio.BaseTransport) -> Connection | None:
+    def connection(self, transport: asyncio.BaseTransport) -> ClientConnection | None:
         """Return the connection of a transport.
 
         If the client's certificate was removed during the handshake, or the client has too many
@@ -191,51 +138,30 @@ class Listener:
         if client is None or len(self.connected(client)) >= CONNECTIONS:
             self.close(transport)
             return None
-        connection = self.connections[transport] = Connection(client, certificate)
+        connection = ClientConnection(client=client, certificate=certificate)
+        self.connections[transport] = connection
         return connection
 
-    def connected(self, client: str) -> list[Connection]:
+    def connected(self, client: str) -> list[ClientConnection]:
         """Return a client's open connections."""
         pairs = self.connections.items()
         return [c for transport, c in pairs if c.client == client and not transport.is_closing()]
 
-    async def _sweep(self) -> None:
-        """Close idle connections, forget closed connections, and read the keys, once a second."""
-        for second in itertools.count(1):
-            await asyncio.sleep(1)
-            self.failures.clear()
-            now = time.monotonic()
-            for transport, connection in list(self.connections.items()):
-                idle = not connection.requests and now - connection.idle_since > IDLE_SECONDS
-                if idle or transport.is_closing():
-                    self.close(transport)
-            if second % REPORT_SECONDS == 0:
-                for host, count in self.refusals.items():
-                    if count > LOGGED_REFUSALS:
-                        log.warning("refused %d connections from %s in a minute", count, host)
-                self.refusals.clear()
-            fault = ""
-            try:
-                self.read_keys()
-            except (CoterieError, OSError) as error:  # the previous keys remain valid
-                fault = str(error)
-            if fault and fault != self.fault:
-                log.warning("could not read the keys: %s", fault)
-            self.fault = fault
-
-
-def source_of(address: str) -> str:
-    """Return the source of connections from an IP address.
-
-    The limits on handshakes (`HANDSHAKES` and `FAILURES_PER_SECOND`) apply to each source. The
-    source of an IPv4 address is the address itself. The source of an IPv6 address is its /64
-    network, because one machine can use all addresses of such a network.
-    """
-    parsed = ip_address(address.partition("%")[0])
-    if isinstance(parsed, IPv6Address):
-        mapped = parsed.ipv4_mapped  # how a dual-stack socket represents an IPv4 address
-        return str(ip_network((parsed, 64), strict=False) if mapped is None else mapped)
-    return address
+    def each_second(self, second: int) -> None:
+        self.failures.clear()
+        if second % REPORT_SECONDS == 0:
+            for host, count in self.refusals.items():
+                if count > LOGGED_REFUSALS:
+                    log.warning("refused %d connections from %s in a minute", count, host)
+            self.refusals.clear()
+        fault = ""
+        try:
+            self.read_keys()
+        except (CoterieError, OSError) as error:  # the previous keys remain valid
+            fault = str(error)
+        if fault and fault != self.fault:
+            log.warning("could not read the keys: %s", fault)
+        self.fault = fault
 
 
 def reason_of(error: OSError) -> str:

@@ -5,6 +5,7 @@ executed an order sends the reply that it has stored.
 """
 
 import hashlib
+import os
 import secrets
 import time
 from contextlib import suppress
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.errors import CoterieError
+from coterie.files import open_regular, read_file
 from coterie.network.protocol import Offer
 
 
@@ -79,7 +81,8 @@ class Order:
 
     def append(self, piece: bytes) -> None:
         """Append bytes to the reply; raise OSError if they cannot be written."""
-        with self.reply.open("r+b" if self.received else "wb") as file:
+        flags = os.O_RDWR | (0 if self.received else os.O_CREAT | os.O_TRUNC)
+        with open(open_regular(self.reply, flags), "r+b") as file:
             file.seek(self.received)  # an earlier write may have failed after some bytes
             file.write(piece)
         self.received += len(piece)
@@ -92,7 +95,7 @@ class Order:
 
     def take(self) -> bytes:
         """Return the complete reply, and delete its file; raise OSError if it cannot be read."""
-        data = self.reply.read_bytes()
+        data = read_file(self.reply)
         self.delete()
         return data
 

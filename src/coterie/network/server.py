@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from aiohttp import web
 from pydantic import BaseModel
 
+from coterie.files import open_file
 from coterie.network.keys import Keys
 from coterie.network.listener import Listener
 from coterie.network.mailbox import Inbox, Mailbox
@@ -201,19 +202,16 @@ class MailboxServer:
             return empty_response(409)
         connection.session, request[INBOX] = session, inbox
         limits = self.limits.setdefault(name, Limits())
-        connection.requests += 1
         try:
-            await limits.take_turn()
-            async with limits.processing:
-                return await handler(request)
+            with connection.request():
+                await limits.take_turn()
+                async with limits.processing:
+                    return await handler(request)
         except TimeoutError:
             return empty_response(408)
         except OSError as error:
             self._warn(name, f"could not store the reply: {error.strerror or error}")
             return empty_response(507)
-        finally:
-            connection.requests -= 1
-            connection.idle_since = time.monotonic()
 
     async def _wait_for_order(self, request: web.Request) -> web.StreamResponse:
         inbox, session = request[INBOX], request.headers[SESSION]
@@ -237,7 +235,7 @@ class MailboxServer:
         response = web.StreamResponse(status=200 if start == 0 else 206)
         response.content_length = size - start
         try:
-            file = order.path.open("rb")
+            file = open_file(order.path)
         except OSError as error:
             return self._report_unreadable(request[INBOX], order, error)
         with file:

@@ -8,19 +8,29 @@ import json
 import logging
 import re
 import secrets
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, plural
 from coterie.evaluation.generation import Sampling, ends_of
 from coterie.inference.streaming import StreamedText
-from coterie.serve.guards import body_of, errors_as_json, only_known_hosts, only_with_key, report
+from coterie.network.accepting import PlainListener
+from coterie.serve.guards import (
+    admitting,
+    body_of,
+    errors_as_json,
+    only_known_hosts,
+    only_with_key,
+    report,
+)
 from coterie.serve.models import Models, ServedModel
 from coterie.serve.protocol import (
     ApiError,
@@ -34,6 +44,13 @@ from coterie.serve.scheduler import Failure, Piece, Request, Scheduler
 
 BODY = 2**20
 """The maximum size of a request's body in bytes."""
+CHARACTERS = 32
+"""The maximum number of characters of a prompt per token of the limit `Limits.prompt`.
+
+A longer prompt is refused before it is tokenised. Text has far fewer characters per token.
+"""
+WRITE_SECONDS = 30.0
+"""The time after which a streamed answer is abandoned if the caller does not read it."""
 STOP_SECONDS = 5.0
 """The maximum time for sending the last replies when the server stops."""
 SILENT = logging.Logger("silent", logging.CRITICAL + 1)
@@ -73,23 +90,49 @@ def serve(models: Models, listening: socket.socket, keys: Sequence[str], limits:
         keys: The keys that requests may present; if empty, requests need no key.
         limits: The limits on requests.
     """
-    app = application(models, listening.getsockname()[0], keys, limits)
-    web.run_app(app, sock=listening, print=None, **OPTIONS)
+
+    async def until_signal() -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        with suppress(asyncio.CancelledError):
+            await serve_until_cancelled(models, listening, keys, limits)
+
+    asyncio.run(until_signal())
 
 
-def application(models: Models, host: str, keys: Sequence[str], limits: Limits) -> web.Application:
+async def serve_until_cancelled(
+    models: Models, listening: socket.socket, keys: Sequence[str], limits: Limits
+) -> None:
+    """Serve models until this coroutine is cancelled. The arguments are those of `serve`."""
+    listener = PlainListener(listening)
+    runner = web.AppRunner(application(models, listener, keys, limits), **OPTIONS)
+    await runner.setup()
+    assert runner.server is not None
+    try:
+        await listener.serve(runner.server)
+    finally:
+        await runner.cleanup()
+
+
+def application(
+    models: Models, listener: PlainListener, keys: Sequence[str], limits: Limits
+) -> web.Application:
     """Create the server's application.
 
     Args:
         models: The models.
-        host: The IP address on which the server listens.
+        listener: The listener that accepts the server's connections.
         keys: The keys that requests may present; if empty, requests need no key.
         limits: The limits on requests.
     """
     api = Api(models, limits)
     # A page of another site has no key, and a reverse proxy may pass on its own name.
+    host = listener.listening.getsockname()[0]
     check = only_with_key(keys) if keys else only_known_hosts(host)
-    app = web.Application(middlewares=[errors_as_json, check], client_max_size=BODY)
+    middlewares = [errors_as_json, check, admitting(listener)]
+    app = web.Application(middlewares=middlewares, client_max_size=BODY)
     app.router.add_get("/", page)
     app.router.add_get("/v1/models", api.list_models)
     app.router.add_get("/v1/models/{name}", api.show_model)
@@ -133,6 +176,7 @@ class Api:
         """Answer the last message of a conversation."""
         wanted = parse_request(ChatRequest, await body_of(request))
         model, turns = self._model(wanted.model), wanted.turns
+        self._check_length([turn.content for turn in turns])
         try:
             ids, markers = await asyncio.to_thread(model.chat_prompt, turns)
         except CoterieError as error:
@@ -143,6 +187,7 @@ class Api:
         """Continue a text."""
         wanted = parse_request(CompletionRequest, await body_of(request))
         model = self._model(wanted.model)
+        self._check_length([wanted.text])
         ids = await asyncio.to_thread(model.text_prompt, wanted.text)
         return await self._answer(request, wanted, model, ids, ())
 
@@ -201,6 +246,21 @@ class Api:
                 "model_not_found",
             )
         return model
+
+    def _check_length(self, texts: Sequence[str]) -> None:
+        """Refuse a prompt that is certainly too long, before it is tokenised.
+
+        Args:
+            texts: The texts of the prompt's messages. Each message takes at least one token.
+        """
+        most, length = self.limits.prompt, sum(map(len, texts))
+        if length > most * CHARACTERS or len(texts) > most:
+            raise ApiError(
+                400,
+                f"The prompt has {length} characters in {plural(len(texts), 'message')}, and the "
+                f"server accepts {most * CHARACTERS} characters and {plural(most, 'token')}.",
+                code="context_length_exceeded",
+            )
 
     def _answer_limit(self, wanted: Generation, model: ServedModel, prompt: int) -> int:
         """Return the maximum number of tokens of an answer to a prompt of a given length."""
@@ -277,7 +337,12 @@ async def send_events(
     await response.prepare(request)
 
     async def send(event: dict[str, Any]) -> None:
-        await response.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
+        data = f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+        try:
+            async with asyncio.timeout(WRITE_SECONDS):
+                await response.write(data)
+        except TimeoutError:
+            raise ConnectionResetError from None
 
     try:
         for event in reply.opening():

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from coterie.network.accepting import PlainListener
 from coterie.serve.protocol import ApiError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -40,17 +41,47 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ApiError as error:
-        return web.json_response(error.body(), status=error.status)
+        return error_response(error)
     except web.HTTPException as error:
         message = {404: "There is no such endpoint.", 405: "The method is not allowed."}
         text = message.get(error.status, f"{error.reason}.")
-        return web.json_response(ApiError(error.status, text).body(), status=error.status)
+        return error_response(ApiError(error.status, text))
     except (ConnectionError, web.RequestPayloadError):
         raise web.HTTPBadRequest from None  # the client has disconnected
     except Exception as error:
         report(error)
-        failure = ApiError(500, "The server failed; its log names the error.")
-        return web.json_response(failure.body(), status=500)
+        return error_response(ApiError(500, "The server failed; its log names the error."))
+
+
+def error_response(error: ApiError) -> web.Response:
+    """Return a response that reports an error, and that closes the connection."""
+    response = web.json_response(error.body(), status=error.status)
+    response.force_close()
+    return response
+
+
+def admitting(listener: PlainListener) -> Any:
+    """Return a middleware that admits the connections of requests that other checks permit.
+
+    The page is public, so a request for the page does not admit its connection, which is closed.
+
+    Args:
+        listener: The listener that accepts the connections.
+    """
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/":
+            response = await handler(request)
+            response.force_close()
+            return response
+        connection = listener.permit(request.transport)
+        if connection is None:
+            raise ApiError(503, "The server has too many connections; try again later.")
+        with connection.request():
+            return await handler(request)
+
+    return admit
 
 
 def only_known_hosts(host: str) -> Any:

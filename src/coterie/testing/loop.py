@@ -12,7 +12,7 @@ from coterie.bases import is_local, load_skeleton
 from coterie.config.run import RunConfig
 from coterie.deployment.client import Worker
 from coterie.deployment.server import ServerRun
-from coterie.deployment.site import Site
+from coterie.deployment.site import Site, run_folder
 from coterie.deployment.status import ServerWatch
 from coterie.federation.participants import served
 from coterie.messages import Message, State
@@ -173,7 +173,7 @@ def folder(run: RunConfig, out: Path, name: str) -> RunFolder:
         out: The folder that contains the run folder.
         name: The client's name.
     """
-    return RunFolder(out / f"{run.name}-{name}-{RUN[:8]}")
+    return run_folder(site(run, name, out), RUN)
 
 
 def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
