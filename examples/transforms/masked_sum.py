@@ -30,6 +30,7 @@ class MaskedSum(Reduction):
     summary: ClassVar[str] = "uploads under pairwise masks that cancel in their sum"
     private: ClassVar[bool] = True
     sealed: ClassVar[bool] = True
+    forwards: ClassVar[str] = "public keys, from which masks are derived"
     before: ClassVar[tuple[str, ...]] = ("keys",)
     least: ClassVar[int] = 2
 

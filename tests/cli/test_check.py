@@ -99,6 +99,8 @@ def test_a_client_that_can_take_part(place, tmp_path: Path, monkeypatch) -> None
         "memory      ok",
         "sent        ok",
         "LoRA pairs of the generalists",
+        "passed on to other clients: nothing",
+        "privacy: no noise is added to anything",
         "time        ok      ",
         "This client can take part",
     ):

@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from coterie.cli import console as module
-from coterie.cli.console import Board, ClientBoard, JsonLines
+from coterie.cli.console import Board, ClientBoard, Estimate, JsonLines
+from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat
 from coterie.deployment.status import Monitor
 from coterie.messages import Field, Schema
+from coterie.messages.envelope import Order
 from coterie.runs import RunFolder
 
 
@@ -40,6 +42,7 @@ def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
             "chloe": Seat(joined=True),
             "dan": Seat(present="3", joined=True),
             "eve": Seat(present="4", joined=True, stopped=True),
+            "fay": Seat(declined=True),
         }
         monitor.shows(seats, {"dan"})
     text = shown(console)
@@ -55,6 +58,7 @@ def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
         "chloe": "away",
         "dan": "working",
         "eve": "stopped",
+        "fay": "declined",
     }
 
 
@@ -83,7 +87,9 @@ def test_lines_without_a_terminal_can_be_json(console) -> None:
     assert json.loads(JsonLines().format(record))["message"] == "lost 3"
 
 
-def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
+def test_a_client_shows_what_leaves_and_how_far_it_is(console, monkeypatch) -> None:
+    facts = [("passed on to other clients", "nothing"), ("privacy", "no noise")]
+    monkeypatch.setattr(module, "protection", lambda _: facts)
     schema = Schema(
         (Field("size", "how much there is", "json"),),
         (
@@ -108,6 +114,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
     assert text.startswith("Data: texts duplicated")
     assert "  trained on this machine: LoRA on B\n" in text
     assert "leaves this machine once: how much there is" in text
+    assert "  passed on to other clients: nothing\n  privacy: no noise\n" in text
     assert text.count("leaves this machine every exchange: the averaged part") == 1
     assert "leaves this machine every exchange: what a transform adds\n" in text
     assert "round 1/2: loss 2.500, 999 bytes up, 1.5 kB down, about" in text
@@ -116,6 +123,7 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console) -> None:
 
 
 def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> None:
+    monkeypatch.setattr(module, "protection", lambda _: [])
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     part = SimpleNamespace(schema=Schema((), ()), covered=())
@@ -152,3 +160,61 @@ def test_a_client_warns_of_a_validation_loss_that_jumps(console) -> None:
     assert "validation loss is 8.80 after round 3, but 4.90 for the best model so far" in shown(
         console
     )
+
+
+@pytest.fixture
+def asked(console, config, monkeypatch):
+    """A function that asks a user with given answers, and returns the agreement and the output."""
+
+    def ask(run: RunConfig, *answers: str, estimate: Estimate | None = None) -> tuple[bool, str]:
+        left = iter(answers)
+
+        def answer(*_: object) -> str:
+            try:
+                return next(left)
+            except StopIteration:
+                raise EOFError from None
+
+        monkeypatch.setattr("builtins.input", answer)
+        header = {"run": "0" * 16, "client": "poet", "kind": "join", "round": 0, "clients": 3}
+        order = Order(**header, config=run.visible_to("poet"))
+        with ClientBoard(console, lambda *_: estimate or Estimate()) as board:
+            return board.agrees(order, run), shown(console)
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("answers", "agrees", "shows"),
+    [
+        (["y"], True, False),
+        (["n"], False, False),
+        (["what", "show", "y"], True, True),
+        ([], False, False),  # the end of the input
+        (["show"], False, True),
+    ],
+)
+def test_a_user_agrees_or_declines_or_sees_all_settings(
+    answers, agrees, shows, asked, config
+) -> None:
+    answer, text = asked(config(), *answers)
+    assert answer == agrees
+    assert ("method.lora.alpha" in text) == shows
+    assert "the server is told that you declined" in " ".join(text.split())
+
+
+def test_the_question_names_few_settings_and_what_others_receive(asked, config) -> None:
+    estimate = Estimate(2 * 10**9, 5 * 2**19, 2**20, ("LoRA on A in all 2 layers",))
+    for method, passed_on in (
+        ("auto", "in trials: LoRA pairs on attention; number of training tokens"),
+        ("fedavg", "nothing"),
+    ):
+        lines = {
+            line.partition("  ")[0]: " ".join(line.partition("  ")[2].split())
+            for line in asked(config(method=method), "y", estimate=estimate)[1].splitlines()
+        }
+        assert lines["passed on to other clients"].startswith(passed_on[:40])
+        assert lines["privacy"] == "no noise is added to anything"
+        assert lines["trained"] == "LoRA on A in all 2 layers"
+        assert lines["traffic"].startswith("in an exchange, at most 2.5 MiB up and 1.0")
+        assert "settings" not in lines

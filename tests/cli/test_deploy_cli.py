@@ -7,6 +7,7 @@ import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +15,8 @@ from ports import free_port
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.cli import deploy as deploy_cli
+from coterie.cli.console import Estimate
 from coterie.config.deployed import load_deployment, load_with_any_text
 from coterie.config.values import read_values
 from coterie.errors import CoterieError
@@ -182,3 +185,28 @@ def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:
 def test_a_deployed_run_is_not_resumed_by_another_engine(config, tmp_path) -> None:
     deploy(config(rounds=1), tmp_path)
     assert "coterie server --resume" in complaint("run", "--resume", tmp_path / "server")
+
+
+def test_a_user_who_declines_is_told_what_happens(keys, monkeypatch) -> None:
+    worker = SimpleNamespace(declined=True, error="You declined the run. More.", run=None)
+    monkeypatch.setattr("coterie.deployment.mailbox.take_part", lambda *_: worker)
+    key, text = keys / "anna.key", keys / "keys"
+    options = ["--server", "x:1", "--key", str(key), "--data", str(text), "--yes"]
+    result = CliRunner().invoke(app, ["client", *options])
+    assert result.exit_code == 0, result.output
+    assert "You declined the run. More." in result.output
+
+
+def test_the_needs_of_a_run_are_shown_before_a_client_agrees(config) -> None:
+    for method, memory in (("fedavg", True), ("fedprompt", False)):
+        needs = [deploy_cli._estimate("poet", config(method=method), n) for n in (2, 5)]
+        assert (needs[0].memory is not None) == memory
+        assert needs[0].up
+        assert needs[0].down == needs[1].down
+    few, many = (deploy_cli._estimate("poet", config(method="pcl-1"), n) for n in (2, 5))
+    assert few.up == many.up
+    assert few.down == few.up  # the upload of the other client
+    assert many.down == 4 * (few.down or 0)
+    assert any("GPT2MLP" in line for line in few.trained)
+    nowhere = config(base="no/such-base", method="fedavg")
+    assert deploy_cli._estimate("poet", nowhere, 2) == Estimate()

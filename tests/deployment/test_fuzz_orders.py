@@ -59,13 +59,15 @@ def check(folder: Path, seed: int, count: int) -> None:
             assert body == b""
             assert reply.fault in FAULT_MESSAGES
             found[str(reply.fault)] += 1
-            if reply.fault == "terms":  # it got so far as to be shown to somebody
+            if reply.fault == "declined":  # it got so far as to be shown to somebody
                 differences(agreed, requested_terms(unseal(Order, data)[0]))
         except CoterieError:
             found["no order"] += 1
         except BaseException as error:
             raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
-    assert min(found["terms"], found["failed"] + found["refused"], found["no order"]) > count / 50
+    assert (
+        min(found["declined"], found["failed"] + found["refused"], found["no order"]) > count / 50
+    )
     assert not list(folder.iterdir())
 
 

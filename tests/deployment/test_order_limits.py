@@ -142,7 +142,7 @@ def test_few_new_runs_are_begun_without_a_person(ended, config, tmp_path) -> Non
         faults.append(reply.fault)
         if ended:
             end(tmp_path)
-    assert faults == [None] * MAX_RUNS + ["terms"] * 2
+    assert faults == [None] * MAX_RUNS + ["limits"] * 2
     assert clients[-1].finished
     assert "start this client again" in clients[-1].error
     assert len(list(tmp_path.glob("*poet*/run.json"))) == MAX_RUNS
@@ -162,7 +162,7 @@ def test_few_bases_are_loaded_for_runs_that_do_not_begin(config, tmp_path) -> No
     ]
     place = replace(site(config(base="tiny-gpt2"), "poet", tmp_path), base=None)
     _, replies = asked(config(), place, *orders[:3], orders[0], orders[3])
-    assert [reply.fault for reply in replies] == ["base"] * 4 + ["terms"]
+    assert [reply.fault for reply in replies] == ["base"] * 4 + ["limits"]
     assert not list(tmp_path.glob("*/run.json"))
 
 
@@ -185,7 +185,7 @@ def test_unfinished_runs_are_limited_on_disk(config, tmp_path) -> None:
             (folder / "run.json").write_text("{}")
     place = replace(site(run, "poet", tmp_path), asks=True)
     worker, [reply] = asked(run, place, order(run))
-    assert reply.fault == "terms"
+    assert reply.fault == "limits"
     assert "delete the folders" in worker.error
     (tmp_path / f"poet-{0:016x}" / "result.json").write_text("{}")
     _, [reply] = asked(run, place, order(run))
@@ -214,7 +214,7 @@ COSTLY = [
 def test_what_no_machine_bears_is_refused_whoever_agrees(changes, named, config, tmp_path) -> None:
     run = config()
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(config(**changes)))
-    assert reply.fault == "terms"
+    assert reply.fault == "limits"
     assert named in worker.error
     assert not list(tmp_path.glob("*poet*/run.json"))
 
@@ -248,6 +248,9 @@ def test_a_person_is_asked_about_each_further_run(pinned, config, tmp_path) -> N
     assert [reply.fault for reply in replies] == [None] * len(orders)
     assert shown == [each.run for each in orders[MAX_RUNS if pinned else 0 :]]  # once for each run
     assert not worker.error
+    further = orders[0].model_copy(update={"run": "a" * 16})
+    worker, [reply] = asked(run, replace(place, agrees=lambda *_: False), further)
+    assert (reply.fault, worker.declined) == ("declined", True)
 
 
 def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
@@ -259,7 +262,7 @@ def test_the_runs_of_a_client_have_a_bound_in_bytes(config, tmp_path) -> None:
     with (folder / "large").open("wb") as file:
         file.truncate(MAX_DISK + 1)  # a sparse file
     worker, [reply] = asked(run, site(run, "poet", tmp_path), order(run))
-    assert reply.fault == "terms"
+    assert reply.fault == "limits"
     assert "32 GiB" in worker.error
 
 

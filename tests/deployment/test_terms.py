@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from coterie.config.deployed import load_agreed
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
-from coterie.deployment.status import ServerWatch
+from coterie.deployment.status import ServerWatch, Status
 from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
 from coterie.federation.participants import public_digest
@@ -100,8 +101,9 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert replies[0].fault is None
     [words] = questions
     assert words["method"].startswith("comigs-1g1s: ")
-    assert "LoRA pairs of the generalists" in words["sent"].splitlines()[1]
-    assert words["losses"] == "stay on this machine"
+    assert "LoRA pairs of the generalists" in words["sent to the server"].splitlines()[1]
+    assert words["passed on to other clients"] == "nothing"
+    assert words["losses"].endswith("stay on this machine")
     worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
     assert replies[0].fault == "terms"
     assert CHANGES[shares] in worker.error
@@ -131,8 +133,10 @@ def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     worker = Worker(asking)
     answer = worker.answer(sealed(order(run)))
     reply, body = unseal(Reply, answer)
-    assert (reply.fault, reply.base, body) == ("terms", "", b"")
-    assert worker.error == "The run was not agreed to. Nothing more was sent."
+    assert (reply.fault, reply.base, body) == ("declined", "", b"")
+    assert worker.declined
+    assert worker.finished
+    assert worker.error.startswith("You declined the run. The server was told that you declined")
     assert not list(tmp_path.glob("*poet*"))
 
 
@@ -261,7 +265,41 @@ def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
             notes.append(text)
 
     server(run, tmp_path / "server", Loop(clients), Notes()).rounds()
-    assert f"poet could not join: {FAULT_MESSAGES['terms']}" in notes
+    assert "poet declined to take part in the run" in notes
+    assert RunFolder(tmp_path / "server").result is not None
+    states = {n: c.state for n, c in Status.read(RunFolder(tmp_path / "server")).clients.items()}
+    assert states["poet"] == "declined"
+
+
+def test_a_client_that_declined_can_be_asked_again(config, tmp_path) -> None:
+    run = config(deployment={"quorum": 3, "deadline": 60}, rounds=1)
+    clients, notes = workers(run, tmp_path), list[str]()
+    agreeing = clients["poet"]
+    clients["poet"] = Worker(replace(agreeing.site, agrees=lambda *_: False))
+    seen: list[str] = []
+
+    class Watch(ServerWatch):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+        def show(self, status: Status) -> None:
+            seen.append(status.clients["poet"].state)
+
+    def leave(loop: Loop) -> None:
+        assert clients["poet"].declined
+        loop.away.add("poet")  # its process ends
+
+    def ask_again(loop: Loop) -> None:
+        assert "round 1: waiting for poet (declined)" in run_server.monitor.status.waiting
+        loop.reconnect("poet", agreeing)
+
+    loop = Loop(clients, events={4: leave, 8: ask_again})
+    run_server = server(run, tmp_path / "server", loop, Watch())
+    run_server.rounds()
+    assert "poet declined to take part in the run" in notes
+    assert [state for n, state in enumerate(seen) if state != seen[n - 1]][:3] == [
+        *("joining", "declined", "joining")
+    ]
     assert RunFolder(tmp_path / "server").result is not None
 
 

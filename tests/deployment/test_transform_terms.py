@@ -59,10 +59,10 @@ def test_each_upload_is_counted_once(noisy, tmp_path) -> None:
 
 
 def test_the_agreement_names_transforms_and_what_they_spend(noisy) -> None:
-    told = dict(in_words(order_to_join(noisy), noisy))
-    assert told["transforms"].startswith("clipped_gaussian: ")
-    assert told["privacy"].endswith("epsilon 8, delta 1e-05")
-    assert told["plugins"].startswith("gaussian.py ")
+    shown = dict(in_words(order_to_join(noisy), noisy))
+    assert shown["transforms"].startswith("clipped_gaussian: ")
+    assert "epsilon 8 and delta 1e-05 for the whole run" in shown["privacy"]
+    assert shown["plugins"].startswith("gaussian.py ")
 
 
 def test_a_client_needs_the_same_file(noisy) -> None:

@@ -70,6 +70,7 @@ def test_a_pooled_model_is_exported_under_any_name(finished, in_this_process, tm
         card = (done.path / "README.md").read_text()
         assert "one model, trained on the texts of all clients together" in card
         assert "Method: `centralized`, with 3 clients" in card
+        assert "assed on to other clients" not in card
         assert ("perplexity" in card) == (client == "poet")  # the test text is a client's
     assert weights(tmp_path / "everyone") == weights(tmp_path / "poet")
 
@@ -99,7 +100,13 @@ def private_words_are_absent(folder: Path, run: Path, base: str) -> None:
     card = (folder / "README.md").read_text()
     _, metadata, text = card.split("---\n", 2)
     assert yaml.safe_load(metadata)["license"] == "unknown"
-    for expected in (f"Base: {base}; licence of the base: unknown", "with 3 clients", "perplexity"):
+    for expected in (
+        f"Base: {base}; licence of the base: unknown",
+        "with 3 clients",
+        "perplexity",
+        "- Passed on to other clients: nothing.",
+        "- Privacy: no noise is added to anything.",
+    ):
         assert expected in text
 
 

@@ -7,8 +7,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from coterie.analysis.audit import NEVER, SHARED, STAYS, WAYS, WHOLE, _declared, audit_run
+from coterie.analysis.audit import (
+    NEVER,
+    OTHERS,
+    SHARED,
+    STAYS,
+    WAYS,
+    WHOLE,
+    _declared,
+    audit_run,
+)
 from coterie.analysis.tables import Table
+from coterie.federation.statements import FORWARDED, PRIVACY
 from coterie.messages import Field, Message, MessageError, Schema
 from coterie.messages.envelope import Reply, unseal
 from coterie.methods.adapter import AdapterServer
@@ -31,7 +41,7 @@ def audited(config, **changes) -> dict[str, Table]:
     declared, *tables = audit_run(config(**changes))
     tables = [table for table in tables if not table.title.startswith("metrics")]
     found = {table.title.removeprefix("diarist, poet, whaler: "): table for table in tables}
-    assert found.keys() == {"trained layers", *WAYS.values(), STAYS}
+    assert found.keys() == {OTHERS, "trained layers", *WAYS.values(), STAYS}
     return {**found, "declared": declared}
 
 
@@ -78,6 +88,9 @@ def test_values_of_the_last_exchange_stay_and_the_others_uploads_are_counted_tog
         twice = {(what, 2 * count) for what, count in adapter}
         assert kinds(found[WAYS["down"]], f"others' {group}") == twice
     assert kinds(found[STAYS], "start") == adapter
+    others = {row[0]: row[1] for row in found[OTHERS].rows}
+    assert "change of the adapter since the last exchange" in others[FORWARDED]
+    assert others[PRIVACY] == "no noise is added to anything"
     (whole,) = [row for row in found[WAYS["down"]].rows if row[0] == WHOLE]
     assert whole[-1].startswith("≤")  # the others' names differ in length
 

@@ -8,7 +8,7 @@ next exchange starts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -207,9 +207,11 @@ class Contexts:
 
 def _with_values(stage: Stage, schema: Schema) -> Schema:
     """Extend a schema with the JSON values that a transform adds to messages."""
-    value = Field(stage.transform.name, stage.transform.summary, "json")
+    transform = stage.transform
+    value = Field(transform.name, transform.summary, "json")
+    forwarded = replace(value, description=transform.forwards, peers=True)
 
-    def added(fields: Sequence[Field], *hooks: str) -> tuple[Field, ...]:
+    def added(fields: Sequence[Field], value: Field, *hooks: str) -> tuple[Field, ...]:
         if not stage.has(*hooks):
             return tuple(fields)
         # Some methods declare this value, too.
@@ -217,9 +219,9 @@ def _with_values(stage: Stage, schema: Schema) -> Schema:
         return (*others, value)
 
     return Schema(
-        added(schema.hello, "declare"),
-        added(schema.up, "declare", "answer"),
-        added(schema.down, "tell"),
+        added(schema.hello, value, "declare"),
+        added(schema.up, value, "declare", "answer"),
+        added(schema.down, forwarded if transform.forwards else value, "tell"),
     )
 
 

@@ -59,6 +59,9 @@ class Transform(Section):
     """Whether the transform also encodes downloads."""
     sealed: ClassVar[bool] = False
     """Whether the server can decode only the reduction of all uploads, but no individual upload."""
+    forwards: ClassVar[str] = ""
+    """A few words on the values of single clients that `tell` passes on to other clients, shown by
+    audits and consent prompts; empty if there are none."""
     before: ClassVar[tuple[str, ...]] = ()
     """The names of additional phases before training, each with one download and one upload."""
     least: ClassVar[int] = 1

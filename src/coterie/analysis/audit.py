@@ -14,6 +14,7 @@ from coterie.analysis.trial import first_exchange, start
 from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
+from coterie.federation.statements import protection
 from coterie.messages import Field, Json, Message, Schema, State
 from coterie.messages.names import CHANGE, LEFT_OUT, SECONDS
 from coterie.messages.schema import Reduce, Way
@@ -29,6 +30,7 @@ REDUCTIONS: dict[Reduce, str] = {
     "rows": "averaged over clients, with several sets of weights",
     "each": "not averaged",
 }
+OTHERS = "what reaches other clients, and what noise protects"
 CONTENTS = ("group or value", "contents", "tensors", "dtype", "bytes")
 STAYS = "stays on the client"
 NEVER = (
@@ -55,6 +57,7 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
     """
     run = start(Session(config), config)
     yield _declared(run)
+    yield Table(OTHERS, ("subject", "contents"), protection(config))
     yield _coverage(run)
     shared = config.deployment.share_metrics
     stays_note = SHARED if shared else NEVER

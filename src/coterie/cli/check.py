@@ -28,6 +28,7 @@ from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
 from coterie.federation.sizes import MiB, check_run
+from coterie.federation.statements import protection
 from coterie.network.address import listen
 from coterie.network.client import first_order
 from coterie.network.keys import Credentials, Keys
@@ -128,6 +129,8 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         texts = dict.fromkeys(field.description for field in config.method.schema().up)
         fields = "; ".join(texts) or "nothing"
         _line("sent", "ok", f"{size(step.up)} up per round ({fields}), {size(step.down)} down")
+        for subject, text in protection(config):
+            _line("", "-", f"{subject}: {text}")
         seconds = step.step * config.training.steps
         round, run = (timedelta(seconds=int(s)) for s in (seconds, seconds * config.exchanges))
         estimate = f"{step.step:.2f} s per step, {round} per round, {run} in all"

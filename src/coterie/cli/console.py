@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from statistics import median_low
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.filesize import decimal as size
 from rich.live import Live
-from rich.prompt import Confirm
+from rich.prompt import Prompt
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -23,8 +24,13 @@ from coterie.deployment.status import ServerWatch
 from coterie.deployment.status import Status as RunStatus
 from coterie.deployment.terms import flat
 from coterie.errors import plural
+from coterie.federation.sizes import MiB
+from coterie.federation.statements import protection, statements
 from coterie.messages.envelope import Order
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
+
+WIDEST = 40
+"""The greatest width of the subjects of a description, in characters."""
 
 
 class Board(LiveDisplay[Live], ServerWatch):
@@ -96,16 +102,31 @@ def time_of_day(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%H:%M:%S}"
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """The needs of a client's part of a run, computed before the run."""
+
+    memory: int | None = None
+    """The memory of the client's process on a CPU, in bytes; None if it is unknown."""
+    up: int | None = None
+    """The largest upload, in bytes; None if it is unknown."""
+    down: int | None = None
+    """The largest download, in bytes; None if it is unknown."""
+    trained: tuple[str, ...] = ()
+    """Descriptions of the trained layers; empty if they are unknown."""
+
+
 class ClientBoard(LiveDisplay[Status]):
     """The client's output: a line for each event and, on a terminal, a status line.
 
     Args:
-        estimate: Function that returns the number of bytes of memory that a run needs. It returns
-            None if this number is unknown.
+        estimate: Function that returns the needs of a run with a given number of clients.
     """
 
     def __init__(
-        self, console: Console, estimate: Callable[[RunConfig], int | None] = lambda _: None
+        self,
+        console: Console,
+        estimate: Callable[[RunConfig, int], Estimate] = lambda *_: Estimate(),
     ) -> None:
         super().__init__(console, Status("connecting to the server", console=console))
         self.estimate = estimate
@@ -140,6 +161,8 @@ class ClientBoard(LiveDisplay[Status]):
                 for when, texts in value.part.schema.described().items():
                     for text in texts:
                         self._say(f"  leaves this machine {when}: {text}")
+                for subject, text in protection(value.config):
+                    self._say(f"  {subject}: {text}")
             case "warning":
                 self._say(value)
             case "fault":
@@ -164,17 +187,25 @@ class ClientBoard(LiveDisplay[Status]):
     def agrees(self, order: Order, config: RunConfig) -> bool:
         """Show the run that the client is asked to join, and prompt the user for agreement."""
         self.live.stop()
-        table = Table.grid(padding=(0, 2))
-        for subject, text in in_words(order, config, self.estimate(config)):
-            table.add_row(subject, Text(text))
+        estimate = self.estimate(config, order.clients or 1)
         self.console.print("The server asks you to take part in this run:")
-        self.console.print(table)
-        answer = Confirm.ask(
-            "Your agreement holds for this run only. Do you agree to take part?",
-            console=self.console,
+        self.console.print(_grid(in_words(order, config, estimate)))
+        self.console.print(
+            "Your agreement holds for this run only. If you decline, the server is told that you "
+            "declined, and nothing else."
         )
+        while (answer := self._answer()) == "show":
+            self.console.print(_grid(settings_in_words(order)))
         self.__enter__()
-        return answer
+        return answer == "y"
+
+    def _answer(self) -> str:
+        """Prompt the user for `y`, `n` or `show`. The end of the input means `n`."""
+        question = "Do you agree to take part? (show: all settings)"
+        try:
+            return Prompt.ask(question, choices=["y", "n", "show"], console=self.console)
+        except EOFError:
+            return "n"
 
     def _step(self, round: int) -> None:
         """Print a line about a round for which the client has completed its training.
@@ -195,43 +226,65 @@ class ClientBoard(LiveDisplay[Status]):
         self.live.update("waiting for the server")
 
 
-def in_words(order: Order, config: RunConfig, memory: int | None = None) -> list[tuple[str, str]]:
+def _grid(rows: list[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(max_width=WIDEST)
+    for subject, text in rows:
+        table.add_row(Text(subject), Text(text))
+    return table
+
+
+def settings_in_words(order: Order) -> list[tuple[str, str]]:
+    """Return (key, value) pairs of all settings of the run that an order asks a client to join."""
+    return [
+        (key, value if isinstance(value, str) else json.dumps(value))
+        for key, value in flat(order.config or {})
+    ]
+
+
+def in_words(
+    order: Order, config: RunConfig, estimate: Estimate | None = None
+) -> list[tuple[str, str]]:
     """Return (subject, text) pairs that describe a run to the user who is asked to agree to it.
 
     Args:
         order: The server's order to join the run.
         config: The run as the client sees it.
-        memory: The estimated memory of the client's process on a CPU, in bytes; None if unknown.
+        estimate: The needs of the client's part of the run; None if they are unknown.
     """
-    method, schema, training = config.method, config.aggregating().schema, config.training
-    settings = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in flat(method.described())
-        if key != "name"
-    ]
+    method, training, estimate = config.method, config.training, estimate or Estimate()
     texts = {
         "run": config.name,
         "method": f"{method.name}: {method.summary}",
-        "settings": ", ".join(settings),
+        "base": str(config.base),
+        "trained": "\n".join(estimate.trained),
         "training": f"{plural(config.rounds, 'round')} of {plural(training.steps, 'step')} of "
         f"{plural(training.batch, 'sample')}",
-        **costs_in_words(config, memory),
-        "base": str(config.base),
-        "sent": "\n".join(f"{when}: {'; '.join(t)}" for when, t in schema.described().items()),
+        **dict(statements(config)),
         "transforms": "; ".join(f"{t.name}: {t.summary}" for t in config.transforms),
-        "privacy": "; ".join(
-            f"{budget.description}: epsilon {budget.epsilon:g}, delta {budget.delta:g}"
-            for budget in config.budgets
-        ),
         "losses": "sent to the server, with all other metrics"
         if config.deployment.share_metrics
-        else "stay on this machine",
+        else "on this client's texts, they stay on this machine",
+        "traffic": traffic_in_words(config, estimate),
+        **costs_in_words(config, estimate.memory),
         "public text": order.public or "",
         "plugins": "; ".join(
             sorted({f"{p.file} {p.sha256[:16]}" for p in (order.plugins or {}).values()})
         ),
     }
     return [(subject, text) for subject, text in texts.items() if text]
+
+
+def traffic_in_words(config: RunConfig, estimate: Estimate) -> str:
+    """Describe the sizes of a client's messages; the result is empty if they are unknown."""
+    if estimate.up is None or estimate.down is None:
+        return ""
+    schema = config.aggregating().schema
+    up, down = estimate.up / MiB, estimate.down / MiB
+    texts = [f"at most {up:,.1f} MiB up and {down:,.1f} MiB down"] if up or down else []
+    if any(not isinstance(field.dtype, str) for field in (*schema.up, *schema.down)):
+        texts.append("predictions, whose size depends on the public text")
+    return f"in an exchange, {' and '.join(texts)}" if texts else ""
 
 
 def costs_in_words(config: RunConfig, memory: int | None = None) -> dict[str, str]:

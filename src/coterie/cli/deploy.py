@@ -28,8 +28,9 @@ from coterie.cli.options import (
 from coterie.errors import CoterieError, imports_for
 
 if TYPE_CHECKING:
+    from coterie.cli.console import Estimate
     from coterie.config.run import RunConfig
-    from coterie.deployment.client import SiteRun
+    from coterie.deployment.client import SiteRun, Worker
     from coterie.deployment.terms import Terms
     from coterie.network.keys import Credentials
     from coterie.privacy.ledger import Budget
@@ -237,14 +238,11 @@ def client(
         )
     with _stoppable("Progress is saved. To resume, run the same command."):
         terminal.say(f"{credentials.name}: connecting to {server}")
-        with ClientBoard(terminal.console, partial(_memory, client=credentials.name)) as board:
+        with ClientBoard(terminal.console, partial(_estimate, credentials.name)) as board:
             if not yes:
                 site = replace(site, agrees=board.agrees)
             worker = take_part(server, credentials, site, board, threading.Event())
-    if worker.error:
-        raise CoterieError(worker.error)
-    if worker.run is not None:
-        _show(worker.run, credentials.name)
+    _report(worker, credentials.name)
 
 
 def terms_of(
@@ -283,16 +281,46 @@ def terms_of(
     return agreed_terms(config, client), limit
 
 
-def _memory(config: "RunConfig", client: str) -> int | None:
-    """Return the memory in bytes that a client needs for a run, or None if it is unknown."""
-    from coterie.analysis.need import need_of
+def _estimate(client: str, config: "RunConfig", clients: int) -> "Estimate":
+    """Return what a client needs for a run with a number of clients, as far as it is known."""
+    from coterie.adapters.coverage import coverage
+    from coterie.analysis.need import shapes_of
+    from coterie.bases import load_skeleton
     from coterie.bases.devices import device_type
+    from coterie.cli.console import Estimate
+    from coterie.federation.sizes import message_sizes
+    from coterie.methods.adapter import AdapterMethod
 
+    method, memory = config.method, None
     try:
-        need = need_of(config, client, device_type(config.device))
+        shapes = shapes_of(config, client)
+        if shapes is not None:
+            memory = shapes.need(config, device_type(config.device)).memory
+            base, parameters = shapes.skeleton, shapes.side.parameters()
+        elif isinstance(method, AdapterMethod):
+            base = load_skeleton(config.base, config.root)
+            parameters = method.adapter(base, config.seed, client).parameters()
+        else:
+            return Estimate()
     except CoterieError:  # about the base; raised again when the client joins the run
-        return None
-    return None if need is None else need.memory
+        return Estimate()
+    sizes = message_sizes(config, parameters, clients)
+    up, down = sizes.largest("up").tensors, sizes.largest("down").tensors
+    return Estimate(memory, up, down, coverage(base, parameters.values()).lines())
+
+
+def _report(worker: "Worker", client: str) -> None:
+    """Print how a client's run ended.
+
+    Raises:
+        CoterieError: The client left without the run's result, and its user did not decline.
+    """
+    if worker.declined:
+        terminal.say(worker.error)
+    elif worker.error:
+        raise CoterieError(worker.error)
+    elif worker.run is not None:
+        _show(worker.run, client)
 
 
 def _show(run: "SiteRun", client: str) -> None:

@@ -25,16 +25,9 @@ from coterie.bases import Base, load_base
 from coterie.bases.devices import names_of
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
+from coterie.deployment import terms
 from coterie.deployment.orders import Orders, check_round
-from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import (
-    budget_excess,
-    disagreement,
-    extra_plugin,
-    public_text_mismatch,
-    requested_terms,
-    version_mismatch,
-)
+from coterie.deployment.site import Declined, Site, ledger_of, run_folder
 from coterie.engines.results import result
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged, Unwritable
@@ -71,6 +64,8 @@ class Worker:
         self.finished = False
         self.error = ""
         """The reason why the client left without the run's result; empty if there is none."""
+        self.declined = False
+        """Whether the client left because its user declined the run."""
 
     def answer(self, data: bytes) -> bytes:
         """Return the serialised reply to an order.
@@ -83,6 +78,9 @@ class Worker:
         order, body = unseal(Order, data)
         try:
             return self._obey(order, body)
+        except Declined as raised:
+            self.finished, self.declined, self.error = True, True, str(raised)
+            return self._reply(order, fault="declined")
         except CoterieError as raised:
             error, fault = raised, FAULTS.get(type(raised), "failed")
         if order.kind == "join" and not isinstance(error, MessageError | Unwritable):
@@ -122,22 +120,22 @@ class Worker:
         return self._reply(order, entries=entries)
 
     def _join(self, order: Order) -> bytes:
-        if reason := version_mismatch(order):
+        if reason := terms.version_mismatch(order):
             fault = "protocol" if order.protocol != PROTOCOL else "plugin"
             return self._refuse(order, fault, reason)
         config = self.site.config(order)
-        if reason := extra_plugin(order, config):
+        if reason := terms.extra_plugin(order, config):
             return self._refuse(order, "plugin", reason)
         folder = run_folder(self.site, order.run)
         if reason := self._disagreement(order, config, folder):
             return self._refuse(order, "terms", reason)
-        if reason := public_text_mismatch(order, config):
+        if reason := terms.public_text_mismatch(order, config):
             return self._refuse(order, "public", reason)
         ledger = ledger_of(self.site, order.run)
-        if reason := budget_excess(config.budgets, ledger):
+        if reason := terms.budget_excess(config.budgets, ledger):
             return self._refuse(order, "budget", reason)
         if reason := self.orders.refusal(order, config, folder):
-            return self._refuse(order, "terms", reason)
+            return self._refuse(order, "limits", reason)
         torch.set_num_threads(config.threads or torch.get_num_threads())
         base = self._base(config)
         if order.base not in ("", base.digest):
@@ -153,14 +151,16 @@ class Worker:
         """Return how the requested run differs from the terms that the user has agreed to.
 
         If there is no difference, return None. If the user has not agreed to any terms yet, ask the
-        user to agree to the run.
+        user to agree to the run, and raise Declined if the user does not agree.
         """
         recorded = folder.description.get("agreed") if folder.is_run else None
-        agreements = [terms for terms in (recorded, self.site.agreed) if terms is not None]
-        for terms in agreements:
-            if reason := disagreement(terms, order):
+        agreements = [agreed for agreed in (recorded, self.site.agreed) if agreed is not None]
+        for agreed in agreements:
+            if reason := terms.disagreement(agreed, order):
                 return reason
-        return None if agreements or self.site.agrees(order, config) else "was not agreed to"
+        if not agreements:
+            self.site.ask(order, config)
+        return None
 
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
         """Return a reply that refuses to join a run.
@@ -173,7 +173,7 @@ class Worker:
             reason: The reason, as the predicate of a sentence whose subject is "the run".
         """
         self.finished = self.finished or fault in LEAVES
-        if fault in ("terms", "budget"):
+        if fault in ("terms", "limits", "budget"):
             self.error = f"The run {reason}. Nothing more was sent."
         sentence = f"the run {reason}"
         log.error(sentence)
@@ -252,7 +252,7 @@ class SiteRun:
         if not folder.is_run:
             extra = {
                 "run": self.id,
-                "agreed": requested_terms(order),
+                "agreed": terms.requested_terms(order),
                 "device": names_of(config.device),
             }
             extra |= described_templates(config, {config.base: base.tokenizer}) | config.adapters()

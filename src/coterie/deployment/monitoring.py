@@ -44,7 +44,7 @@ def values_of(status: Status) -> Iterator[tuple[str, str | None, float | None]]:
     yield "coterie_remaining_seconds", None, status.seconds_left
     yield "coterie_status_timestamp_seconds", None, status.updated
     for name, client in sorted(status.clients.items()):
-        yield "coterie_client_present", name, client.state != "away"
+        yield "coterie_client_present", name, client.state not in ("away", "declined")
         yield "coterie_client_received_bytes_total", name, client.bytes_up
         yield "coterie_client_sent_bytes_total", name, client.bytes_down
         yield "coterie_client_last_reply_timestamp_seconds", name, client.last_reply

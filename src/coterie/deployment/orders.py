@@ -91,6 +91,9 @@ class Orders:
         """Return why this client refuses a run, or None if the client accepts the run.
 
         A run that the client has already begun is continued, whatever the number of runs is.
+
+        Raises:
+            Declined: The user was asked about a further run, and declined.
         """
         if reason := too_costly(config):
             return reason
@@ -99,12 +102,14 @@ class Orders:
         out, folders = self.site.out, run_folders(self.site)
         count = sum(_is_unfinished(each) or _has_terms(each, order) for each in folders)
         count = max(count, len(self.bases - {config.base}))
-        if count >= MAX_RUNS and not self._is_agreed_again(order, config):
+        if count >= MAX_RUNS and not self.site.asks:
             return (
                 f"exceeds the limit of {MAX_RUNS} runs that are unfinished or have the same "
                 f"settings in {out}, or of {MAX_RUNS} bases; ask the server's operator why there "
                 f"are so many. If you agree to another run, {DELETE}"
             )
+        if count >= MAX_RUNS and self.site.agreed is not None:  # else the user has just agreed
+            self.site.ask(order, config)
         count = sum(map(_is_unfinished, folders))
         if count >= MAX_UNFINISHED:
             return f"cannot begin: this client has {count} unfinished runs in {out}; {DELETE}"
@@ -112,14 +117,6 @@ class Orders:
             return f"cannot begin: this client has {reason}"
         self.bases.add(config.base)
         return None
-
-    def _is_agreed_again(self, order: Order, config: RunConfig) -> bool:
-        """Return whether a person agrees to a run although the client has begun `MAX_RUNS` runs.
-
-        Without terms that were agreed to in advance, the person has just agreed to this run.
-        """
-        site = self.site
-        return site.asks and (site.agreed is None or site.agrees(order, config))
 
     def count_training(self, order: Order, folder: RunFolder) -> None:
         """Record in the run folder that the client trains once more in the round of an order.

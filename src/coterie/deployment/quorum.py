@@ -70,7 +70,8 @@ class Quorum:
         absent = self.names - self.expelled - stopped - {*ready}
         if self.spec.anyone or not absent:
             return plural(self.needed - len(ready), "more client")
-        return named(absent)
+        declined = {name for name, seat in self.seats.items() if seat.declined}
+        return named([f"{name} (declined)" if name in declined else name for name in absent])
 
     def complete(
         self,

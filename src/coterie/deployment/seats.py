@@ -26,6 +26,8 @@ class Seat:
     """Whether the client failed to carry out its last order."""
     counted: int | None = None
     """The last round in which the client's upload was accepted; None if there is no such round."""
+    declined: bool = False
+    """Whether the client's user declined to take part when the client was last connected."""
     entries: list[Entry] = field(default_factory=list)
     """The metrics in the client's last reply, which are recorded if the upload is accepted."""
     stops: bool = False
@@ -34,6 +36,12 @@ class Seat:
     """Whether the client has stopped training, so that it takes part in no later round.
 
     A client has stopped as soon as the server accepts the reply that announces the stop."""
+
+    def connect(self, connection: str | None) -> None:
+        """Record that the client has connected, or that it has disconnected (None)."""
+        self.present = connection
+        self.declined = self.declined and connection is None  # its user may be asked again
+        self.clear()
 
     def clear(self) -> None:
         """Clear a recorded failure, so that the server can ask the client again at once."""

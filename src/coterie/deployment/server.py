@@ -19,7 +19,7 @@ from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant, public_digest
 from coterie.messages import Message, MessageError, State
-from coterie.messages.envelope import FAULT_MESSAGES, LEAVES, Kind, Order, Reply, seal, unseal
+from coterie.messages.envelope import LEAVES, Kind, Order, Reply, fault_in_words, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import Link
@@ -234,8 +234,7 @@ class ServerRun(ServerPart):
             if connection != seat.present:
                 self._note(f"{name} {'connected' if connection else 'disconnected'}")
                 self._abandon(seat)
-                seat.present = connection
-                seat.clear()
+                seat.connect(connection)
             if connection and seat.ticket is None and time.monotonic() >= seat.retry_at:
                 if not seat.joined:
                     self._send(name, "join")
@@ -309,8 +308,8 @@ class ServerRun(ServerPart):
                 seat.joined = False
                 seat.clear()
             elif reply.fault is not None and reply.fault != "diverged":
-                action = "train" if reply.kind == "step" else reply.kind
-                self._note(f"{name} could not {action}: {FAULT_MESSAGES[reply.fault]}")
+                self._note(fault_in_words(name, reply.kind, reply.fault))
+                seat.declined = reply.fault == "declined"
                 if reply.fault in LEAVES:
                     seat.retry_at = math.inf  # until the client reconnects
             elif reply.kind == "join":
@@ -345,7 +344,7 @@ class ServerRun(ServerPart):
 
     def _complete_order(self, name: str, reply: Reply, body: bytes) -> None:
         if reply.fault is not None:
-            self._note(f"{name} diverged: {FAULT_MESSAGES[reply.fault]}")
+            self._note(fault_in_words(name, reply.kind, reply.fault))
             self.uploads.diverge(name)
         elif self.kind == "step":
             self.uploads.take(name, body)

@@ -16,6 +16,10 @@ from coterie.privacy.ledger import Budget, Ledger
 from coterie.runs import RunFolder
 
 
+class Declined(CoterieError):
+    """The user of a client declined a run."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A client's texts, base, folders and consent, for all runs that the client joins."""
@@ -44,6 +48,19 @@ class Site:
     adapter: str | None = None
     """The folder of this machine's copy of the LoRA adapter that the run merges into its base; None
     if there is no copy."""
+
+    def ask(self, order: Order, config: RunConfig) -> None:
+        """Ask the user to agree to a run.
+
+        Raises:
+            Declined: The user does not agree.
+        """
+        if not self.agrees(order, config):
+            raise Declined(
+                "You declined the run. The server was told that you declined, and received nothing "
+                "else; nothing was trained or stored for this run. The other clients may go on "
+                "without you. To be asked again, run the same command."
+            )
 
     def config(self, order: Order) -> RunConfig:
         """Return the run that an order to join describes, after adapting the run to this client.

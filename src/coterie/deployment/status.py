@@ -16,7 +16,7 @@ from coterie.network.link import LONGEST_LINE
 from coterie.runs import RunFolder
 
 log = logging.getLogger(__name__)
-State = Literal["away", "joining", "ready", "working", "stopped"]
+State = Literal["away", "joining", "declined", "ready", "working", "stopped"]
 FILE = "status.json"
 SAVE_SECONDS = 2.0
 """The time between two writes of the status file."""
@@ -219,6 +219,8 @@ def state_of(seat: Seat, is_working: bool) -> State:
         seat: The server's record of the client's connection, last reply and current order.
         is_working: Whether the client has not replied to its current order.
     """
+    if seat.declined:  # the client then disconnects
+        return "declined"
     if seat.present is None:
         return "away"
     if not seat.joined:

@@ -13,10 +13,12 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
 
 from coterie.bases import is_shipped
+from coterie.config.run import RunConfig
 from coterie.errors import plural
 from coterie.exports.format import Format
 from coterie.exports.parity import Parity
 from coterie.exports.source import Source
+from coterie.federation.statements import protection
 from coterie.methods.contract import SERVER
 
 UNKNOWN = "unknown"
@@ -49,6 +51,7 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
         f"- Base: {base}; licence of the base: {licence}.",
         "- Training data: the clients' own texts, which this folder does not contain; each record "
         f"is {config.data.declared.summary}.",
+        *([] if config.pooled else _protection(config)),
         f"- Exactness: {_exactness(parity)}",
         *(f"- {note}" for note in format.notes(source)),
     ]
@@ -62,6 +65,11 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
         f"## Use\n\n```python\n{format.usage(source, name, base.name)}```",
     ]
     return "\n\n".join(paragraphs) + "\n"
+
+
+def _protection(config: RunConfig) -> list[str]:
+    """Return the facts on what the run's clients received of one another, and on its noise."""
+    return [f"- {subject.capitalize()}: {text}." for subject, text in protection(config)]
 
 
 def _owner(source: Source) -> str:

@@ -39,6 +39,11 @@ class Size(NamedTuple):
     header: int
     """The part of `total` for the names and shapes of tensors, and for JSON values."""
 
+    @property
+    def tensors(self) -> int:
+        """The part of `total` for the values of tensors."""
+        return self.total - self.header
+
 
 @dataclass(frozen=True)
 class MessageSizes:

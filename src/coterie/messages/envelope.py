@@ -30,6 +30,8 @@ Fault = Literal[
     "plugin",
     "public",
     "terms",
+    "declined",
+    "limits",
     "budget",
 ]
 """Reason why a client sends no upload."""
@@ -46,14 +48,25 @@ FAULT_MESSAGES: dict[Fault, str] = {
     "public": "the public text on the client's machine is missing, or differs from the run's "
     "public text",
     "terms": "this run differs from the run file that was agreed to on the client's machine",
+    "declined": "the client's user declined to take part",
+    "limits": "the run exceeds a limit of the client's machine; see the client's log",
     "budget": "the run would exceed the client's privacy budget",
 }
 """Text that the server shows for each fault.
 
 `unknown run` has no text, because the client then joins again.
 """
-LEAVES: tuple[Fault, ...] = ("unable", "terms", "budget")
+LEAVES: tuple[Fault, ...] = ("unable", "terms", "declined", "limits", "budget")
 """Faults after which a client leaves the run."""
+
+
+def fault_in_words(client: str, kind: Kind, fault: Fault) -> str:
+    """Return a sentence on the fault in a client's reply to an order, without its full stop."""
+    if fault == "declined":
+        return f"{client} declined to take part in the run"
+    if fault == "diverged":
+        return f"{client} diverged: {FAULT_MESSAGES[fault]}"
+    return f"{client} could not {'train' if kind == 'step' else kind}: {FAULT_MESSAGES[fault]}"
 
 
 SERVER_METRICS = (metric.BYTES, metric.SECONDS, metric.SERVER, metric.CHANGE, metric.LEFT_OUT)

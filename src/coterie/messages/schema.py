@@ -6,7 +6,7 @@ before any byte leaves the machine, and by the receiver, before the content reac
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,8 +35,11 @@ class Field:
             one mean for each client; see `ServerSide.rows`. With `"each"`, it receives every
             client's upload. If the server needs a group in several forms, the schema contains one
             field of this name for each form.
-        peers: Used only for downloads. If true, the field contains groups that other clients
-            uploaded, and is sent in `Message.peers`.
+        peers: Used only for downloads. If true, the field contains single values that other
+            clients uploaded, and its description says which; consent prompts and audits show it to
+            the clients that send these values. Tensors are then sent in `Message.peers`.
+        of: Used only for downloads. Names of the upload fields from which the server computes the
+            field. By default, this is the upload field of the same name, if there is one.
         copies: Function of a shared parameter (an `adapters.Parameter`) and the number of the run's
             clients. It returns the maximum number of tensors with the parameter's shape in this
             field of a message. The default is 1 or, with `peers`, the number of other clients.
@@ -51,9 +54,15 @@ class Field:
     dtype: str | Mapping[str, str] = "float32"
     reduce: Reduce = "each"
     peers: bool = False
+    of: tuple[str, ...] | None = None
     copies: Callable[[Any, int], int] | None = dataclasses.field(default=None, compare=False)
     grows: bool = False
     when: str = "every exchange"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the upload fields from which the server computes this download field."""
+        return (self.name,) if self.of is None else self.of
 
     def allows(self, name: str, dtype: str) -> bool:
         """Return whether the group may contain a tensor of this name and dtype.
@@ -97,12 +106,11 @@ class Schema:
 
     def described(self) -> dict[str, list[str]]:
         """Return the descriptions of all fields that clients send, by how often they are sent."""
-        described: dict[str, list[str]] = {}
-        for field in (*(replace(field, when="once") for field in self.hello), *self.up):
-            texts = described.setdefault(field.when, [])
-            if field.description not in texts:  # a group that the server needs in several forms
-                texts.append(field.description)
-        return described
+        return by_frequency((*(replace(field, when="once") for field in self.hello), *self.up))
+
+    def forwarded(self) -> dict[str, list[str]]:
+        """Return the descriptions of single clients' values that reach others, by how often."""
+        return by_frequency(field for field in self.down if field.peers)
 
     def check(self, way: Way, message: Message) -> None:
         """Check that a message contains only declared fields with valid content.
@@ -176,6 +184,16 @@ class Schema:
         message = Message.decode(data)
         self.check(way, message)
         return message
+
+
+def by_frequency(fields: Iterable[Field]) -> dict[str, list[str]]:
+    """Return the descriptions of fields, without repetitions, by how often they are sent."""
+    described: dict[str, list[str]] = {}
+    for field in fields:
+        texts = described.setdefault(field.when, [])
+        if field.description not in texts:  # a group that the server needs in several forms
+            texts.append(field.description)
+    return described
 
 
 def check_shapes(tensors: Tensors, expected: Shapes) -> None:

@@ -133,27 +133,21 @@ class Auto(Mixture):
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
-        others = "LoRA pairs on attention, from the other clients"
         choice = "weights of other clients, number of training tokens"
-        sizes = "numbers of training tokens of the other clients"
+        judged = MessageField(
+            "adapter",
+            "LoRA pairs on attention" if self.attention else "LoRA pairs of the first generalist",
+            peers=True,
+            copies=lambda p, clients: self.judges(p) * min(self.peers, clients - 1),
+            when="in trials",
+        )
+        tokens = {"name": "sizes", "description": "number of training tokens", "dtype": "json"}
+        sizes = replace(judged, **tokens, of=("choice",))
+        up = (replace(adapter, reduce="rows"), replace(adapter, reduce="each"))
         return replace(
             super().schema(),
-            up=(
-                replace(adapter, reduce="rows"),
-                replace(adapter, reduce="each"),
-                MessageField("choice", choice, "json"),
-            ),
-            down=(
-                adapter,
-                MessageField(
-                    "adapter",
-                    others,
-                    peers=True,
-                    copies=lambda p, clients: self.judges(p) * min(self.peers, clients - 1),
-                    when="in trials",
-                ),
-                MessageField("sizes", sizes, "json", when="in trials"),
-            ),
+            up=(*up, MessageField("choice", choice, "json")),
+            down=(adapter, judged, sizes),
         )
 
     def client(self, context: ClientContext) -> "AutoClient":

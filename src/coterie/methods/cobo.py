@@ -79,10 +79,14 @@ class CoBo(FedIT):
             "gradients at the midpoints with some other clients",
             copies=lambda _, clients: clients - 1,
         )
-        mean = MessageField("mean", "weighted mean of the other clients' adapters")
-        weights = MessageField("weights", "weights of the other clients in the mean", "json")
-        peers = replace(adapter, description="adapters of some other clients", peers=True)
-        return Schema(inherited.hello, (adapter, gradients), (mean, weights, peers))
+        mean = MessageField(
+            "mean", "weighted mean of the other clients' adapters", of=("adapter", "gradients")
+        )
+        weights = MessageField(
+            "weights", "weights of the other clients in the mean", "json", of=("gradients",)
+        )
+        down = (mean, weights, replace(adapter, peers=True))
+        return Schema(inherited.hello, (adapter, gradients), down)
 
     def penalty(self, client: AdapterClient) -> Penalty:
         assert isinstance(client, CoBoClient), "only CoBoClient has the peers' mean"

@@ -50,6 +50,7 @@ def with_residuals(averaged: Schema) -> Schema:
         "residual",
         "for each LoRA pair, the mean of the clients' products B A minus the product of the "
         "averaged B and the averaged A, summed over rounds",
+        of=tuple(field.name for field in averaged.up),
         grows=True,
     )
     return Schema(averaged.hello, (*averaged.up, *each), (*averaged.down, residual))

@@ -62,8 +62,8 @@ class FedLease(Method):
             description="LoRA pairs of all experts; router of the cluster",
             copies=lambda p, n: self._copies(p, min(self.max_clusters, n), n),
         )
-        experts = MessageField("experts", "number of experts", "json")
-        number = MessageField("own", "number of the client's expert", "json")
+        experts = MessageField("experts", "number of experts", "json", of=("adapter",))
+        number = MessageField("own", "number of the client's expert", "json", of=("adapter",))
         own = replace(own, when=f"every exchange, from round {self.warmup} on")
         up = (replace(own, reduce="rows"), replace(own, reduce="each"))
         later = f"every exchange, from round {self.warmup + 1} on"

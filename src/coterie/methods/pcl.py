@@ -85,10 +85,7 @@ class PCL(AdapterMethod):
         when = f"at intervals of {plural(self.every, 'round')}, from round {self.warmup} on"
         fields = (*(groups[name] for name in self.groups), *self.evidence_fields)
         up = tuple(replace(field, when=when) for field in fields)
-        down = (
-            replace(f, description=f"from other clients: {f.description}", peers=True) for f in up
-        )
-        return Schema(inherited.hello, up, tuple(down))
+        return Schema(inherited.hello, up, tuple(replace(field, peers=True) for field in up))
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -67,7 +67,12 @@ class FedAMoLE(Method, FedAMoLESettings):
             ),
         )
         count = MessageField("count", "number of domain experts", "json")
-        held = MessageField("held", "indices of the client's domain experts on each layer", "json")
+        held = MessageField(
+            "held",
+            "indices of the client's domain experts on each layer",
+            "json",
+            of=tuple(field.name for field in means),
+        )
         return Schema(up=(adapter, *(means if self.chooses else ())), down=(adapter, count, held))
 
     def client(self, context: ClientContext) -> FedAMoLEClient:

@@ -67,7 +67,8 @@ class FedMKT(FedMKTSettings):
             for fields in (mean.up, mean.down)
         )
         up += [KNOWLEDGE] if self.teaches else []
-        return Schema((*mean.hello, *VOCABULARY), tuple(up), (*down, KNOWLEDGE))
+        taught = replace(KNOWLEDGE, description="the server's predictions on public samples")
+        return Schema((*mean.hello, *VOCABULARY), tuple(up), (*down, taught))
 
     def exchanges(self, rounds: int) -> int:
         return rounds * self.per_round
