@@ -14,7 +14,7 @@ from functools import wraps
 from time import monotonic
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, LoopContext
@@ -28,7 +28,7 @@ MAX_SIZE = 10_000_000
 """The maximum size of a text or list that a template makes, in characters."""
 MAX_TOTAL = 20
 """The maximum total size of all texts and lists of a rendering, as a multiple of `MAX_SIZE`."""
-MAX_SECONDS = 20.0
+MAX_SECONDS = 10.0
 """The maximum time of a rendering in seconds."""
 MAX_BITS = 10_000
 """The maximum size of a number in bits."""
@@ -115,7 +115,7 @@ def limited(*inputs: Any) -> Iterator[None]:
     token = _WORK.set(_Work(inputs))
     try:
         yield
-    except (RecursionError, MemoryError) as error:
+    except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's compiler
         raise TooCostly("is nested too deeply, or needs too much memory") from error
     finally:
         _WORK.reset(token)
@@ -158,6 +158,12 @@ def _checked(value: Any) -> Any:
         return _counted(value)
     work.spend(_size(value, work.largest))
     return value
+
+
+def _whole(name: str, values: Iterable[Any]) -> list[Any]:
+    """Return the arguments of a filter or method, with lists in place of iterators to be joined."""
+    joins = name == "join"
+    return [_checked(list(v)) if joins and isinstance(v, Iterator) else v for v in values]
 
 
 def _check_growth(name: str, value: Any, *others: Any) -> None:
@@ -209,9 +215,10 @@ def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
         _WORK.get().step()
-        given = [a for a in args if not isinstance(a, Environment | Context | EvalContext)]
+        whole = _whole(name, args)
+        given = [a for a in whole if not isinstance(a, Environment | Context | EvalContext)]
         _check_growth(name, *given, *kwargs.values())
-        return _checked(function(*args, **kwargs))
+        return _checked(function(*whole, **kwargs))
 
     return apply
 
@@ -292,11 +299,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _WORK.get().step()
         method = getattr(obj, "__wrapped__", obj)
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        values: Iterable[Any] = map(_counted, args) if isinstance(obj, LoopContext) else args
         if isinstance(name, str) and name in METHODS | PRODUCTS:
-            _check_growth(name, owner, *args, *kwargs.values())
-        if isinstance(obj, LoopContext):
-            args = tuple(map(_counted, args))
-        return _checked(super().call(context, obj, *args, **kwargs))
+            values = _whole(name, args)
+            _check_growth(name, owner, *values, *kwargs.values())
+        return _checked(super().call(context, obj, *values, **kwargs))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether a template can use an attribute of a value."""
@@ -307,4 +314,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MAX_SOURCE:
             raise TooCostly(f"has {len(source):,} characters; at most {MAX_SOURCE:,} are accepted")
-        return super()._parse(source, name, filename)
+        try:
+            return super()._parse(source, name, filename)
+        except ValueError as error:  # a number with too many digits
+            raise TemplateSyntaxError(str(error), 1, name, filename) from error
