@@ -27,10 +27,12 @@ from coterie.bases.checks import (
     check_causal,
     check_files,
     check_loaded,
+    check_numbers,
     check_tokenizer,
     check_tokenizer_files,
     check_vocabulary,
     check_weights,
+    limited_modules,
 )
 from coterie.bases.devices import Device, devices_of, placement
 from coterie.bases.gguf import SMOLLM2, converted, find_gguf, packaged_smollm2
@@ -173,7 +175,7 @@ def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
     """Build a base on the meta device, without weights. A server needs no weights."""
     spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
-    with torch.device("meta"):
+    with limited_modules(_config_of(spec)), torch.device("meta"):
         build = AutoModelForCausalLM.from_config
         return _loading(spec, root, lambda _, **options: build(config, **options))
 
@@ -200,9 +202,15 @@ def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
         check_files(folder)
     raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
     check_architecture(base.name, raw)
+    check_numbers(_config_of(base), raw)
     config = _loading(base, root, AutoConfig.from_pretrained)
     check_causal(base.name, config)
     return config
+
+
+def _config_of(base: BaseSpec) -> str:
+    """Return the phrase for a base's configuration in error messages."""
+    return f"The config.json of the base {base.name!r}"
 
 
 def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:

@@ -222,7 +222,7 @@ def _resolve_patterns(config: Any, model: PreTrainedModel, folder: Path) -> None
         pattern = getattr(config, key, None)
         if isinstance(pattern, str) and pattern.lower() != ALL_LINEAR:
             setattr(config, key, matching(pattern, names, f"{folder / ADAPTER}, {key}"))
-    if not config.target_modules and not config.target_parameters:
+    if config.target_modules == [] and not config.target_parameters:
         raise CoterieError(f"{folder / ADAPTER}, target_modules: no module of the base matches.")
     for key in ("rank_pattern", "alpha_pattern"):
         rest, resolved = names, dict[str, Any]()
