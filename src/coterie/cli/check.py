@@ -108,7 +108,7 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         if reason := extra_plugin(order, config):
             raise CoterieError(f"The run {reason}.")
         excess = budget_excess(config.budgets, ledger_of(site, order.run))
-        folder = run_folder(site, order.run, config)
+        folder = run_folder(site, order.run, config.name)
         refused = Orders(site).refusal(order, config, folder)
         if reason := excess or public_text_mismatch(order, config) or refused:
             raise CoterieError(f"The run {reason}.")

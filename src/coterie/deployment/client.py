@@ -26,8 +26,9 @@ from coterie.bases.devices import names_of
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment.orders import Orders, check_round
-from coterie.deployment.site import Site, ledger_of, run_folder
+from coterie.deployment.site import Site, begun, ledger_of, run_folder
 from coterie.deployment.terms import (
+    Terms,
     budget_excess,
     disagreement,
     extra_plugin,
@@ -125,12 +126,16 @@ class Worker:
         if reason := version_mismatch(order):
             fault = "protocol" if order.protocol != PROTOCOL else "plugin"
             return self._refuse(order, fault, reason)
+        agreements = self._agreements(order)
+        for terms in agreements:  # before anything is computed from what the server requests
+            if reason := disagreement(terms, order):
+                return self._refuse(order, "terms", reason)
         config = self.site.config(order)
         if reason := extra_plugin(order, config):
             return self._refuse(order, "plugin", reason)
-        folder = run_folder(self.site, order.run, config)
-        if reason := self._disagreement(order, config, folder):
-            return self._refuse(order, "terms", reason)
+        folder = run_folder(self.site, order.run, config.name)
+        if not agreements and not self.site.agrees(order, config):
+            return self._refuse(order, "terms", "was not agreed to")
         if reason := public_text_mismatch(order, config):
             return self._refuse(order, "public", reason)
         ledger = ledger_of(self.site, order.run)
@@ -149,18 +154,10 @@ class Worker:
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
-    def _disagreement(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Return how the requested run differs from the terms that the user has agreed to.
-
-        If there is no difference, return None. If the user has not agreed to any terms yet, ask the
-        user to agree to the run.
-        """
-        recorded = folder.description.get("agreed") if folder.is_run else None
-        agreements = [terms for terms in (recorded, self.site.agreed) if terms is not None]
-        for terms in agreements:
-            if reason := disagreement(terms, order):
-                return reason
-        return None if agreements or self.site.agrees(order, config) else "was not agreed to"
+    def _agreements(self, order: Order) -> list[Terms]:
+        """Return the terms that the user has agreed to, for this run or for all runs."""
+        recorded = [folder.description.get("agreed") for folder in begun(self.site, order.run)]
+        return [terms for terms in (*recorded, self.site.agreed) if terms is not None]
 
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
         """Return a reply that refuses to join a run.
@@ -248,7 +245,7 @@ class SiteRun:
         self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
     def _folder(self, order: Order, site: Site, participant: Participant, base: Base) -> RunFolder:
-        folder, config = run_folder(site, self.id, self.config), self.config
+        folder, config = run_folder(site, self.id, self.config.name), self.config
         if not folder.is_run:
             extra = {
                 "run": self.id,

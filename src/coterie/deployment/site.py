@@ -122,6 +122,22 @@ def ledger_of(site: Site, run: str) -> Ledger:
     return Ledger(site.out / f"privacy-{site.name}.json", run, site.limit)
 
 
-def run_folder(site: Site, id: str, config: RunConfig) -> RunFolder:
-    """Return the folder of a client's part of a run."""
-    return RunFolder(site.out / f"{config.name}-{site.name}-{id[:8]}")
+def run_folder(site: Site, id: str, name: str) -> RunFolder:
+    """Return the folder of a client's part of a run.
+
+    Args:
+        site: The client's site.
+        id: The id of the run.
+        name: The run's name, or a pattern of names.
+    """
+    return RunFolder(site.out / f"{name}-{site.name}-{id[:8]}")
+
+
+def begun(site: Site, id: str) -> list[RunFolder]:
+    """Return the folders of a run that a client has begun, whatever the run's name.
+
+    There is at most one, unless the server has changed the run's name.
+    """
+    pattern = run_folder(site, id, "*").path.name
+    folders = [RunFolder(path) for path in sorted(site.out.glob(pattern))]
+    return [f for f in folders if f.is_run and site.name in f.description["clients"]]
