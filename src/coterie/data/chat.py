@@ -10,20 +10,17 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cache, lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Template, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import (
-    _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
-)
 
+from coterie.data.chat_sandbox import rendered
 from coterie.data.items import Conversation, Instruction, Turn, parted
-from coterie.data.sandbox import Sandbox, TooCostly, limited
+from coterie.data.sandbox import TooCostly
 from coterie.errors import CoterieError
 
 TODAY = datetime(2024, 7, 26)
@@ -206,8 +203,7 @@ class ChatTemplate:
             **self.tokenizer.special_tokens_map,
         }
         try:
-            with limited(values):
-                return _compiled(self.source).render(values)
+            return rendered(self.source, values)
         except TooCostly as error:
             raise CoterieError(
                 f"The chat template ({self.name}) {error}; set data.chat_template to another "
@@ -315,26 +311,6 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, source: str | None) -> Cha
             ) from error
         return ChatTemplate(tokenizer, default, f"from {tokenizer.name_or_path}")
     return ChatTemplate(tokenizer, OURS.read_text(encoding="utf-8"), "Coterie's")
-
-
-@cache
-def _sandbox() -> Sandbox:
-    """Return an environment in which templates mean what they mean in transformers."""
-    theirs = _compile_jinja_template("").environment
-    sandbox = Sandbox(
-        trim_blocks=theirs.trim_blocks,
-        lstrip_blocks=theirs.lstrip_blocks,
-        extensions=[type(extension) for extension in theirs.extensions.values()],
-    )
-    sandbox.add_filters({"tojson": theirs.filters["tojson"]})
-    added = theirs.globals.keys() & {"raise_exception", "strftime_now", "dict", "namespace"}
-    sandbox.globals |= {name: theirs.globals[name] for name in added}
-    return sandbox
-
-
-@lru_cache
-def _compiled(source: str) -> Template:
-    return _sandbox().from_string(source)
 
 
 def _marked(turns: Sequence[Turn]) -> list[Turn]:
