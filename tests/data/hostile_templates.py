@@ -24,7 +24,7 @@ COSTLY = {
     "many texts": LONG + "{{ " + "~".join(["s"] * 9000) + " }}",
     "kept texts": "{% set ns = namespace(l=[]) %}{% for a in range(99999) %}"
     "{% set ns.l = ns.l + ['a' * 99999] %}{% endfor %}",
-    "a printed list": "{% macro f() %}{% set l = ['a'] * 9999 %}{% for a in range(99999) %}{{ l }}"
+    "a list as a text": "{% macro f() %}{% set l = ['a'] * 9999 %}{% for a in range(99999) %}{{ l|string }}"
     "{% endfor %}{% endmacro %}{{ f() }}",
     "a long text": "{% for a in range(99999) %}" + "b" * 9999 + "{% endfor %}",
     "a wide text": "{{ 'a'.ljust(10**10) }}",

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from coterie.bases.checks import (
+    CONFIG,
     check_architecture,
     check_causal,
     check_files,
@@ -200,12 +201,23 @@ def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
     """
     if folder := _folder(base, root):
         check_files(folder)
-    raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
-    check_architecture(base.name, raw)
-    check_numbers(_config_of(base), raw)
+    check_architecture(base.name, _raw_config(base, root))
     config = _loading(base, root, AutoConfig.from_pretrained)
     check_causal(base.name, config)
     return config
+
+
+def _raw_config(base: BaseSpec, root: Path) -> dict[str, Any]:
+    """Return the content of a base's config.json; empty if there is no config.json.
+
+    Every loader that builds a configuration from the file must be preceded by this function.
+
+    Raises:
+        CoterieError: The file cannot be read, or contains a number that no model has.
+    """
+    raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
+    check_numbers(_config_of(base), raw)
+    return raw
 
 
 def _config_of(base: BaseSpec) -> str:
@@ -228,6 +240,8 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     if folder := _folder(spec, root):
         check_files(folder)
         check_tokenizer_files(folder)
+    if folder is None or (folder / CONFIG).is_file():  # the tokenizer's loader builds it
+        _raw_config(spec, root)
     tokenizer = _loading(spec, root, AutoTokenizer.from_pretrained)
     check_tokenizer(spec.name, tokenizer)
     if not tokenizer.is_fast:
