@@ -91,8 +91,8 @@ def test_no_pattern_of_an_adapter_hangs(key, value, bases, tmp_path) -> None:
     assert refused.get(key, "loaded") in output
 
 
-@pytest.mark.parametrize("key", ["rank_pattern", "target_modules", "layers_pattern"])
-@pytest.mark.parametrize("value", [3, [3], {"a": {}}, [[]], "", {"(": 2}])
+@pytest.mark.parametrize("key", ["rank_pattern", "target_modules", "layers_pattern", "r"])
+@pytest.mark.parametrize("value", [10**12, [3], {"a": {}}, [[]], "", {"(": 2}])
 def test_patterns_of_any_type_are_refused_in_a_sentence(key, value, bases, tmp_path: Path) -> None:
     folder = write_lora(tmp_path, bases / "llama")
     file = folder / "adapter_config.json"

@@ -193,7 +193,7 @@ def _attach(model: PreTrainedModel, config: "LoraConfig", folder: Path, base: st
         report: Any = set_peft_model_state_dict(peft_model, weights, low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise CoterieError(f"{folder / WEIGHTS} is damaged or incomplete: {error}.") from error
-    except (TypeError, ValueError, RuntimeError, KeyError, NotImplementedError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
         reason = shorten(str(error), 300)
         raise CoterieError(
             f"The adapter in {folder} does not fit the base {base!r}: {reason}"
