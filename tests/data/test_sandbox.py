@@ -11,11 +11,10 @@ from transformers.utils import chat_template_utils
 
 from coterie.bases import load_tokenizer
 from coterie.data import sandbox
-from coterie.data.chat import ChatTemplate
 from coterie.data.chat_sandbox import rendered, sandboxed
 from coterie.data.files import Record
 from coterie.data.sandbox import TooCostly
-from coterie.data.templates import holds, inlined, render
+from coterie.data.templates import holds
 from coterie.errors import CoterieError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -74,7 +73,7 @@ def test_other_templates_mean_what_they_mean_in_transformers(source) -> None:
 def test_a_slow_template_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.2)
     source = "{% set l = range(90000)|list %}{% for a in l %}{% set y = -1 in l %}{% endfor %}"
-    with pytest.raises(TooCostly, match="needs more than 0.2 seconds"):
+    with pytest.raises(TooCostly, match=r"needs more than 0\.2 seconds"):
         rendered(source, {})
 
 

@@ -1,5 +1,4 @@
-"""Chat templates in a sandbox: they mean what they mean in transformers, and their work is limited.
-"""
+"""Chat templates in a sandbox: they mean what they mean in transformers, and their work is limited."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -36,22 +36,127 @@ ITEM = 100
 """The size of an item of a list in characters."""
 
 FILTERS = frozenset(
-    "abs attr batch capitalize center count d default dictsort e escape first float forceescape "
-    "format groupby indent int items join last length list lower map max min reject rejectattr "
-    "replace reverse round safe select selectattr slice sort string sum title tojson trim truncate "
-    "unique upper wordcount".split()
+    [
+        "abs",
+        "attr",
+        "batch",
+        "capitalize",
+        "center",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "e",
+        "escape",
+        "first",
+        "float",
+        "forceescape",
+        "format",
+        "groupby",
+        "indent",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "round",
+        "safe",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "string",
+        "sum",
+        "title",
+        "tojson",
+        "trim",
+        "truncate",
+        "unique",
+        "upper",
+        "wordcount",
+    ]
 )
 """The filters that a template can use; each takes time in proportion to the sizes checked here."""
 METHODS = frozenset(
-    "capitalize casefold center count endswith find format format_map index isalnum isalpha "
-    "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper "
-    "join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex rjust "
-    "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill".split()
+    [
+        "capitalize",
+        "casefold",
+        "center",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "format_map",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "isidentifier",
+        "islower",
+        "isnumeric",
+        "isprintable",
+        "isspace",
+        "istitle",
+        "isupper",
+        "join",
+        "ljust",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rjust",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+        "zfill",
+    ]
 )
 """The methods of texts that a template can use."""
 PRODUCTS = frozenset(
-    "batch center indent join ljust lstrip replace rfind rindex rjust round rpartition rsplit "
-    "rstrip slice strftime strip tojson trim zfill".split()
+    [
+        "batch",
+        "center",
+        "indent",
+        "join",
+        "ljust",
+        "lstrip",
+        "replace",
+        "rfind",
+        "rindex",
+        "rjust",
+        "round",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "slice",
+        "strftime",
+        "strip",
+        "tojson",
+        "trim",
+        "zfill",
+    ]
 )
 """The filters and methods whose time or result grows with the product of their arguments."""
 _WIDTH = re.compile(r"%(?:\([^()]*\))?[-+ #0]*[0-9.]+|\{[^{}]*:[^{}]*")
@@ -307,7 +412,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Return whether a template can use an attribute of a value."""
-        if isinstance(obj, str) and attr not in METHODS or isinstance(obj, int | float | bytes):
+        if (isinstance(obj, str) and attr not in METHODS) or isinstance(obj, int | float | bytes):
             return False
         return super().is_safe_attribute(obj, attr, value)
 

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from coterie.bases import Tokenizer
-from coterie.data.chat import sandboxed
+from coterie.data.chat_sandbox import sandboxed
 from coterie.errors import CoterieError, imports_for
 from coterie.registry import nearest
 
