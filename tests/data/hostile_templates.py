@@ -13,8 +13,8 @@ COSTLY = {
     "a filtered loop": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}"
     "{% endfor %}",
     "a recursive loop": "{% for a in [[]] recursive %}{{ loop([a, a]) }}{% endfor %}",
-    "recursive macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
-    "{{ f(90) }}",
+    "recursive macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}"
+    "{% endmacro %}{{ f(90) }}",
     "endless macros": "{% macro f(n) %}{{ f(n+1) }}{% endmacro %}{{ f(0) }}",
     "doubled texts": GROW.replace("X", "ns.s ~ ns.s"),
     "added texts": GROW.replace("X", "ns.s + ns.s"),
@@ -24,8 +24,8 @@ COSTLY = {
     "many texts": LONG + "{{ " + "~".join(["s"] * 9000) + " }}",
     "kept texts": "{% set ns = namespace(l=[]) %}{% for a in range(99999) %}"
     "{% set ns.l = ns.l + ['a' * 99999] %}{% endfor %}",
-    "a list as a text": "{% macro f() %}{% set l = ['a'] * 9999 %}{% for a in range(99999) %}{{ l|string }}"
-    "{% endfor %}{% endmacro %}{{ f() }}",
+    "a list as a text": "{% macro f() %}{% set l = ['a'] * 9999 %}{% for a in range(99999) %}"
+    "{{ l|string }}{% endfor %}{% endmacro %}{{ f() }}",
     "a long text": "{% for a in range(99999) %}" + "b" * 9999 + "{% endfor %}",
     "a wide text": "{{ 'a'.ljust(10**10) }}",
     "a wide filter": "{{ 'a'|center(10**10) }}",

@@ -1,4 +1,4 @@
-"""Chat templates in a sandbox: they mean what they mean in transformers, and their work is limited."""
+"""Chat templates in a sandbox, where they mean what they mean in transformers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,15 +29,15 @@ def rendered(source: str, values: Mapping[str, Any]) -> str:
 @cache
 def _sandbox() -> Sandbox:
     """Return an environment in which templates mean what they mean in transformers."""
-    theirs = _compile_jinja_template("").environment
+    original = _compile_jinja_template("").environment
     sandbox = Sandbox(
-        trim_blocks=theirs.trim_blocks,
-        lstrip_blocks=theirs.lstrip_blocks,
-        extensions=[type(extension) for extension in theirs.extensions.values()],
+        trim_blocks=original.trim_blocks,
+        lstrip_blocks=original.lstrip_blocks,
+        extensions=[type(extension) for extension in original.extensions.values()],
     )
-    sandbox.add_filters({"tojson": theirs.filters["tojson"]})
-    added = theirs.globals.keys() & {"raise_exception", "strftime_now", "dict", "namespace"}
-    sandbox.globals |= {name: theirs.globals[name] for name in added}
+    sandbox.add_filters({"tojson": original.filters["tojson"]})
+    added = original.globals.keys() & {"raise_exception", "strftime_now", "dict", "namespace"}
+    sandbox.globals |= {name: original.globals[name] for name in added}
     return sandbox
 
 
