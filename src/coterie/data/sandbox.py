@@ -178,17 +178,21 @@ def _check_growth(name: str, value: Any, *others: Any) -> None:
         value: The value that it is applied to.
         others: Its other arguments.
     """
+    formats = name in ("%", "format", "format_map") and isinstance(value, str)
+    if not formats and name not in PRODUCTS:
+        return
     work = _WORK.get()
     sizes = [abs(o) if isinstance(o, int) else _size(o, work.largest) for o in others]
     growth = max(1000, _size(value, work.largest)) * max(sizes, default=1)
-    if name in ("%", "format", "format_map") and isinstance(value, str):
+    if formats:
         widths = [int(n) for spec in _WIDTH.findall(value) for n in re.findall("[0-9]+", spec)]
         filled = (value.count("%") + value.count("{")) * sum(_size(o, work.largest) for o in others)
-        work.check_size(filled + sum(widths) + (max(sizes) if _NESTED.search(value) else 0))
+        nested = max(sizes, default=0) if _NESTED.search(value) else 0
+        work.check_size(filled + sum(widths) + nested)
     elif name == "replace" and growth > work.largest and isinstance(value, str):
         old, new = (str(other) for other in others[:2])
         work.check_size(len(value) + value.count(old) * len(new))
-    elif name in PRODUCTS:
+    else:
         work.check_size(growth)
 
 
@@ -207,7 +211,7 @@ def _binary(operator: str, function: Callable[[Any, Any], Any]) -> Callable[[Any
                     work.check_size(max(1, _size(value, work.largest)) * times)
         if operator == "%":
             items = right if isinstance(right, tuple) else (right,)
-            _check_growth(operator, left, *(items or ("",)))
+            _check_growth(operator, left, *items)
         return _checked(function(left, right))
 
     return apply
