@@ -56,7 +56,9 @@ def test_a_method_is_documented_where_it_is_declared(package: str) -> None:
             if function.__name__ == "<lambda>":  # the default of a field
                 continue
             above = [vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)]
-            ours = [f for f in above if getattr(f, "__module__", "").startswith("coterie")]
+            ours = [
+                f for f in above if (getattr(f, "__module__", None) or "").startswith("coterie")
+            ]
             if bool(function.__doc__) == bool([f for f in ours if f.__doc__]) and not (
                 above and not ours and not function.__doc__
             ):

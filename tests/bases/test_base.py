@@ -131,7 +131,7 @@ def test_a_gated_base_is_said_to_be_gated(monkeypatch) -> None:
             raise OSError("You are trying to access a gated repo.") from error
 
     monkeypatch.setattr("coterie.bases.loading._find", lambda *_: None)
-    monkeypatch.setattr("coterie.bases.loading.AutoTokenizer.from_pretrained", refused)
+    monkeypatch.setattr("coterie.bases.loading.PreTrainedConfig.get_config_dict", refused)
     with pytest.raises(CoterieError, match=r"'some/base' is gated: accept its licence"):
         load_tokenizer("some/base")
 

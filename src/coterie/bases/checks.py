@@ -6,11 +6,14 @@ weights, or if a tokenizer has no tokens. Here, each of these faults is an error
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -52,6 +55,18 @@ OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpac
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
 """Names of causal masks and position tensors in old checkpoints (models now compute them)."""
+COUNTS = re.compile("layer|block|expert|head|depth|stage|label")
+"""A pattern of numbers that determine how many modules a model has, or how long its lists are."""
+WIDTHS = re.compile("size|dim|width|length|rank|channel|capacity")
+"""A pattern of numbers that are no counts, although `COUNTS` matches their names."""
+COSTLESS = re.compile("theta|base|position|length|len$|window|context|param|total")
+"""A pattern of numbers that cost nothing, or that count in the sizes of weights."""
+MAX_COUNT = 4096
+"""The highest accepted number of layers, heads, experts or the like."""
+MAX_NUMBER = 2**24
+"""The highest accepted value of any other number."""
+MAX_MODULES = 200_000
+"""The highest accepted number of a model's modules."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -155,6 +170,59 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CoterieError(f"{file} does not contain a JSON object; download it again.")
     return content
+
+
+def check_numbers(where: str, values: Mapping[str, Any]) -> None:
+    """Check the whole numbers that describe a model, before a list or a loop depends on them.
+
+    Args:
+        where: The file or its part, with which error messages begin.
+        values: The content of config.json, or of the header of a GGUF file.
+
+    Raises:
+        CoterieError: A number is too large.
+    """
+    nested: list[tuple[str, Any]] = list(values.items())
+    while nested:
+        key, value = nested.pop()
+        if isinstance(value, Mapping):
+            nested += [(f"{key}.{inner}", entry) for inner, entry in value.items()]
+        elif isinstance(value, list):
+            nested += [(key, entry) for entry in value if not isinstance(entry, str)]
+        elif isinstance(value, int):
+            name = key.rpartition(".")[2]
+            counts = COUNTS.search(name) and not WIDTHS.search(name)
+            limit = MAX_COUNT if counts else MAX_NUMBER
+            if abs(value) > limit and (counts or not COSTLESS.search(name)):
+                raise CoterieError(
+                    f"{where} sets {key} to {value:,}, but at most {limit:,} is accepted; download "
+                    "the file again, or set `base` to another base."
+                )
+
+
+@contextmanager
+def limited_modules(where: str) -> Iterator[None]:
+    """Limit the number of modules of a model that is built in the body of the with statement.
+
+    Raises:
+        CoterieError: The model has too many modules.
+    """
+    count, thread = 0, get_ident()
+
+    def register(*_: Any) -> None:
+        nonlocal count
+        count += get_ident() == thread
+        if count > MAX_MODULES:
+            raise CoterieError(
+                f"{where} describes a model of more than {MAX_MODULES:,} modules, the highest "
+                "accepted number; download the file again, or set `base` to another base."
+            )
+
+    handle = register_module_module_registration_hook(register)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_architecture(name: str, raw: Mapping[str, Any]) -> None:

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.constants import HF_HOME
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from coterie.bases.checks import check_numbers, limited_modules
+from coterie.bases.gguf_header import read_header
 from coterie.errors import CoterieError, imports_for, ran_out_of_memory
 from coterie.files import sha256_of, writing
 
@@ -30,6 +32,8 @@ SMOLLM2 = "smollm2-135m"
 SMOLLM2_VERSION = "0.1.2"
 SMOLLM2_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """The SHA-256 of the file in this version of the package."""
+MAX_DENSITY = 16
+"""The highest accepted number of weights for each byte of a file; the densest formats have 6."""
 FORMAT = 1
 """The version of converted folders in the cache."""
 
@@ -132,12 +136,14 @@ def _load(file: Path) -> tuple[Any, Any]:
     transformers_logging.set_verbosity_error()
     shows_progress = sys.stderr.isatty()
     try:
+        check_numbers("its header", read_header(file))
         with (
             TemporaryDirectory() as folder,
             nullcontext() if shows_progress else redirect_stderr(StringIO()),
         ):
             (Path(folder) / file.name).symlink_to(file.resolve())
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            _check_size(AutoConfig.from_pretrained(folder, **options), file)
             loaded = AutoModelForCausalLM.from_pretrained(folder, **weights)
     except Exception as error:  # loaders raise many exception classes for damaged files
         if ran_out_of_memory(error):
@@ -155,3 +161,15 @@ def _load(file: Path) -> tuple[Any, Any]:
     model.tie_weights()
     model.generation_config = loaded.generation_config
     return tokenizer, model
+
+
+def _check_size(config: Any, file: Path) -> None:
+    """Raise ValueError if a GGUF file is too small for the model that its header describes."""
+    with limited_modules("its header"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > MAX_DENSITY * (size := file.stat().st_size):
+        raise ValueError(
+            f"its header describes a model of {count:,} weights, but the file has only {size:,} "
+            "bytes."
+        )

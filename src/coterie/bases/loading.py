@@ -23,14 +23,17 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from coterie.bases.checks import (
+    CONFIG,
     check_architecture,
     check_causal,
     check_files,
     check_loaded,
+    check_numbers,
     check_tokenizer,
     check_tokenizer_files,
     check_vocabulary,
     check_weights,
+    limited_modules,
 )
 from coterie.bases.devices import Device, devices_of, placement
 from coterie.bases.gguf import SMOLLM2, converted, find_gguf, packaged_smollm2
@@ -173,7 +176,7 @@ def load_skeleton(base: BaseSpec | str, root: Path = Path()) -> PreTrainedModel:
     """Build a base on the meta device, without weights. A server needs no weights."""
     spec = BaseSpec.model_validate(base)
     config = _config(spec, root)
-    with torch.device("meta"):
+    with limited_modules(_config_of(spec)), torch.device("meta"):
         build = AutoModelForCausalLM.from_config
         return _loading(spec, root, lambda _, **options: build(config, **options))
 
@@ -198,11 +201,28 @@ def _config(base: BaseSpec, root: Path) -> PreTrainedConfig:
     """
     if folder := _folder(base, root):
         check_files(folder)
-    raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
-    check_architecture(base.name, raw)
+    check_architecture(base.name, _raw_config(base, root))
     config = _loading(base, root, AutoConfig.from_pretrained)
     check_causal(base.name, config)
     return config
+
+
+def _raw_config(base: BaseSpec, root: Path) -> dict[str, Any]:
+    """Return the content of a base's config.json; empty if there is no config.json.
+
+    Every loader that builds a configuration from the file must be preceded by this function.
+
+    Raises:
+        CoterieError: The file cannot be read, or contains a number that no model has.
+    """
+    raw, _ = _loading(base, root, PreTrainedConfig.get_config_dict)
+    check_numbers(_config_of(base), raw)
+    return raw
+
+
+def _config_of(base: BaseSpec) -> str:
+    """Return the phrase for a base's configuration in error messages."""
+    return f"The config.json of the base {base.name!r}"
 
 
 def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
@@ -220,6 +240,8 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     if folder := _folder(spec, root):
         check_files(folder)
         check_tokenizer_files(folder)
+    if folder is None or (folder / CONFIG).is_file():  # the tokenizer's loader builds it
+        _raw_config(spec, root)
     tokenizer = _loading(spec, root, AutoTokenizer.from_pretrained)
     check_tokenizer(spec.name, tokenizer)
     if not tokenizer.is_fast:

@@ -4,6 +4,7 @@ Every method then trains on the sum of the base and the adapter, as on any other
 """
 
 import logging
+import re
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.bases.checks import ADAPTER, read_object, refuse_pointer
+from coterie.bases.patterns import matching
 from coterie.bases.precision import Precision
 from coterie.bases.spec import BaseSpec
 from coterie.errors import CoterieError
@@ -45,6 +47,8 @@ NOT_PLAIN = (
 """Settings with which an adapter is more than a low-rank change of linear layers or embeddings."""
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Initialisations that leave the base's own weights unchanged."""
+ALL_LINEAR = "all-linear"
+"""PEFT's name for all linear layers, which can stand in the place of a pattern."""
 MOST_LOST = 0.1
 """The largest share of an adapter that rounding may lose without a warning."""
 
@@ -184,13 +188,14 @@ def _attach(model: PreTrainedModel, config: "LoraConfig", folder: Path, base: st
 
     try:
         refuse_special(folder / WEIGHTS)
+        _resolve_patterns(config, model, folder)
         weights = {name: values.float() for name, values in load_file(folder / WEIGHTS).items()}
         with catch_warnings(action="ignore"):  # of PEFT, about calls that it makes itself
             peft_model = PeftModel(model, config, low_cpu_mem_usage=True)
         report: Any = set_peft_model_state_dict(peft_model, weights, low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise CoterieError(f"{folder / WEIGHTS} is damaged or incomplete: {error}.") from error
-    except (ValueError, RuntimeError, KeyError, NotImplementedError) as error:
+    except (AttributeError, TypeError, ValueError, LookupError, RuntimeError) as error:
         reason = shorten(str(error), 300)
         raise CoterieError(
             f"The adapter in {folder} does not fit the base {base!r}: {reason}"
@@ -203,6 +208,39 @@ def _attach(model: PreTrainedModel, config: "LoraConfig", folder: Path, base: st
     if missing:
         raise CoterieError(f"{unfit} {WEIGHTS} lacks the tensor {min(missing)}.")
     return peft_model
+
+
+def _resolve_patterns(config: Any, model: PreTrainedModel, folder: Path) -> None:
+    """Replace the regular expressions in an adapter's settings by the names that they match.
+
+    PEFT would match them with `re`, which can take exponential time.
+
+    Raises:
+        CoterieError: An expression is invalid, takes too long or matches nothing.
+    """
+    paths = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+    names = [path for path in paths if path]
+    for key in ("target_modules", "exclude_modules"):
+        pattern = getattr(config, key, None)
+        if isinstance(pattern, str) and pattern.lower() != ALL_LINEAR:
+            setattr(config, key, matching(pattern, names, f"{folder / ADAPTER}, {key}"))
+    if config.target_modules == [] and not config.target_parameters:
+        raise CoterieError(f"{folder / ADAPTER}, target_modules: no module of the base matches.")
+    for key in ("rank_pattern", "alpha_pattern"):
+        rest, resolved = names, dict[str, Any]()
+        for pattern, value in dict(getattr(config, key, None) or {}).items():
+            ending = rf"(.*\.)?({pattern})$"
+            matched = set(matching(ending, rest, f"{folder / ADAPTER}, {key}"))
+            rest = [name for name in rest if name not in matched]  # the first pattern counts
+            if matched:  # a name is matched from its beginning
+                resolved[rf"(?<!.)(?:{'|'.join(map(re.escape, sorted(matched)))})"] = value
+        setattr(config, key, resolved)
+    layers = getattr(config, "layers_pattern", None) or []
+    for name in [layers] if isinstance(layers, str) else layers:
+        if not re.fullmatch(r"[\w.]*", str(name)):
+            raise CoterieError(
+                f"{folder / ADAPTER}, layers_pattern: {name!r} is not the name of a module."
+            )
 
 
 def _weight(layer: Any) -> Tensor:

@@ -5,7 +5,6 @@ Linear layers are recognised by their names (`PLACES`), MLPs by the names of the
 considered.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from coterie.bases.patterns import matching
 from coterie.errors import CoterieError
 
 
@@ -171,7 +171,7 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
             the layer's place (see `place_of`). None selects attention.
 
     Raises:
-        CoterieError: The pattern is invalid or matches no layer.
+        CoterieError: The pattern is invalid, takes too long or matches no layer.
     """
     if pattern is None:
         if not (attention := attention_linears(base)):
@@ -181,16 +181,9 @@ def chosen_linears(base: nn.Module, pattern: str | None) -> dict[str, Linear]:
             )
         return attention
     linears = {p: m for p, m in decoder_walk(base) if isinstance(m, Linear) and "." in p}
-    try:
-        matches = {
-            path: linear
-            for path, linear in linears.items()
-            if any(re.fullmatch(pattern, n) for n in (path.rpartition(".")[2], place_of(path)))
-        }
-    except re.error as error:
-        raise CoterieError(
-            f"The pattern {pattern!r} is not a valid regular expression: {error}."
-        ) from None
+    named = {path: {path.rpartition(".")[2], place_of(path)} for path in linears}
+    chosen = set(matching(pattern, sorted(set().union(*named.values())), "attention.targets"))
+    matches = {path: linear for path, linear in linears.items() if chosen & named[path]}
     if not matches:
         names = ", ".join(sorted({path.rpartition(".")[2] for path in linears}))
         places = ", ".join(sorted({place_of(path) for path in linears if "." in place_of(path)}))

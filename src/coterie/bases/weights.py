@@ -72,7 +72,7 @@ def check_weights_fit(
     whole = {id(p) for module in ends if module is not None for p in module.parameters()}
     sizes = (
         p.numel() * (linear if p.ndim == 2 and id(p) not in whole else width)
-        for p in skeleton.parameters()
+        for p in (*skeleton.parameters(), *skeleton.buffers())
     )
     quantised = "base.weights: nf4, " if base.weights != "nf4" else ""
     remedies = f"{quantised}`base` to a smaller one, or `device` to more or larger GPUs"

@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import (
-    _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
-)
 
+from coterie.data.chat_sandbox import rendered
 from coterie.data.items import Conversation, Instruction, Turn, parted
+from coterie.data.sandbox import TooCostly
 from coterie.errors import CoterieError
 
 TODAY = datetime(2024, 7, 26)
@@ -195,16 +194,21 @@ class ChatTemplate:
         return lead, inner_markers[0], "".join(last_markers[:1])
 
     def _render(self, turns: Sequence[Turn], where: str) -> str:
-        messages = [turn._asdict() for turn in turns]
+        values = {
+            "messages": [turn._asdict() for turn in turns],
+            "add_generation_prompt": False,
+            "tools": None,
+            "documents": None,
+            "strftime_now": TODAY.strftime,
+            **self.tokenizer.special_tokens_map,
+        }
         try:
-            return _compile_jinja_template(self.source).render(
-                messages=messages,
-                add_generation_prompt=False,
-                tools=None,
-                documents=None,
-                strftime_now=TODAY.strftime,
-                **self.tokenizer.special_tokens_map,
-            )
+            return rendered(self.source, values)
+        except TooCostly as error:
+            raise CoterieError(
+                f"The chat template ({self.name}) {error}; set data.chat_template to another "
+                "template."
+            ) from error
         except TemplateSyntaxError as error:
             raise CoterieError(
                 f"Line {error.lineno} of the chat template ({self.name}) is not valid Jinja: "

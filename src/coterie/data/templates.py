@@ -9,9 +9,9 @@ from typing import Any
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, Undefined, UndefinedError
 from jinja2.environment import TemplateExpression
 from jinja2.meta import find_undeclared_variables
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from coterie.data.files import Record, read_text, resolve
+from coterie.data.sandbox import Sandbox, TooCostly, limited
 from coterie.errors import CoterieError
 
 SHIPPED = {
@@ -34,7 +34,7 @@ def _printable(value: Any) -> Any:
 
 # The end of a prompt affects how a model begins its answer, so a text's last newline is kept. Lines
 # with only a block, such as {% if %}, are removed.
-_JINJA = ImmutableSandboxedEnvironment(
+_JINJA = Sandbox(
     undefined=StrictUndefined,
     keep_trailing_newline=True,
     trim_blocks=True,
@@ -130,7 +130,10 @@ def render(template: str, fields: Mapping[str, Any], where: str) -> str:
     for name in names & record.fields.keys():
         record[name]  # raises if the value cannot be decoded
     try:
-        prompt = compiled.render(record.fields)
+        with limited(record.fields):
+            prompt = compiled.render(record.fields)
+    except TooCostly as error:
+        raise CoterieError(f"{where}: the template {error}; write a simpler template.") from error
     except Exception as error:  # an expression of the template can raise any exception
         for name in names - record.fields.keys() if isinstance(error, UndefinedError) else ():
             if str(error).startswith(f"{name!r} is"):
@@ -161,7 +164,10 @@ def holds(expression: str, record: Record) -> bool:
     for name in sorted(names):
         record[name]  # raises an error that lists the record's fields if the field is missing
     try:
-        return bool(compiled(record.fields))
+        with limited(record.fields):
+            return bool(compiled(record.fields))
+    except TooCostly as error:
+        raise CoterieError(f"divide.where {error}; write a simpler expression.") from error
     except Exception as error:  # an expression can raise any exception
         raise CoterieError(
             f"divide.where cannot be evaluated for {record.where} ({error}); fix the record or "
@@ -173,8 +179,12 @@ def holds(expression: str, record: Record) -> bool:
 def _expression(expression: str) -> tuple[TemplateExpression, frozenset[str]]:
     """Return a compiled expression, and the names of the fields that the expression uses."""
     try:
-        names = find_undeclared_variables(_JINJA.parse(f"{{{{ {expression} }}}}"))
-        return _JINJA.compile_expression(expression, undefined_to_none=False), frozenset(names)
+        with limited():
+            names = find_undeclared_variables(_JINJA.parse(f"{{{{ {expression} }}}}"))
+            compiled = _JINJA.compile_expression(expression, undefined_to_none=False)
+        return compiled, frozenset(names)
+    except TooCostly as error:
+        raise CoterieError(f"divide.where {error}; write a simpler expression.") from error
     except TemplateSyntaxError as error:
         raise CoterieError(
             f"divide.where is not a valid Jinja expression ({(error.message or '').rstrip('.')}); "
@@ -212,8 +222,11 @@ def _compiled(template: str) -> tuple[Template, frozenset[str]]:
             "Jinja text."
         )
     try:
-        names = find_undeclared_variables(_JINJA.parse(template))
-        return _JINJA.from_string(template), frozenset(names)
+        with limited():
+            names = find_undeclared_variables(_JINJA.parse(template))
+            return _JINJA.from_string(template), frozenset(names)
+    except TooCostly as error:
+        raise CoterieError(f"The template {error}; write a simpler template.") from error
     except TemplateSyntaxError as error:
         raise CoterieError(
             f"Line {error.lineno} of the template is not valid Jinja: "

@@ -123,12 +123,16 @@ class Worker:
         if reason := terms.version_mismatch(order):
             fault = "protocol" if order.protocol != PROTOCOL else "plugin"
             return self._refuse(order, fault, reason)
+        folder = run_folder(self.site, order.run)
+        agreements = self._agreements(folder)
+        for agreed in agreements:  # before anything is computed from what the server requests
+            if reason := terms.disagreement(agreed, order):
+                return self._refuse(order, "terms", reason)
         config = self.site.config(order)
         if reason := terms.extra_plugin(order, config):
             return self._refuse(order, "plugin", reason)
-        folder = run_folder(self.site, order.run)
-        if reason := self._disagreement(order, config, folder):
-            return self._refuse(order, "terms", reason)
+        if not agreements:
+            self.site.ask(order, config)
         if reason := terms.public_text_mismatch(order, config):
             return self._refuse(order, "public", reason)
         ledger = ledger_of(self.site, order.run)
@@ -147,20 +151,10 @@ class Worker:
         self.seen("joined", self.run)
         return self._reply(order, self.run.part.hello(), base=base.digest)
 
-    def _disagreement(self, order: Order, config: RunConfig, folder: RunFolder) -> str | None:
-        """Return how the requested run differs from the terms that the user has agreed to.
-
-        If there is no difference, return None. If the user has not agreed to any terms yet, ask the
-        user to agree to the run, and raise Declined if the user does not agree.
-        """
+    def _agreements(self, folder: RunFolder) -> list[terms.Terms]:
+        """Return the terms that the user has agreed to, for this run or for all runs."""
         recorded = folder.description.get("agreed") if folder.is_run else None
-        agreements = [agreed for agreed in (recorded, self.site.agreed) if agreed is not None]
-        for agreed in agreements:
-            if reason := terms.disagreement(agreed, order):
-                return reason
-        if not agreements:
-            self.site.ask(order, config)
-        return None
+        return [agreed for agreed in (recorded, self.site.agreed) if agreed is not None]
 
     def _refuse(self, order: Order, fault: Fault, reason: str) -> bytes:
         """Return a reply that refuses to join a run.

@@ -43,7 +43,9 @@ def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings = {k: v for k, v in run.items() if k not in ("name", "deployment")}
     terms = json.loads(json.dumps(settings))
-    return {**terms, "share_metrics": run.get("deployment", {}).get("share_metrics", False)}
+    section = run.get("deployment")
+    shares = section.get("share_metrics", False) if isinstance(section, Mapping) else False
+    return {**terms, "share_metrics": shares}
 
 
 def disagreement(agreed: Terms, order: Order) -> str | None:

@@ -10,9 +10,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel
 
 from coterie.bases import Tokenizer
+from coterie.data.chat_sandbox import sandboxed
 from coterie.errors import CoterieError, imports_for
 from coterie.files import read_file
 from coterie.registry import nearest
@@ -82,7 +84,7 @@ class Harness:
 
         tasks = self._loaded.get(name) or self._loaded.setdefault(name, self._load(name))
         wrap: Any = HFLM
-        with _quiet():
+        with _quiet(), sandboxed():
             scored = wrap(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
             try:
                 results: Any = evaluate(
@@ -93,7 +95,7 @@ class Harness:
                     apply_chat_template=chat,
                     fewshot_as_multiturn=chat,
                 )
-            except ValueError as error:
+            except (ValueError, TemplateError) as error:
                 raise CoterieError(f"lm-eval cannot score the task {name!r}: {error}") from error
         return list(_scores(results))
 
