@@ -6,12 +6,15 @@ import socket
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from coterie.cli import app
+from coterie.cli.console import status_table
 from coterie.deployment import status as module
 from coterie.deployment.monitoring import exposition, monitored
 from coterie.deployment.seats import Seat
@@ -294,3 +297,40 @@ def test_the_command_shows_the_status_and_says_whether_the_server_runs(
     code, text = shown()
     assert code == 0
     assert "The run has ended" in text
+
+
+def change(round: int, **cosines: float | None) -> list[dict[str, object]]:
+    return [
+        {"round": round, "client": name, "name": "change", "value": {"ratio": 1.0, "cosine": value}}
+        for name, value in cosines.items()
+    ]
+
+
+def test_a_client_whose_changes_point_against_the_others_is_named(monitor, watch) -> None:
+    for round in range(9):
+        monitor.compares(change(round, ada=0.1, ben=0.02, cy=-0.04, eve=-0.1))
+    named = [line for line in watch.lines if "point against" in line]
+    assert named == [
+        "eve's changes point against the others' in 4 of 4 rounds; see the page on hostile clients",
+        "eve's changes point against the others' in 8 of 8 rounds; see the page on hostile clients",
+    ]
+    assert [name for name, client in monitor.status.clients.items() if client.opposes] == ["eve"]
+    shown = Console(width=100, file=StringIO())
+    shown.print(status_table(monitor.status))
+    assert "eve's changes point against the others' in 9 of 9 rounds" in shown.file.getvalue()
+
+
+def test_few_clients_or_few_rounds_against_the_others_name_nobody(monitor, watch) -> None:
+    for round in range(20):
+        monitor.compares(change(round, ada=-0.5, ben=-0.5, cy=-0.5))  # two others each
+        monitor.compares(change(100 + round, ada=None, ben=0.1, cy=0.1, eve=-0.5))
+        against = -0.1 if round % 2 else 0.1
+        monitor.compares(change(200 + round, ada=against, ben=0.1, cy=0.1, eve=0.1))
+    assert watch.lines == []
+
+
+def test_a_server_that_starts_again_counts_the_rounds_before(monitor, watch, tmp_path) -> None:
+    lines = [line for r in range(4) for line in change(r, ada=0.1, ben=0.1, cy=0.1, eve=-0.1)]
+    monitor.folder.append(lines)
+    monitor.start(4)
+    assert "eve's changes point against the others' in 4 of 4 rounds" in watch.lines[-1]

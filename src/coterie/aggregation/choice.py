@@ -152,6 +152,26 @@ def with_least_others(row: Mapping[str, float], own: str, least_others: int) -> 
     return {client: limited.get(client, weight) for client, weight in row.items()}
 
 
+def limited_rows(
+    rows: Mapping[str, Mapping[str, float]], present: Collection[str], least_others: int
+) -> dict[str, Mapping[str, float]]:
+    """Limit the weights of other clients in all rows; see `with_least_others`.
+
+    Args:
+        rows: The weights of all clients, by the client that receives the mean.
+        present: The clients whose uploads are in the means.
+        least_others: The smallest number of other clients in a mean.
+    """
+    if least_others == 1:
+        return dict(rows)
+    return {
+        client: with_least_others(
+            {name: weight for name, weight in row.items() if name in present}, client, least_others
+        )
+        for client, row in rows.items()
+    }
+
+
 def row_from_slopes(
     shares: Mapping[str, float], slopes: Tensor, trust: float, own: str, least_others: int = 1
 ) -> dict[str, float]:

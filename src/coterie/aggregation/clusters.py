@@ -31,11 +31,12 @@ def cosine_distances(rows: Sequence[Tensors], columns: Sequence[Tensors]) -> np.
     return (1 - torch.stack(similarities).mean(0)).numpy()
 
 
-def nearest(adapters: Mapping[str, Tensors], most: int) -> dict[str, list[str]]:
-    """Return, for each client, the other clients whose adapters are the nearest.
+def nearest(adapters: Mapping[str, Tensors], start: Tensors, most: int) -> dict[str, list[str]]:
+    """Return, for each client, the other clients whose changes are the nearest.
 
     Args:
         adapters: A mapping from clients to adapters with tensors of the same names.
+        start: The values from which the changes are computed.
         most: The largest number of other clients for each client.
 
     Returns:
@@ -44,7 +45,7 @@ def nearest(adapters: Mapping[str, Tensors], most: int) -> dict[str, list[str]]:
     names = sorted(adapters)
     others = {name: [other for other in names if other != name] for name in names}
     if len(names) > most + 1:
-        ordered = [adapters[name] for name in names]
+        ordered = [{n: t - start[n] for n, t in adapters[name].items()} for name in names]
         for name, row in zip(names, cosine_distances(ordered, ordered).tolist(), strict=True):
             distances = dict(zip(names, row, strict=True))
             others[name] = sorted(sorted(others[name], key=distances.__getitem__)[:most])

@@ -20,7 +20,7 @@ from rich.text import Text
 from coterie.cli.progress import LiveDisplay, clock, jump_warning
 from coterie.config.run import RunConfig
 from coterie.deployment.costs import MAX_DISK
-from coterie.deployment.status import ServerWatch
+from coterie.deployment.status import ServerWatch, opposition
 from coterie.deployment.status import Status as RunStatus
 from coterie.deployment.terms import flat
 from coterie.errors import plural
@@ -79,10 +79,11 @@ def in_json(time: datetime, message: str, level: str = "INFO") -> str:
 
 
 def status_table(status: RunStatus) -> Group:
-    """Return what a terminal shows about a run's status: two lines, and a table between them.
+    """Return what a terminal shows about a run's status.
 
-    The first line names the current round. The table lists the clients. The last line says for
-    which clients the server is waiting; it is empty if the server is not waiting.
+    The first line names the current round. A table lists the clients. A line for each client whose
+    changes point against the others' changes follows. The last line says for which clients the
+    server is waiting; it is empty if the server is not waiting.
     """
     table = Table("client", "state")
     for head in ("last reply", "up", "down", "rounds missed"):
@@ -94,7 +95,8 @@ def status_table(status: RunStatus) -> Group:
     title = f"{status.title}: round {min(status.done + 1, status.rounds)} of {status.rounds}"
     if status.seconds_left:
         title += f", about {clock(status.seconds_left)} left"
-    return Group(Text(title), table, Text(status.waiting))
+    opposing = [opposition(name, c) for name, c in sorted(status.clients.items()) if c.opposes]
+    return Group(Text(title), table, *map(Text, opposing), Text(status.waiting))
 
 
 def time_of_day(seconds: float) -> str:

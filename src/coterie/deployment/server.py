@@ -89,9 +89,9 @@ class ServerRun(ServerPart):
             if (counted := self._round()) is None:
                 break
             self.recorder.log(None, SECONDS, time.monotonic() - began)
-            self.folder.append(self.recorder.take())
+            self.folder.append(lines := self.recorder.take())
             self._save(round + 1)
-            self.monitor.closes(counted)
+            self.monitor.closes(counted, lines)
         self._finish()
         self.folder.finish(result(self.config, self.folder))
         self.monitor.save(ended=True)

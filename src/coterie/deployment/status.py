@@ -2,16 +2,17 @@
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from coterie.deployment.seats import Seat
 from coterie.errors import CoterieError, Unwritable, plural
 from coterie.files import read_inside, write_text
+from coterie.messages.names import CHANGE
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import RunFolder
 
@@ -28,6 +29,15 @@ each reminder.
 """
 LONGEST_REMINDER = 1800.0
 """The longest interval between two reminders."""
+OTHERS = 3
+"""The minimum number of other clients with which a client's change is compared."""
+AGAINST = -0.05
+"""The cosine below which a change points against the median of the others' changes.
+
+Cosines of unrelated changes are within 0.05 of zero (docs/deploy/deployment.md, hostile clients).
+"""
+OPPOSED_ROUNDS = 4
+"""The minimum number of rounds after which the server names a client that opposes the others."""
 NAMED = 6
 """The maximum number of clients that a reminder names."""
 
@@ -44,6 +54,15 @@ class ClientStatus(BaseModel):
     """The time of the client's last reply, in seconds since 1970; None if there was none."""
     excluded: int = 0
     """Number of rounds without an accepted upload of this client, since the server started."""
+    compared: int = 0
+    """Number of rounds in which the client's change was compared with at least `OTHERS` others."""
+    against: int = 0
+    """Number of these rounds in which the client's change pointed against the others' changes."""
+
+    @property
+    def opposes(self) -> bool:
+        """Whether the client's changes nearly always point against the others' changes."""
+        return self.against >= OPPOSED_ROUNDS and self.against >= 0.75 * self.compared
 
 
 class Status(BaseModel):
@@ -134,6 +153,7 @@ class Monitor:
         self.status.done = done
         resumed = f", resuming after round {done}" if done else ""
         self.note(f"{self.status.title}: {plural(self.status.rounds, 'round')}{resumed}")
+        self.compares(self.folder.metrics())
 
     def opens(self) -> None:
         """Record that a round is opened."""
@@ -164,8 +184,35 @@ class Monitor:
         """Increment a client's number of rounds in which no upload of the client was accepted."""
         self.status.clients.setdefault(client, ClientStatus()).excluded += 1
 
-    def closes(self, counted: int) -> None:
-        """Record that a round with `counted` accepted uploads is complete and saved."""
+    def compares(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Count in how many rounds each client's change pointed against the others' changes.
+
+        The server names a client after `OPPOSED_ROUNDS` rounds, and whenever the number of these
+        rounds has doubled.
+
+        Args:
+            lines: Metrics of one or more rounds.
+        """
+        rounds: dict[int, dict[str, float]] = {}
+        for line in lines:
+            if line["name"] == CHANGE and line["value"].get("cosine") is not None:
+                rounds.setdefault(line["round"], {})[line["client"]] = line["value"]["cosine"]
+        for cosines in rounds.values():
+            for name, cosine in cosines.items() if len(cosines) > OTHERS else ():
+                about = self.status.clients.setdefault(name, ClientStatus())
+                about.compared += 1
+                about.against += cosine < AGAINST
+                doubled = about.against.bit_count() == 1
+                if cosine < AGAINST and doubled and about.opposes:
+                    self.note(f"{opposition(name, about)}; see the page on hostile clients")
+
+    def closes(self, counted: int, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Record that a round with `counted` accepted uploads is complete and saved.
+
+        Args:
+            counted: The number of accepted uploads.
+            lines: The metrics of the round.
+        """
         status = self.status
         self.durations.append(time.monotonic() - self.opened)
         status.done += 1
@@ -175,6 +222,7 @@ class Monitor:
         left = f", about {timedelta(seconds=round(status.seconds_left))} left" if remaining else ""
         self.note(f"round {status.done}/{status.rounds}: {plural(counted, 'upload')} used{left}")
         self.remind_at = self.interval = 0.0
+        self.compares(lines)
 
     def shows(self, seats: Mapping[str, Seat], working: Collection[str]) -> None:
         """Display all clients' status; write the status file if it is older than `SAVE_SECONDS`.
@@ -210,6 +258,12 @@ class Monitor:
             if str(error) != self.save_fault:
                 self.note(f"the status is out of date: {error}")
             self.save_fault = str(error)
+
+
+def opposition(name: str, client: ClientStatus) -> str:
+    """Return a sentence about a client whose changes point against the others' changes."""
+    rounds = f"{client.against} of {client.compared} rounds"
+    return f"{name}'s changes point against the others' in {rounds}"
 
 
 def state_of(seat: Seat, is_working: bool) -> State:

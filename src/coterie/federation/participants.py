@@ -65,8 +65,7 @@ class Participant:
         """Describe the participant for the run folder.
 
         Returns:
-            A mapping with the digest of the data (`data`), and each split's number of tokens and
-            `Split.counts`. If the attribute `labels` is not None, `labels` is added.
+            The digest of the data, each split's tokens and `Split.counts`, and any labels.
         """
         splits: dict[str, Split] = vars(self.data)
         counts = {split: tokens.counts() for split, tokens in splits.items()}
@@ -322,7 +321,7 @@ def _server(
 ) -> Participant:
     """Create the participant for a server whose own model is trained on the public text.
 
-    The participant's `tests` are empty if there is no text on which to score the server's model.
+    Its `tests` are empty if there is no text on which to score the server's model.
     """
     assert config.server is not None
     items: dict[str, list[Any]] = {}
@@ -390,20 +389,12 @@ def server_context(
         config: The run.
         base: The run's base without weights, on the meta device.
         clients: The names of the clients.
-        server: The server's data and base; None if the server has no model of its own.
+        server: The server's data and base; None if the server has no model.
         log: Called with each metric of the server.
     """
     context = None
     if server is not None:
         assert server.base is not None, "a server that has its own model needs a loaded base"
         context = client_context(config, server.base, server, log)
-    return ServerContext(
-        config.seed,
-        base,
-        tuple(sorted(clients)),
-        log,
-        config.training,
-        config.rounds,
-        config.aggregation.least_others,
-        context,
-    )
+    settings = config.training, config.rounds, config.aggregation.least_others
+    return ServerContext(config.seed, base, tuple(sorted(clients)), log, *settings, context)

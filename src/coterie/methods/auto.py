@@ -45,10 +45,10 @@ from coterie.aggregation.choice import (
     checked_choice,
     checked_sizes,
     latest_trial,
+    limited_rows,
     row_from_slopes,
     shares_of,
     standard_error,
-    with_least_others,
     with_no_change,
 )
 from coterie.aggregation.clusters import nearest
@@ -110,8 +110,7 @@ class Auto(Mixture):
         if run.least_others > self.peers:
             raise CoterieError(
                 f"aggregation.least_others ({run.least_others}) exceeds method.peers "
-                f"({self.peers}), the number of other clients in a trial; choose a smaller number, "
-                "or more peers."
+                f"({self.peers}), the number of other clients in a trial; change either."
             )
         if run.token_weights:
             raise CoterieError(
@@ -290,9 +289,8 @@ class AutoClient(AdapterClient[Auto]):
 class AutoServer(PersonalServer[Auto]):
     """A server that averages with each client's own weights, and forwards pairs for trials.
 
-    The server decides which data of others a client receives. Each client receives pairs once per
-    trial, and its weights change only in a trial or when it leaves all means. The weights are
-    limited by `least_others`.
+    The server decides which data of others a client receives: pairs once per trial. A client's
+    weights change only in a trial, or when it decides to stay alone.
     """
 
     def __init__(self, method: Auto, context: ServerContext) -> None:
@@ -303,15 +301,13 @@ class AutoServer(PersonalServer[Auto]):
         self.tried: dict[ClientId, int] = {}
         """For each client, the number of rounds after which its latest trial was due."""
         self.uploads: dict[ClientId, Tensors] = {}
-        """The latest attention pairs of each client, if a trial is due for any client."""
+        """The latest pairs of each client, if a trial is due for any client."""
         self.before: dict[ClientId, Tensors] = {}
-        """The upload of each client's latest trial, until the client's next upload.
-
-        A client that then stays alone trains from these parameters, and not from its mean."""
+        """The upload of each client's latest trial, until its next upload. A client that stays
+        alone after the trial trains from these parameters, and not from its mean."""
         self._received: dict[ClientId, Tensors] = {}
         self._chosen: dict[ClientId, Choice] = {}
-        """The choices uploaded in this exchange, kept apart because the exchange may be
-        repeated."""
+        """The choices of this exchange, kept apart because the exchange may be repeated."""
         self._trying: set[ClientId] = set()
         """The clients that may have received pairs in this exchange, or in an earlier attempt."""
         self._nearest: dict[ClientId, list[ClientId]] = {}
@@ -324,19 +320,14 @@ class AutoServer(PersonalServer[Auto]):
 
     def _due(self, client: ClientId) -> bool:
         """Return whether a trial is due for a client before the exchange in progress."""
-        latest = latest_trial(self.exchange, self.context.rounds)
-        return latest > self.tried.get(client, 0)
+        return latest_trial(self.exchange, self.context.rounds) > self.tried.get(client, 0)
 
     def _peers(self, client: ClientId) -> list[ClientId]:
         """Return the clients whose pairs a client receives in this exchange."""
         if client not in self.uploads or not self._due(client):
             return []
         if not self._nearest:
-            changes = {
-                name: {n: tensor - self.shared[n] for n, tensor in upload.items()}
-                for name, upload in self.uploads.items()
-            }
-            self._nearest = nearest(changes, self.method.peers)
+            self._nearest = nearest(self.uploads, self.shared, self.method.peers)
         return self._nearest[client]
 
     def download(self, client: ClientId) -> Message:
@@ -361,22 +352,18 @@ class AutoServer(PersonalServer[Auto]):
             old = self.choices.get(client)
             choice = Choice(row={} if old is None else old["row"], tokens=choice["tokens"])
         self._chosen[client] = choice
-        judges, parameters = self.method.judges, self.parameters
-        whole, pairs = client in self._trying, upload["adapter"].items()
-        self._received[client] = {n: t for n, t in pairs if whole or judges(parameters[n])}
+        tensors = upload["adapter"]
+        self._received[client] = tensors if client in self._trying else self._judged(tensors)
+
+    def _judged(self, tensors: Tensors) -> Tensors:
+        """Return the tensors that trials compare."""
+        return {n: t for n, t in tensors.items() if self.method.judges(self.parameters[n])}
 
     def rows(self) -> Rows:
         choices = self.choices | self._chosen
         everybody = shares_of({client: choice["tokens"] for client, choice in choices.items()})
         rows = {client: choice["row"] or everybody for client, choice in choices.items()}
-        least_others = self.context.least_others
-        if least_others > 1:
-            present = {
-                client: {name: weight for name, weight in row.items() if name in self._received}
-                for client, row in rows.items()
-            }
-            rows = {c: with_least_others(row, c, least_others) for c, row in present.items()}
-        return rows
+        return limited_rows(rows, self._received, self.context.least_others)
 
     def end_round(self, mean: Message, held: Holders) -> None:
         super().end_round(mean, held)
@@ -385,21 +372,14 @@ class AutoServer(PersonalServer[Auto]):
         self.tried |= dict.fromkeys(self._trying, latest)
         before = {c: t for c, t in self.before.items() if c not in self._received}
         self.before = before | {c: t for c, t in self._received.items() if c in self._trying}
-        judges, parameters = self.method.judges, self.parameters
-        pairs = {
-            client: {n: t for n, t in tensors.items() if judges(parameters[n])}
-            for client, tensors in self._received.items()
-        }
+        pairs = {client: self._judged(tensors) for client, tensors in self._received.items()}
         self.uploads = {**self.uploads, **pairs} if any(map(self._due, self.choices)) else {}
         self._trying, self._nearest = set(), {}
 
     def state(self) -> State:
         state = super().state()
-        kept = {"adapter": self.uploads, "before": self.before}
-        parts = {
-            client: State({g: tensors[client] for g, tensors in kept.items() if client in tensors})
-            for client in sorted(self.uploads.keys() | self.before.keys())
-        }
+        groups = {"adapter": self.uploads, "before": self.before}
+        parts = {c: State({g: t.get(c, {}) for g, t in groups.items()}) for c in sorted(self.held)}
         # Clients' names are the inner keys, because `State.without` deletes a client's name from
         # nested mappings, and would delete `row` or `tokens` if a client had this name.
         keys = Choice.__annotations__
@@ -415,6 +395,6 @@ class AutoServer(PersonalServer[Auto]):
         }
         self.tried = dict(state.values["tried"])
         parts = state.parts.items()
-        self.uploads = {c: part["adapter"] for c, part in parts if "adapter" in part.groups}
-        self.before = {c: part["before"] for c, part in parts if "before" in part.groups}
+        self.uploads = {c: part["adapter"] for c, part in parts if part["adapter"]}
+        self.before = {c: part["before"] for c, part in parts if part["before"]}
         self._trying, self._nearest = set(), {}
