@@ -315,9 +315,9 @@ def test_a_client_whose_changes_point_against_the_others_is_named(monitor, watch
         "eve's changes point against the others' in 8 of 8 rounds; see the page on hostile clients",
     ]
     assert [name for name, client in monitor.status.clients.items() if client.opposes] == ["eve"]
-    shown = Console(width=100, file=StringIO())
-    shown.print(status_table(monitor.status))
-    assert "eve's changes point against the others' in 9 of 9 rounds" in shown.file.getvalue()
+    shown = StringIO()
+    Console(width=100, file=shown).print(status_table(monitor.status))
+    assert "eve's changes point against the others' in 9 of 9 rounds" in shown.getvalue()
 
 
 def test_few_clients_or_few_rounds_against_the_others_name_nobody(monitor, watch) -> None:

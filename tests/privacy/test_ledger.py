@@ -63,7 +63,7 @@ def test_each_of_two_transforms_spends_its_own_budget(transforms) -> None:
         client.receive(Message(exchange, {"adapter": {"A": torch.zeros(2)}}), exchange)
         upload = Message(exchange, {"adapter": {"A": torch.full((2,), exchange + 1.0)}})
         assert client.send(upload, exchange)["adapter"]["A"].all()
-    costs = [noise**-2 for noise in ledger.runs[""].values()]
+    costs = [float(noise) ** -2 for noise in ledger.runs[""].values()]
     assert sum(costs) == pytest.approx(4 * (2.0**-2 + 1.0**-2))
 
 

@@ -267,9 +267,8 @@ def _cosines(units: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float | Non
         changes = torch.stack([units[name][key] for name in names])
         medians = medians_of_others(changes)
         for name, change, median in zip(names, changes, medians, strict=True):
-            pairs = ((change, median), (change, change), (median, median))
-            for index, (one, other) in enumerate(pairs):
-                products[name][index] += float(one @ other)
+            added = change @ median, change @ change, median @ median
+            products[name] = [a + float(b) for a, b in zip(products[name], added, strict=True)]
     return {
         name: dot / math.sqrt(own * others) if own * others > 1e-12 else None
         for name, (dot, own, others) in products.items()
