@@ -326,6 +326,9 @@ def test_few_clients_or_few_rounds_against_the_others_name_nobody(monitor, watch
         monitor.compares(change(100 + round, ada=None, ben=0.1, cy=0.1, eve=-0.5))
         against = -0.1 if round % 2 else 0.1
         monitor.compares(change(200 + round, ada=against, ben=0.1, cy=0.1, eve=0.1))
+    personal = Monitor("auto", 30, monitor.folder, watch, one_mean=False)
+    for round in range(20):
+        personal.compares(change(round, ada=0.1, ben=0.1, cy=0.1, eve=-0.5))
     assert watch.lines == []
 
 

@@ -50,7 +50,8 @@ class ServerRun(ServerPart):
         names = sorted(client.name for client in config.clients)
         super().__init__(config, skeleton, names, own, folder, Recorder(lambda *_: None))
         self.link, self.run = link, folder.description["run"]
-        self.monitor = Monitor(config.label, config.exchanges, folder, watch)
+        one_mean = bool(config.method.schema().reduced("mean"))
+        self.monitor = Monitor(config.label, config.exchanges, folder, watch, one_mean=one_mean)
         self._note = self.monitor.note
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)

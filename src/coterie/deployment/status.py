@@ -38,6 +38,9 @@ Cosines of unrelated changes are within 0.05 of zero (docs/deploy/deployment.md,
 """
 OPPOSED_ROUNDS = 4
 """The minimum number of rounds after which the server names a client that opposes the others."""
+OPPOSED_SHARE = 0.9
+"""The minimum share of such rounds. The first changes of honest clients with different texts still
+have a direction in common."""
 NAMED = 6
 """The maximum number of clients that a reminder names."""
 
@@ -62,7 +65,7 @@ class ClientStatus(BaseModel):
     @property
     def opposes(self) -> bool:
         """Whether the client's changes nearly always point against the others' changes."""
-        return self.against >= OPPOSED_ROUNDS and self.against >= 0.75 * self.compared
+        return self.against >= max(OPPOSED_ROUNDS, OPPOSED_SHARE * self.compared)
 
 
 class Status(BaseModel):
@@ -130,10 +133,21 @@ class Monitor:
         rounds: Number of rounds of the run.
         folder: The run folder.
         watch: The callbacks that display the run.
+        one_mean: Whether all clients start each round from one mean. Otherwise, the directions of
+            their changes are not compared.
     """
 
-    def __init__(self, title: str, rounds: int, folder: RunFolder, watch: ServerWatch) -> None:
+    def __init__(
+        self,
+        title: str,
+        rounds: int,
+        folder: RunFolder,
+        watch: ServerWatch,
+        *,
+        one_mean: bool = True,
+    ) -> None:
         self.status = Status(title=title, rounds=rounds, updated=time.time())
+        self.one_mean = one_mean
         self.folder, self.watch = folder, watch
         self.saved, self.save_fault = float("-inf"), ""
         self.durations: list[float] = []
@@ -194,7 +208,7 @@ class Monitor:
             lines: Metrics of one or more rounds.
         """
         rounds: dict[int, dict[str, float]] = {}
-        for line in lines:
+        for line in lines if self.one_mean else ():
             if line["name"] == CHANGE and line["value"].get("cosine") is not None:
                 rounds.setdefault(line["round"], {})[line["client"]] = line["value"]["cosine"]
         for cosines in rounds.values():
