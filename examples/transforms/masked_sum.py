@@ -2,8 +2,8 @@
 
 Before every round clients exchange public keys. Each pair of clients derives a mask that one adds
 and the other subtracts, so masks cancel in the sum. Every attempt at a round has new masks, and a
-client masks only one upload per attempt. Nobody may drop out, and the server must relay keys
-honestly: the protocol of the paper repairs both, this toy does not.
+client masks only one upload per attempt. Unlike the paper's protocol, this toy needs every client,
+and a server that relays keys honestly.
 """
 
 import re
@@ -51,7 +51,7 @@ class MaskedSum(Reduction):
         if phase == "keys":
             memory.values.pop("attempt", None)
             return None
-        # Another attempt at the exchange begins with the memory after the phase `keys`.
+        # A repeated exchange restores the memory that was saved after the phase `keys`.
         attempt = memory.values.setdefault("attempt", secrets.draw().hex())
         keys = memory.values.get("keys", {})
         return {"attempt": attempt, "keys": {name: keys[name] for name in clients if name in keys}}

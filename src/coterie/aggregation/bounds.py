@@ -256,7 +256,7 @@ def _cosines(units: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float | Non
         units: For each client, a mapping from keys to its normalised changes.
 
     Returns:
-        The cosine similarity over those keys of a client that other clients have, too. None if
+        Each client's cosine similarity, over the keys that another client also has. None if
         there is no such key, or if the median is zero.
     """
     products = {name: [0.0, 0.0, 0.0] for name in units}  # client x median, and both squares

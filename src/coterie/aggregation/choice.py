@@ -122,11 +122,10 @@ def with_no_change(shares: Mapping[str, float]) -> Tensor:
 
 
 def with_least_others(row: Mapping[str, float], own: str, least_others: int) -> dict[str, float]:
-    """Limit the weights of other clients, so that a client cannot receive one upload almost alone.
+    """Limit how much of the other clients' total weight one client can have.
 
-    Each other client's weight becomes at most 1 / `least_others` of the weights of all other
-    clients together. What exceeds the limit is given to the clients below it, in proportion to
-    their weights. The client's own weight does not change.
+    The limit is 1 / `least_others` of this total. The excess goes to the clients below the limit,
+    in proportion to their weights. The client's own weight does not change.
 
     Args:
         row: The client's weights for all clients.

@@ -99,7 +99,7 @@ class Context:
         return self.ledger.spend(f"{self.transform}:{release}", noise, releases)
 
     def masks_once(self, nonce: str, update: Groups) -> bool:
-        """Record that masks hide an update, and return whether they have hidden nothing else.
+        """Record which update the masks hide; return False if they have hidden another one.
 
         Call this method before an update is masked. The record is permanent, even if the exchange
         is repeated: with the same masks, two uploads would reveal their difference.

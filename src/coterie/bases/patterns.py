@@ -1,4 +1,4 @@
-"""Regular expressions that anybody may have written, such as those of an adapter's settings.
+"""Untrusted regular expressions, such as those of an adapter's settings.
 
 Python's `re` can take exponential time, and cannot be interrupted. The package regex has a timeout.
 """

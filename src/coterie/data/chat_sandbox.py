@@ -1,4 +1,4 @@
-"""Chat templates in a sandbox, where they mean what they mean in transformers."""
+"""A sandbox that renders chat templates as transformers does."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ def rendered(source: str, values: Mapping[str, Any]) -> str:
 
 @cache
 def _sandbox() -> Sandbox:
-    """Return an environment in which templates mean what they mean in transformers."""
+    """Return an environment that renders templates as transformers does."""
     original = _compile_jinja_template("").environment
     sandbox = Sandbox(
         trim_blocks=original.trim_blocks,

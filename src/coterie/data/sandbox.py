@@ -1,9 +1,9 @@
-"""A Jinja environment for templates that anybody may have written.
+"""A Jinja environment for untrusted templates.
 
 Templates come with bases and from servers. Jinja's own sandbox keeps them from running code, but
-not from computing for ever or filling the memory. Here, nothing is computed while a template is
-compiled, and all that it computes when it is rendered is counted: the steps, the sizes of all texts
-and lists, and the time. A template never waits between two steps, so it ends soon after the time.
+not from computing for ever or filling the memory. Here, compilation computes
+nothing, and rendering has limits on the steps, the sizes of texts and lists, and the time. The time
+is checked at each step, so a template ends soon after its limit.
 """
 
 import re
@@ -197,7 +197,7 @@ def _check_growth(name: str, value: Any, *others: Any) -> None:
 
 
 def _binary(operator: str, function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return an operator that checks its result before and after it is computed."""
+    """Return an operator that predicts, and then checks, the size of its result."""
 
     def apply(left: Any, right: Any) -> Any:
         work = _WORK.get()
@@ -218,7 +218,7 @@ def _binary(operator: str, function: Callable[[Any, Any], Any]) -> Callable[[Any
 
 
 def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter or test that checks its result before and after it is computed."""
+    """Return a filter or test that predicts, and then checks, the size of its result."""
 
     @wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:

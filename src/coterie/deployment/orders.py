@@ -25,7 +25,7 @@ client was expelled, or if the operator went back to an earlier checkpoint.
 MAX_RUNS = 3
 """The maximum number of runs of a client in its --out folder, unless its user agrees to more.
 
-Unfinished runs count, and so do runs that a server has proposed again with the same terms. The runs
+Unfinished runs count, and so do finished runs with the requested terms. The runs
 are counted on disk, so that a restart of the client does not permit more runs.
 """
 MAX_UNFINISHED = 8

@@ -34,7 +34,7 @@ OTHERS = 3
 AGAINST = -0.05
 """The cosine below which a change points against the median of the others' changes.
 
-Cosines of unrelated changes are within 0.05 of zero (docs/deploy/deployment.md, hostile clients).
+In measurements, honest clients were above -0.02 (docs/deploy/deployment.md, hostile clients).
 """
 OPPOSED_ROUNDS = 4
 """The minimum number of rounds after which the server names a client that opposes the others."""
@@ -201,8 +201,8 @@ class Monitor:
     def compares(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Count in how many rounds each client's change pointed against the others' changes.
 
-        The server names a client after `OPPOSED_ROUNDS` rounds, and whenever the number of these
-        rounds has doubled.
+        The server names a client that `opposes` whenever the number of its rounds against the
+        others is a power of two.
 
         Args:
             lines: Metrics of one or more rounds.

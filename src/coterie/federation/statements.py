@@ -61,14 +61,14 @@ def _listed(descriptions: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _averaged(schema: Schema) -> dict[str, None]:
-    """Return the descriptions of the fields of which clients receive means, as the keys."""
+    """Return the descriptions of fields that clients receive as means, as dictionary keys."""
     received = {field.name for field in schema.down if not field.peers}
     fields = (field for field in schema.up if field.name in schema.averaged & received)
     return dict.fromkeys(field.description for field in fields)
 
 
 def _limit(schema: Schema, least_others: int) -> str:
-    """Return a text on how many other clients' values a mean contains at least."""
+    """Return a text on the minimum number of other clients in a mean."""
     if not (_averaged(schema) or any(_computed(schema))):
         return ""
     if least_others > 1:

@@ -1,4 +1,4 @@
-"""Accepts connections on a socket, within limits on each source of connections.
+"""Listeners that limit their pending and admitted connections.
 
 A connection is pending until it has proved that it belongs to a caller with access. Pending
 connections are few and short-lived, so that strangers cannot use up the file descriptors.
@@ -97,7 +97,7 @@ class Acceptor(ABC, Generic[C]):
         """
 
     def each_second(self, second: int) -> None:
-        """Call this hook for regular work, such as reading keys. The default does nothing.
+        """Perform regular work, such as reading keys; called once a second.
 
         Args:
             second: The number of this call, counted from 1.
@@ -187,8 +187,8 @@ class PlainListener(Acceptor[PlainConnection]):
     def permit(self, transport: asyncio.BaseTransport | None) -> PlainConnection | None:
         """Return the connection of a permitted request, after admitting it if it was pending.
 
-        The result is None if the connection is closed, or has to be closed because all admitted
-        connections are busy.
+        The result is None if the connection is closed, or if all admitted connections are busy. The
+        connection then stays pending, so that the caller can be told.
         """
         if transport is None or transport not in self.waiting:
             return None if transport is None else self.connections.get(transport)
@@ -196,7 +196,6 @@ class PlainListener(Acceptor[PlainConnection]):
             pairs = sorted(self.connections.items(), key=lambda pair: pair[1].idle_since)
             idle = {each: c.source for each, c in pairs if not c.requests}
             if not idle:
-                self.close(transport)
                 return None
             self.close(first_of_busiest(idle))
         source, permitted = self.waiting[transport]
@@ -214,9 +213,9 @@ def first_of_busiest(sources: Mapping[K, str]) -> K:
 def source_of(address: str) -> str:
     """Return the source of connections from an IP address.
 
-    The limits on pending connections apply to each source. The source of an IPv4 address is the
-    address itself. The source of an IPv6 address is its /64 network, because one machine can use
-    all addresses of such a network.
+    If there are too many pending connections, one of the busiest source is closed. The source of an
+    IPv4 address is the address itself. The source of an IPv6 address is its /64 network, because
+    one machine can use all addresses of such a network.
     """
     parsed = ip_address(address.partition("%")[0])
     if isinstance(parsed, IPv6Address):

@@ -61,8 +61,8 @@ class Ledger:
     def __init__(self, path: Path | None = None, run: str = "", limit: Budget | None = None):
         self.path, self.run, self.limit = path, run, limit
         self.runs = {} if path is None else _read(path)
-        """For each run id, a mapping from the names of releases to noise multipliers, and from the
-        names of masks to the digests of the uploads that they hide."""
+        """The entries of each run, by the run's id: the noise multiplier of each release, and the
+        digest of the upload that each mask hides, by name."""
 
     def spend(self, release: str, noise: float, releases: int) -> bool:
         """Record a release if it is permitted, and return whether it is permitted.
@@ -101,7 +101,7 @@ class Ledger:
             return True
 
     def use(self, masks: str, digest: str) -> bool:
-        """Record that masks hide an upload, and return whether they have hidden no other upload.
+        """Record which upload the masks hide; return False if they have hidden another one.
 
         Args:
             masks: A name that identifies the masks within the run.

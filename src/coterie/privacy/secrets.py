@@ -1,4 +1,4 @@
-"""Secret keys of noise and masks, unknown to the server.
+"""Secret keys, unknown to the server, of noise and of key exchanges for masks.
 
 The server knows the run's seed, so keys derive from the operating system's entropy instead. A
 client draws one key when it joins a run. The key of an exchange is a hash of the key of the
