@@ -146,8 +146,9 @@ def test_a_base_larger_than_its_gpus_is_refused_before_it_is_read(
 ) -> None:
     base = BaseSpec(name=str(bases / "llama"), weights=weights)
     size = 0.0
-    for name, parameter in load_skeleton(base.name).named_parameters():
-        size += parameter.numel() * (linear if "_proj" in name else others)
+    skeleton = load_skeleton(base.name)
+    for name, tensor in (*skeleton.named_parameters(), *skeleton.named_buffers()):
+        size += tensor.numel() * (linear if "_proj" in name else others)
     device, first = ("cuda:0", "cuda:1")[:count], int(size) // 3 * (count - 1)
     for missing, reason in [(0, READ), (1, "for its weights, but the memory of cuda:0")]:
         gpus(*[int(size) - first - missing, first][:count])

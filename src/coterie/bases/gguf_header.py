@@ -6,7 +6,9 @@ file.
 
 from pathlib import Path
 from struct import calcsize, unpack
-from typing import Any, BinaryIO
+from typing import IO, Any
+
+from coterie.files import open_file
 
 FORMATS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """The formats of numbers, as in the module struct; the keys are the numbers of types in GGUF."""
@@ -24,7 +26,7 @@ def read_header(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: The header is damaged, or states a length that exceeds the file.
     """
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         header = _Header(opened, file.stat().st_size)
         return header.fields()
 
@@ -32,7 +34,7 @@ def read_header(file: Path) -> dict[str, Any]:
 class _Header:
     """A GGUF file at some position of its header."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: IO[bytes], size: int) -> None:
         self.file, self.size, self.order = file, size, "<"
 
     def fields(self) -> dict[str, Any]:
