@@ -72,6 +72,22 @@ def test_medians_of_others_are_medians_without_one_row(clients: int) -> None:
     torch.testing.assert_close(medians_of_others(rows), torch.stack(expected))
 
 
+@pytest.mark.parametrize(
+    ("by", "others", "excluded"),
+    [
+        *((2.9, 3, False), (9, 3, True), (-1.4, 3, False), (-1.6, 3, True), (-2.9, 3, True)),
+        *((-2.9, 2, False), (-9, 2, True)),
+    ],
+)
+def test_a_change_against_the_others_has_half_of_the_bound(by, others, excluded) -> None:
+    """With two others, nobody can tell who points against whom."""
+    uploads = [*(trained(seed=n) for n in range(others)), trained(by, seed=others)]
+    _, refused = bounds(uploads)
+    assert [*refused] == (["abcdefg"[others]] if excluded else [])
+    reason = " and points against the others'"
+    assert all(text.endswith(reason) == (by < 0 and others > 2) for text in refused.values())
+
+
 @pytest.mark.parametrize(("honest", "hostile"), [(3, 1), (4, 1), (5, 2), (7, 3)])
 def test_only_hostile_clients_point_against_the_others(honest: int, hostile: int) -> None:
     """Compared with the sum of the others, an honest client would look as bad as a hostile one."""
@@ -133,7 +149,7 @@ def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> No
     shrunk = found.bounded("c", times(good[0], 0.05), lambda: START)
     size, _ = measured(shrunk, START, 1).sizes["change", "adapter"]
     honest, _ = measured(good[0], START, 1).sizes["change", "adapter"]
-    assert size == pytest.approx(3 * honest, rel=0.1)
+    assert size == pytest.approx(1.5 * honest, rel=0.1)  # they point against the others'
 
 
 def test_without_a_bound_everything_counts() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from coterie.aggregation.bounds import AGAINST, OTHERS
 from coterie.deployment.seats import Seat
 from coterie.errors import CoterieError, Unwritable, plural
 from coterie.files import read_inside, write_text
@@ -29,13 +30,6 @@ each reminder.
 """
 LONGEST_REMINDER = 1800.0
 """The longest interval between two reminders."""
-OTHERS = 3
-"""The minimum number of other clients with which a client's change is compared."""
-AGAINST = -0.05
-"""The cosine below which a change points against the median of the others' changes.
-
-In measurements, honest clients were above -0.02 (docs/deploy/deployment.md, hostile clients).
-"""
 OPPOSED_ROUNDS = 4
 """The minimum number of rounds after which the server names a client that opposes the others."""
 OPPOSED_SHARE = 0.9
