@@ -9,8 +9,8 @@ uploads above the bound are excluded. If exactly half of the uploads are above t
 half may be wrong. No upload is then excluded, but the larger uploads are scaled down to the bound.
 Small uploads therefore never exclude large uploads.
 
-A change that points against the others' changes is compared with half of the bound. The bounds do
-not detect other malicious uploads of ordinary size.
+A change that points against the others' changes is compared with two thirds of the bound. The
+bounds do not detect other malicious uploads of ordinary size.
 """
 
 import math
@@ -48,6 +48,11 @@ AGAINST = -0.04
 
 In measurements, honest clients of methods with one mean were above -0.02
 (docs/deploy/deployment.md, hostile clients)."""
+OPPOSED = 2 / 3
+"""The share of the bound that applies to changes which point against the others' changes.
+
+The text of honest clients may differ from all others; in measurements, their changes were at most
+1.6 times the median."""
 SAMPLED = 64
 """The maximum number of elements of a tensor that are used to compare directions of changes."""
 
@@ -102,7 +107,7 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
             if limit is None:
                 continue
             against = opposed if kind == "change" else set[str]()
-            limits = {name: limit / 2 if name in against else limit for name in sizes}
+            limits = {name: OPPOSED * limit if name in against else limit for name in sizes}
             larger = {name: r for name, r in ratios_of(sizes).items() if r > limits[name]}
             is_half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
             for name, ratio in larger.items():

@@ -81,9 +81,9 @@ class BoundsSpec(Section):
 
     largest_change: float | None = Field(default=3.0, ge=1)
     """largest norm of the change of a client's shared parameters in a round, as a multiple of the
-    round's median, and half of this for changes that point against the others'; uploads with larger
-    changes are excluded, or scaled down if exactly half of the uploads have larger changes; null:
-    unlimited"""
+    round's median, and two thirds of this for changes that point against the others'; uploads with
+    larger changes are excluded, or scaled down if exactly half of the uploads have larger changes;
+    null: unlimited"""
     largest_norm: float | None = Field(default=10.0, ge=1)
     """largest norm of the other tensors of an upload (predictions, embeddings), as a multiple of
     the round's median; null: unlimited"""
