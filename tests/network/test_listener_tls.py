@@ -245,7 +245,8 @@ def response(here: Post, *messages: bytes) -> bytes:
             plain.sendall(message)
             received += plain.recv(65536)
         plain.sendall(messages[-1])
-        plain.shutdown(1)
+        with suppress(OSError):  # the server may have disconnected
+            plain.shutdown(1)
         while piece := plain.recv(65536):
             received += piece
     return received
