@@ -46,12 +46,12 @@ class Ends:
         }
 
     def up(self, exchange: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
-        found = {}
+        decoded = {}
         for name, message in uploads.items():
             arrived = self.wire("up", self.clients[name].send(message, exchange))
-            found[name] = self.server.upload(name, arrived, before)
+            decoded[name] = self.server.upload(name, arrived, before)
         self.server.commit(uploads)
-        return found
+        return decoded
 
 
 def adapter(seed: int, size: int = 6) -> Message:

@@ -67,10 +67,10 @@ def test_no_server_gets_two_uploads_with_the_same_masks(masked) -> None:
     download = masked.server.download("c0", adapter(0))
     first = client.send(adapter(1), 1)
     assert torch.equal(a(client.send(adapter(1), 1)), a(first))  # an exact repetition
-    told = download.values["masked_sum"]
-    fewer = {**told, "keys": {n: key for n, key in told["keys"].items() if n != "c2"}}
-    for value, update in ((told, adapter(2)), (fewer, adapter(1)), (fewer, adapter(2))):
+    value = download.values["masked_sum"]
+    fewer = {**value, "keys": {n: key for n, key in value["keys"].items() if n != "c2"}}
+    for sent, update in ((value, adapter(2)), (fewer, adapter(1)), (fewer, adapter(2))):
         client.restore(states)
-        client.receive(replace(download, values={"masked_sum": value}), 1)
+        client.receive(replace(download, values={"masked_sum": sent}), 1)
         with pytest.raises(CoterieError, match="another upload with masks that are used up"):
             client.send(update, 1)

@@ -114,7 +114,7 @@ def test_what_is_passed_on_is_what_other_clients_receive(method, values, teacher
 
 
 def halved(upload: Message, group: str) -> Message:
-    """An upload with other values in one group."""
+    """Return an upload with other values in one group."""
     tensors = {n: t * 0.5 if t.is_floating_point() else t for n, t in upload[group].items()}
     return replace(upload, groups={**upload.groups, group: tensors})
 
@@ -128,17 +128,20 @@ def by_field(message: Message) -> dict[str, Any]:
 
 
 def after(run: RunConfig, group: str, change: bool) -> Mapping[str, dict[str, Any]]:
-    """What two clients receive after the first exchange in which the other one uploads a group."""
+    """Return two clients' downloads after the first exchange in which the third uploads a group.
+
+    If `change` is true, the tensors of this group are halved.
+    """
     local, exchange = joined(run), 0
     names = sorted(local.clients)
     for exchange in range(run.exchanges):
         local.open(exchange, names)
         uploads = {name: step(local, name, exchange) for name in names}
-        found = group in uploads[names[0]].groups and bool(uploads[names[0]][group])
-        if found and change:
+        is_uploaded = bool(uploads[names[0]].groups.get(group))
+        if is_uploaded and change:
             uploads[names[0]] = halved(uploads[names[0]], group)
         close(local, exchange, uploads)
-        if found:
+        if is_uploaded:
             break
     local.open(exchange + 1, names)
     return {name: by_field(down(local, name)) for name in names[1:]}

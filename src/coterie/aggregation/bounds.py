@@ -46,8 +46,8 @@ OTHERS = 3
 AGAINST = -0.04
 """The cosine below which a change points against the median of the others' changes.
 
-In measurements, honest clients of methods with one mean were above -0.02
-(docs/deploy/deployment.md, hostile clients)."""
+In measurements with one mean for all clients, honest clients were above -0.05 in the first four
+rounds. In later rounds, honest clients with different texts can point against one another."""
 OPPOSED = 2 / 3
 """The share of the bound that applies to changes which point against the others' changes.
 
@@ -99,7 +99,7 @@ class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethod
 
     def refuse(self, measures: Mapping[str, Measure]) -> dict[str, str | Bound]:
         excluded: dict[str, str] = {}
-        opposed = opposing(measures)
+        opposed = set[str]() if self.largest_change is None else opposing(measures)
         scales: dict[str, dict[str, float]] = {}
         weights: dict[str, float] = {}
         for (kind, group), sizes in _compared(measures).items():

@@ -99,7 +99,8 @@ class AggregationSpec(BoundsSpec):
     """weights of clients in the mean: equal weights, or the clients' numbers of training tokens"""
     least_others: int = Field(default=1, ge=1)
     """fewest other clients whose uploads a client can receive in a mean; a mean of fewer clients
-    is not computed; 1: no limit, so another client can compute what a client sends"""
+    is not computed; 1: no limit, so each of two clients can compute the other's upload from their
+    mean"""
     transforms: tuple[TransformSpec, ...] = ()
     """transforms of uploads, downloads and means, in encoding order; each entry is a name, or a
     mapping with the key `name` and the transform's settings"""

@@ -56,11 +56,11 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
 """Names of causal masks and position tensors in old checkpoints (models now compute them)."""
 COUNTS = re.compile("layer|block|expert|head|depth|stage|label")
-"""A pattern of numbers that determine how many modules a model has, or how long its lists are."""
+"""Names of numbers that determine how many modules a model has, or how long its lists are."""
 WIDTHS = re.compile("size|dim|width|length|rank|channel|capacity")
-"""A pattern of numbers that are no counts, although `COUNTS` matches their names."""
+"""Names that `COUNTS` matches, but that are not counts."""
 COSTLESS = re.compile("theta|base|position|length|len$|window|context|param|total")
-"""A pattern of numbers that cost nothing, or that count in the sizes of weights."""
+"""Names of numbers that need no memory, or that the check of the weights covers."""
 MAX_COUNT = 4096
 """The highest accepted number of layers, heads, experts or the like."""
 MAX_NUMBER = 2**24

@@ -1,9 +1,9 @@
 """A Jinja environment for untrusted templates.
 
 Templates come with bases and from servers. Jinja's own sandbox keeps them from running code, but
-not from computing for ever or filling the memory. Here, compilation computes
-nothing, and rendering has limits on the steps, the sizes of texts and lists, and the time. The time
-is checked at each step, so a template ends soon after its limit.
+not from computing for ever or filling the memory. Here, compilation computes nothing, and rendering
+has limits on the steps, the sizes of texts and lists, and the time. The time is checked at each
+step, so a template ends soon after its limit.
 """
 
 import re
@@ -27,7 +27,7 @@ MAX_STEPS = 1_000_000
 MAX_SIZE = 10_000_000
 """The maximum size of a text or list that a template makes, in characters."""
 MAX_TOTAL = 20
-"""The maximum total size of all texts and lists of a rendering, as a multiple of `MAX_SIZE`."""
+"""The maximum total size of all texts and lists of a rendering, as a multiple of the largest."""
 MAX_SECONDS = 10.0
 """The maximum time of a rendering in seconds."""
 MAX_BITS = 10_000
@@ -70,8 +70,8 @@ class _Work:
     """The work that one rendering has done, and its limits.
 
     Args:
-        inputs: The values that the template is given. The limits grow with them, because nobody but
-            the owner of the machine chooses them.
+        inputs: The values that the template is given. The limits on steps and sizes grow with them,
+            because a longer conversation needs more work.
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
