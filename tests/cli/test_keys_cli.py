@@ -106,17 +106,6 @@ def test_commands_without_keys_say_how_to_begin(arguments, command) -> None:
     assert not Path("anna.key").exists()
 
 
-@pytest.mark.parametrize("arguments", [["init"], ["list"], ["add", "anna"]])
-def test_without_the_extra_commands_name_it(arguments, command, monkeypatch) -> None:
-    monkeypatch.delitem(sys.modules, "coterie.network.keys")
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    assert command(*arguments).refusal == (
-        "A deployment needs the package cryptography; install the extra: pip install "
-        "'coterie[deployment]'."
-    )
-    assert "anna" in CliRunner().invoke(app, ["add", "--help"]).output
-
-
 def test_help_needs_neither_cryptography_nor_torch() -> None:
     script = (
         "import sys, coterie.cli.keys; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"

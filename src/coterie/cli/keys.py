@@ -1,6 +1,6 @@
 """The commands `coterie keys ...`: the server's certificate and the clients that it accepts.
 
-The functions import `cryptography` when they run, so that --help works if it is not installed.
+The functions import `cryptography` when they run, so that --help is fast.
 """
 
 from pathlib import Path
@@ -147,8 +147,6 @@ def _certificate(server: "Keys") -> str:
 
 
 def _keys() -> "type[Keys]":
-    from coterie.errors import imports_for
+    from coterie.network.keys import Keys
 
-    with imports_for("A deployment", "deployment"):
-        from coterie.network.keys import Keys
     return Keys
