@@ -332,6 +332,16 @@ def test_few_clients_or_few_rounds_against_the_others_name_nobody(monitor, watch
     assert watch.lines == []
 
 
+def test_late_changes_against_the_others_name_nobody(monitor, watch) -> None:
+    """The cosines of an honest client with other texts than the others; then of a hostile one."""
+    for round in range(100):
+        cosine = 0.02 if round < 5 else -0.14
+        monitor.compares(change(round, ada=0.1, ben=0.02, cy=cosine, eve=-0.1))
+    assert {line.split("'")[0] for line in watch.lines} == {"eve"}
+    assert [name for name, client in monitor.status.clients.items() if client.opposes] == ["eve"]
+    assert monitor.status.clients["cy"].compared == 20
+
+
 def test_a_server_that_starts_again_counts_the_rounds_before(monitor, watch, tmp_path) -> None:
     lines = [line for r in range(4) for line in change(r, ada=0.1, ben=0.1, cy=0.1, eve=-0.1)]
     monitor.folder.append(lines)

@@ -35,6 +35,9 @@ OPPOSED_ROUNDS = 4
 OPPOSED_SHARE = 0.9
 """The minimum share of such rounds. The first changes of honest clients with different texts still
 have a direction in common."""
+COMPARED_ROUNDS = 20
+"""The maximum number of rounds in which a client is compared. Later changes of honest clients with
+different texts may all point against one another, so more rounds would name honest clients."""
 NAMED = 6
 """The maximum number of clients that a reminder names."""
 
@@ -52,7 +55,8 @@ class ClientStatus(BaseModel):
     excluded: int = 0
     """Number of rounds without an accepted upload of this client, since the server started."""
     compared: int = 0
-    """Number of rounds in which the client's change was compared with at least `OTHERS` others."""
+    """Number of rounds in which the client's change was compared with at least `OTHERS` others,
+    up to `COMPARED_ROUNDS`."""
     against: int = 0
     """Number of these rounds in which the client's change pointed against the others' changes."""
 
@@ -208,6 +212,8 @@ class Monitor:
         for cosines in rounds.values():
             for name, cosine in cosines.items() if len(cosines) > OTHERS else ():
                 about = self.status.clients.setdefault(name, ClientStatus())
+                if about.compared == COMPARED_ROUNDS:
+                    continue
                 about.compared += 1
                 about.against += cosine < AGAINST
                 doubled = about.against.bit_count() == 1
