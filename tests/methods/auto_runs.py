@@ -58,9 +58,9 @@ def forged_round(
 
 def whole(client: Any, tensors: Tensors, round: int = 1, **more: Any) -> Message:
     """Return a download with values for all tensors that the server sends after a round."""
-    parameters, method = client.parameters(), client.method
-    sent = method.downloaded(tensors, parameters, round)
-    return Message(round, {"adapter": sent}, **more)
+    method = client.method
+    names = method.downloaded(client.parameters(), round % method.every == 0)
+    return Message(round, {"adapter": {name: tensors[name] for name in names}}, **more)
 
 
 def copies(tensors: Tensors) -> dict[str, Tensor]:

@@ -44,6 +44,8 @@ from coterie.aggregation.choice import (
     Choice,
     checked_choice,
     checked_sizes,
+    choices_as_values,
+    choices_from_values,
     latest_trial,
     limited_rows,
     row_from_slopes,
@@ -123,12 +125,10 @@ class Auto(Mixture):
             parameter.role == "dense" or not parameter.expert or (exchange + 1) % self.every == 0
         )
 
-    def downloaded(
-        self, tensors: Tensors, parameters: Mapping[str, Parameter], complete: int
-    ) -> Tensors:
-        """Return the tensors in the download that follows `complete` completed exchanges."""
-        sent = (n for n in tensors if not complete or self.sends(parameters[n], complete - 1))
-        return {name: tensors[name] for name in sent}
+    def downloaded(self, parameters: Mapping[str, Parameter], complete: bool) -> set[str]:
+        """Return the names of a download's tensors: all, or those averaged in every exchange."""
+        exchange = self.every - 1 if complete else 0
+        return {name for name, p in parameters.items() if self.sends(p, exchange)}
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         [adapter] = super().schema().up
@@ -187,7 +187,9 @@ class AutoClient(AdapterClient[Auto]):
 
     def receive(self, download: Message) -> None:
         own = copied(self.shared)
-        sent = self.method.downloaded(self.shared, self.parameters(), download.round)
+        complete = len(download["adapter"]) == len(own)
+        names = self.method.downloaded(self.parameters(), complete)
+        sent = {n: t for n, t in self.shared.items() if n in names}
         check_shapes(download["adapter"], shapes_of(sent))
         peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         for tensors in peers.values():
@@ -201,7 +203,7 @@ class AutoClient(AdapterClient[Auto]):
         copy(download["adapter"], sent)
         self.buffers |= {"mean": copied(self.shared), "own": own}
         last = download.round == self.context.rounds
-        if self.stage == "undecided" or (download.round and (last or len(sent) == len(own))):
+        if self.stage == "undecided" or (download.round and (last or complete)):
             self._compare()
 
     def _compare(self) -> None:
@@ -259,15 +261,13 @@ class AutoClient(AdapterClient[Auto]):
         """Determine the weights, from other clients' pairs and numbers of training tokens."""
         name = self.context.name
         pairs = dict(sorted({**peers, name: on_host(self.judged)}.items()))
-        changes = [
-            {n: tensors[n] - start for n, start in self.initial.items()}
-            for tensors in pairs.values()
-        ]
+        initial = self.initial.items()
+        changes = [{n: t[n] - start for n, start in initial} for t in pairs.values()]
         shares = shares_of({n: self.tokens if n == name else sizes[n] for n in pairs})
         weights = with_no_change(shares).tolist()[:-1]
         mean = {
             n: start + sum(w * change[n] for w, change in zip(weights, changes, strict=True))
-            for n, start in self.initial.items()
+            for n, start in initial
         }
         copy(mean, self.judged)
         self.adapter.require_grad(self.method.judges)
@@ -305,6 +305,8 @@ class AutoServer(PersonalServer[Auto]):
         self.before: dict[ClientId, Tensors] = {}
         """The upload of each client's latest trial, until its next upload. A client that stays
         alone after the trial trains from these parameters, and not from its mean."""
+        self.current: set[ClientId] = set()
+        """The clients that have all parameters that were averaged in the last exchange of all."""
         self._received: dict[ClientId, Tensors] = {}
         self._chosen: dict[ClientId, Choice] = {}
         """The choices of this exchange, kept apart because the exchange may be repeated."""
@@ -332,18 +334,16 @@ class AutoServer(PersonalServer[Auto]):
 
     def download(self, client: ClientId) -> Message:
         message = super().download(client)
-        sent = self.method.downloaded(message["adapter"], self.parameters, self.exchange)
+        names = self.method.downloaded(self.parameters, client not in self.current)
+        sent = {n: t for n, t in message["adapter"].items() if n in names}
         peers = {peer: {"adapter": self.uploads[peer]} for peer in self._peers(client)}
-        sizes = {peer: self.choices[peer]["tokens"] for peer in peers}
-        values = {"sizes": sizes} if peers else {}
+        values = {"sizes": {p: self.choices[p]["tokens"] for p in peers}} if peers else {}
         return replace(message, groups={"adapter": sent}, peers=peers, values=values)
 
     def reference(self, client: ClientId, upload: Message) -> Groups:
-        start = super().download(client)["adapter"]
+        start, before = super().download(client)["adapter"], self.before.get(client, {})
         row = checked_choice(client, upload.values.get("choice"), self.held)["row"]
-        if row == {client: 1.0} and client in self.before:
-            start = {**start, **self.before[client]}
-        return {"adapter": start}
+        return {"adapter": {**start, **before} if row == {client: 1.0} else start}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         super().receive(client, upload)
@@ -366,10 +366,15 @@ class AutoServer(PersonalServer[Auto]):
         return limited_rows(rows, self._received, self.context.least_others)
 
     def end_round(self, mean: Message, held: Holders) -> None:
+        for client in self._chosen.keys() & self.before.keys():
+            if self._chosen[client]["row"] == {client: 1.0}:  # else it has trained from its mean
+                self.means[client] = {**self.means.get(client, {}), **self.before[client]}
         super().end_round(mean, held)
         self.choices, self._chosen = self.choices | self._chosen, {}
         latest = latest_trial(self.exchange - 1, self.context.rounds)
         self.tried |= dict.fromkeys(self._trying, latest)
+        complete = self.exchange % self.method.every == 0
+        self.current = set() if complete else self.current | self._received.keys()
         before = {c: t for c, t in self.before.items() if c not in self._received}
         self.before = before | {c: t for c, t in self._received.items() if c in self._trying}
         pairs = {client: self._judged(tensors) for client, tensors in self._received.items()}
@@ -380,20 +385,15 @@ class AutoServer(PersonalServer[Auto]):
         state = super().state()
         groups = {"adapter": self.uploads, "before": self.before}
         parts = {c: State({g: t.get(c, {}) for g, t in groups.items()}) for c in sorted(self.held)}
-        # Clients' names are the inner keys, because `State.without` deletes a client's name from
-        # nested mappings, and would delete `row` or `tokens` if a client had this name.
-        keys = Choice.__annotations__
-        choices = {k: {c: choice[k] for c, choice in self.choices.items()} for k in keys}
-        values = {**state.values, **choices, "tried": self.tried}
+        current = dict.fromkeys(sorted(self.current), True)  # a mapping, for `State.without`
+        values = {**state.values, "tried": self.tried, "current": current}
+        values |= choices_as_values(self.choices)
         return replace(state, values=values, parts=parts)
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self.choices = {
-            client: Choice(**{key: state.values[key][client] for key in Choice.__annotations__})
-            for client in state.values["row"]
-        }
-        self.tried = dict(state.values["tried"])
+        self.choices = choices_from_values(state.values)
+        self.tried, self.current = dict(state.values["tried"]), {*state.values["current"]}
         parts = state.parts.items()
         self.uploads = {c: part["adapter"] for c, part in parts if part["adapter"]}
         self.before = {c: part["before"] for c, part in parts if part["before"]}
