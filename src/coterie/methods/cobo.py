@@ -38,7 +38,7 @@ from coterie.methods.adapter import AdapterClient, AdapterServer
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.sides import Holders
-from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.methods.tensors import closest, copied, copy, shapes_of
 from coterie.privacy.ledger import Budget
 from coterie.seeding import generator
 from coterie.training.passes import training_pass
@@ -220,7 +220,9 @@ class CoBoServer(AdapterServer[CoBo]):
         return Message(self.exchange, {"mean": mean}, {"weights": weights}, peers)
 
     def reference(self, client: ClientId, upload: Message) -> Groups:
-        return {"adapter": self.uploads.get(client, self.shared)}
+        # A client that has lost its state begins with the initial values.
+        last = self.uploads.get(client, self.shared)
+        return {"adapter": closest(upload["adapter"], last, self.shared)}
 
     def receive(self, client: ClientId, upload: Message) -> None:
         size = sum(tensor.numel() for tensor in self.shared.values())

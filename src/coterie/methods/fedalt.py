@@ -19,12 +19,13 @@ from torch import nn
 from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable
 from coterie.aggregation.context import Rows
 from coterie.bases.sites import QUERY_VALUE
-from coterie.messages import Groups, Message, check_shapes
+from coterie.messages import Groups, Message, Schema, State, Tensors, check_shapes
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.grouped import PersonalMethod, PersonalServer
 from coterie.methods.settings import Attention, Lora
-from coterie.methods.tensors import copy, shapes_of
+from coterie.methods.sides import Holders
+from coterie.methods.tensors import closest, copy, shapes_of
 from coterie.training.schedule import Level
 
 OTHERS, OWN = 0, 1
@@ -51,6 +52,12 @@ class FedALT(PersonalMethod):
 
     def shared(self, parameter: Parameter) -> bool:
         return parameter.expert == OWN
+
+    def schema(self) -> Schema:
+        averaged = super().schema()
+        return replace(
+            averaged, up=(*averaged.up, *(replace(f, reduce="each") for f in averaged.up))
+        )
 
     def layout(self, client: ClientId) -> Layout:
         layout, rank = super().layout(client), self.attention.rank
@@ -84,8 +91,36 @@ class FedALTClient(AdapterClient[FedALT]):
 class FedALTServer(PersonalServer[FedALT]):
     """A server that averages, for each client, the uploads of all other clients."""
 
+    def __init__(self, method: FedALT, context: ServerContext) -> None:
+        super().__init__(method, context)
+        self.uploads: dict[ClientId, Tensors] = {}
+        """The latest own pairs of each client, from which the client trains."""
+        self._received: dict[ClientId, Tensors] = {}
+
+    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
+        super().start_round(exchange, participants)
+        self._received = {}
+
     def rows(self) -> Rows:
         return {c: dict.fromkeys(self.held.keys() - {c}, 1.0) for c in self.held}
 
     def reference(self, client: ClientId, upload: Message) -> Groups:
-        return {"adapter": self.shared}  # the initial values; a client's own pairs are not sent
+        # A client that has lost its state begins with the initial values.
+        last = self.uploads.get(client, self.shared)
+        return {"adapter": closest(upload["adapter"], last, self.shared)}
+
+    def receive(self, client: ClientId, upload: Message) -> None:
+        super().receive(client, upload)
+        self._received[client] = upload["adapter"]
+
+    def end_round(self, mean: Message, held: Holders) -> None:
+        super().end_round(mean, held)
+        self.uploads = {**self.uploads, **self._received}
+
+    def state(self) -> State:
+        parts = {client: State({"adapter": tensors}) for client, tensors in self.uploads.items()}
+        return replace(super().state(), parts=parts)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.uploads = {client: part["adapter"] for client, part in state.parts.items()}

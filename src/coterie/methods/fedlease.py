@@ -22,7 +22,16 @@ from coterie.aggregation.clusters import clusters, cosine_distances
 from coterie.aggregation.context import Rows
 from coterie.bases.sites import QUERY_VALUE
 from coterie.messages import Field as MessageField
-from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages import (
+    Groups,
+    Message,
+    MessageError,
+    Schema,
+    Shapes,
+    State,
+    Tensors,
+    check_shapes,
+)
 from coterie.methods.contract import ClientContext, ClientId, Method, ServerContext
 from coterie.methods.settings import Attention, LoraAlpha
 from coterie.methods.sides import ClientSide, Holders, ServerSide
@@ -198,6 +207,11 @@ class FedLeaseServer(ServerSide):
         if client in self.cluster:
             return {"adapter": shapes_of(self.values[self.cluster[client]])}
         return {"adapter": shapes_of(own_tensors(self._adapter(1, 0)))}
+
+    def reference(self, client: ClientId, upload: Message) -> Groups:
+        if client in self.cluster:
+            return super().reference(client, upload)
+        return {"adapter": own_tensors(self._adapter(1, 0))}  # a client trains alone from these
 
     def receive(self, client: ClientId, upload: Message) -> None:
         if client not in self.cluster and upload.groups:

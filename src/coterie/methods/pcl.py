@@ -287,6 +287,8 @@ class PCLClient(AdapterClient[PCL]):
 
     def receive(self, download: Message) -> None:
         if not download.peers:
+            if self.method.due(download.round):  # no other client took part in the last exchange
+                self.buffers["start"] = copied(self.shared)
             return
         name, rounds = self.context.name, download.round
         peers = {peer: download.from_peer(peer) for peer in download.peers}

@@ -27,6 +27,20 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
+def closest(tensors: Mapping[str, Tensor], *starts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the start with the smallest distance from `tensors`, or the first of equal starts.
+
+    Tensors that a start does not have with the same name and shape are ignored.
+    """
+
+    def distance(start: Mapping[str, Tensor]) -> float:
+        shared = ((t, start[n]) for n, t in tensors.items() if n in start)
+        pairs = ((t, s) for t, s in shared if t.shape == s.shape)
+        return sum(float((t.double() - s.detach().double()).square().sum()) for t, s in pairs)
+
+    return min(starts, key=distance)
+
+
 def log_routing(context: ClientContext, routing: Mapping[str, Tensor]) -> None:
     """Log the mean routing weights of each layer in the last batch."""
     for layer, weights in on_host(routing).items():
