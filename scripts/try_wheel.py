@@ -95,7 +95,9 @@ def use(stranger: Stranger, version: str) -> None:
     text = stranger.does("coterie", "generate", "run", "--client", "ada", "--prompt", prompt)
     assert text.startswith(prompt), text
     assert len(text) > len(prompt) + 20, text
-    for extra, command in {"report": ["report", "run"], "deployment": ["server"]}.items():
+    # Other packages may install those of the deployment.
+    engine = ["run", "--out", "again", *SHORT_RUN, "--engine", "ray"]
+    for extra, command in {"report": ["report", "run"], "ray": engine}.items():
         said = stranger.does("coterie", *command, code=2)
         assert f"pip install 'coterie[{extra}]'" in said, said
 

@@ -74,6 +74,17 @@ def test_pairs_are_not_sent_again_to_a_client_whose_upload_never_counts(make) ->
     assert seen == [True, False, False, False]
 
 
+def test_pairs_are_not_sent_again_if_another_client_leaves_during_the_exchange(make) -> None:
+    local = make()
+    forged_round(local, 0)
+    local.open(1, NAMES)
+    assert down(local, "eve").peers
+    local.server.leave("ida")
+    forged_round(local, 1, present=["ann", "ben"])
+    local.open(2, ["ann", "ben", "eve"])
+    assert not down(local, "eve").peers
+
+
 def test_with_two_others_no_mean_is_nearly_one_upload(make) -> None:
     local = make(least_others=2)
     for r in range(8):

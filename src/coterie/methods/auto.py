@@ -306,7 +306,7 @@ class AutoServer(PersonalServer[Auto]):
         """The upload of each client's latest trial, until its next upload. A client that stays
         alone after the trial trains from these parameters, and not from its mean."""
         self.current: set[ClientId] = set()
-        """The clients that have all parameters that were averaged in the last exchange of all."""
+        """The clients that received the means of the last exchange of all parameters."""
         self._received: dict[ClientId, Tensors] = {}
         self._chosen: dict[ClientId, Choice] = {}
         """The choices of this exchange, kept apart because the exchange may be repeated."""
@@ -385,16 +385,16 @@ class AutoServer(PersonalServer[Auto]):
         state = super().state()
         groups = {"adapter": self.uploads, "before": self.before}
         parts = {c: State({g: t.get(c, {}) for g, t in groups.items()}) for c in sorted(self.held)}
-        current = dict.fromkeys(sorted(self.current), True)  # a mapping, for `State.without`
-        values = {**state.values, "tried": self.tried, "current": current}
-        values |= choices_as_values(self.choices)
-        return replace(state, values=values, parts=parts)
+        sets = {"current": self.current, "trying": self._trying}
+        named = {k: dict.fromkeys(sorted(s), True) for k, s in sets.items()}  # for `State.without`
+        values = {**named, "tried": self.tried, **choices_as_values(self.choices)}
+        return replace(state, values={**state.values, **values}, parts=parts)
 
     def restore(self, state: State) -> None:
         super().restore(state)
         self.choices = choices_from_values(state.values)
         self.tried, self.current = dict(state.values["tried"]), {*state.values["current"]}
+        self._trying, self._nearest = {*state.values["trying"]}, {}
         parts = state.parts.items()
         self.uploads = {c: part["adapter"] for c, part in parts if part["adapter"]}
         self.before = {c: part["before"] for c, part in parts if part["before"]}
-        self._trying, self._nearest = set(), {}
