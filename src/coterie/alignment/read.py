@@ -28,11 +28,8 @@ def read_vocabulary(tokenizer: str | Path) -> Vocabulary:
     """
     path = Path(tokenizer)
     if not path.exists() or (EMBEDDED / path / "config.json").exists():
-        return _loaded(
-            str(tokenizer),
-            f"No tokenizer could be loaded from {str(tokenizer)!r}: it is neither a tokenizer's "
-            "file or folder, nor a built-in base, nor a model on the Hugging Face hub.",
-        )
+        name = str(tokenizer)
+        return _loaded(name, f"No tokenizer could be loaded from {name!r}.")
     file = path if path.is_file() else _file(path)
     if file is None:
         return _loaded(str(path.resolve()), f"No tokenizer could be read from {path}; {REMEDY}.")
@@ -71,5 +68,5 @@ def _loaded(name: str, refusal: str) -> Vocabulary:
     try:
         tokenizer = load_tokenizer(name)
     except CoterieError as error:
-        raise CoterieError(refusal) from error
+        raise CoterieError(f"{refusal} {error}") from error
     return Vocabulary.of(tokenizer)

@@ -134,7 +134,8 @@ def _shards(index: Path) -> Mapping[str, str]:
 
 
 def _without_weights(folder: Path) -> str:
-    others = [path.name for form in OTHER_FORMATS for path in sorted(folder.glob(form))]
+    paths = (path for form in OTHER_FORMATS for path in sorted(folder.glob(form)))
+    others = [path.name for path in paths if path.exists()]  # without dangling links
     if not others:
         return f"{folder} contains no weights; download model.safetensors."
     if others[0].endswith((".bin", ".pth", ".pt", ".ckpt")):

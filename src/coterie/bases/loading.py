@@ -37,6 +37,7 @@ from coterie.bases.checks import (
 )
 from coterie.bases.devices import Device, devices_of, placement
 from coterie.bases.gguf import SMOLLM2, converted, find_gguf, packaged_smollm2
+from coterie.bases.hub import check_all, check_snapshot, snapshot
 from coterie.bases.lora import merge_lora, read_lora
 from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec
@@ -243,6 +244,8 @@ def load_tokenizer(base: BaseSpec | str, root: Path = Path()) -> Tokenizer:
     if folder is None or (folder / CONFIG).is_file():  # the tokenizer's loader builds it
         _raw_config(spec, root)
     tokenizer = _loading(spec, root, AutoTokenizer.from_pretrained)
+    if folder is None:
+        check_snapshot(spec, check_tokenizer_files)
     check_tokenizer(spec.name, tokenizer)
     if not tokenizer.is_fast:
         raise CoterieError(f"The base {spec.name!r} has no fast tokenizer (tokenizer.json).")
@@ -340,7 +343,10 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
                 f"The base {name!r} is gated: accept its licence on its page on the Hugging Face "
                 "hub, and run `hf auth login` on this machine."
             ) from error
-        if folder := _folder(base, root):
+        if (folder := _folder(base, root)) is None:
+            check_snapshot(base, check_all)
+            folder = snapshot(base)
+        if folder:
             reason = shorten(str(error), 300) or type(error).__name__
             raise CoterieError(
                 f"The base {name!r} could not be loaded from {folder}: {reason}"
