@@ -13,9 +13,7 @@ from functools import lru_cache
 from hashlib import file_digest
 from logging.handlers import RotatingFileHandler
 from pathlib import Path, PurePath
-from typing import IO, Annotated, Any
-
-from pydantic import AfterValidator
+from typing import IO, Any
 
 from coterie.errors import CoterieError, Unwritable
 
@@ -376,16 +374,3 @@ def _sha256_of(file: Path, size: int, modified: int) -> str:
     del size, modified
     with open(open_regular(file), "rb") as opened:
         return file_digest(opened, "sha256").hexdigest()
-
-
-def _client_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-        raise ValueError(
-            f"the name {name!r} must consist of 1 to 64 characters: letters (a to z, A to Z), "
-            "digits, dots, dashes and underscores; it must not start with a dot or dash"
-        )
-    return name
-
-
-ClientName = Annotated[str, AfterValidator(_client_name)]
-"""A client's name, also used in the names of the client's files and in its certificate."""

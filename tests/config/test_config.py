@@ -52,6 +52,12 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("clients=[{nam: a, path: x}]", "Did you mean 'clients[0].name'?"),
         ("clients=[{name: a}]", "client a has neither path nor train"),
         ("clients=[{name: a, path: x}, {name: a, path: y}]", "client name 'a' is used twice"),
+        (
+            "clients=[{name: Anna, path: x}, {name: anna, path: y}]",
+            "client names 'Anna' and 'anna' in `clients` differ only in case",
+        ),
+        ("clients=[{name: Con, path: x}]", "'Con' is the name of a device on Windows"),
+        ("name=lpt1.2026", "'lpt1.2026' is the name of a device on Windows"),
         ("clients=[]", "The run has no clients"),
         ("divide={source: x.jsonl, by: label}", "are mutually exclusive"),
         ("name=../x", "name should be up to 64 letters"),

@@ -16,6 +16,7 @@ from coterie.data.spec import ClientSpec, DataSpec
 from coterie.evaluation.metrics import metric_named
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
+from coterie.names import RunName, check_distinct
 from coterie.registry import Section
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
@@ -117,7 +118,7 @@ class Sections(Section, Generic[M]):
     and `Method` in a `RunConfig`.
     """
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: RunName = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """name of the run; default: name of the run file, without its extension"""
     seed: int = Field(default=0, ge=0)
     """seed of all random draws"""
@@ -221,10 +222,7 @@ class Sections(Section, Generic[M]):
             raise ValueError(
                 "`divide.public` and `data.public` both define a public set; remove one of them"
             )
-        names = [client.name for client in self.clients]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"the client name {name!r} is used twice in `clients`")
+        check_distinct((client.name for client in self.clients), "clients")
         return self
 
     @model_validator(mode="after")

@@ -4,13 +4,11 @@ Three steps are random: shuffling the records of each split, drawing Dirichlet s
 each client's text by fractions. All other steps take the shuffled records in order.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 
 import numpy
 import torch
@@ -20,6 +18,7 @@ from coterie.data.labelled import labelled
 from coterie.data.spec import DataSpec
 from coterie.data.texts import Texts, set_aside
 from coterie.errors import CoterieError
+from coterie.names import name_of_label
 from coterie.seeding import generator
 
 MINIMUM = 10
@@ -236,9 +235,7 @@ def names_of_clients(spec: DivideSpec, labels: Sequence[str]) -> list[str]:
         return [f"client-{number}" for number in range(1, spec.clients + 1)]
     names: dict[str, str] = {}
     for number, label in enumerate(labels, start=1):
-        signed = re.sub(r"^-(?=\d)", "minus-", label)
-        ascii_label = normalize("NFKD", signed).encode("ascii", "ignore").decode().lower()
-        name = re.sub(r"[^a-z0-9._]+", "-", ascii_label)[:64].strip(".-") or f"label-{number}"
+        name = name_of_label(label, number)
         if name in names:
             raise CoterieError(
                 f"divide: the labels {names[name]!r} and {label!r} both give the client name "

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from coterie.data.spec import PIECE
-from coterie.files import ClientName
+from coterie.names import ClientName, check_distinct
 from coterie.registry import Section
 
 Label = Annotated[str, Field(coerce_numbers_to_str=True)]
@@ -129,6 +129,7 @@ class DivideSpec(Section):
     def _shares_sum_to_one(self) -> Self:
         if self.mixtures is not None and not self.mixtures:
             raise ValueError("divide.mixtures has no clients; add at least one")
+        check_distinct(self.mixtures or (), "divide.mixtures")
         for client, shares in (self.mixtures or {}).items():
             total = sum(shares.values())
             if abs(total - 1) > 1e-6:

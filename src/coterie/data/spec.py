@@ -15,7 +15,7 @@ from pydantic import (
 
 from coterie.data.kind import DATA_KINDS, DataKind
 from coterie.data.measured import Needs
-from coterie.files import ClientName
+from coterie.names import ClientName
 from coterie.registry import NamedSpec, Section
 
 CHAT = "chat"
@@ -322,7 +322,8 @@ class ClientSpec(Section):
     """An entry of the run file's list `clients:`, with a client's name and text files."""
 
     name: ClientName
-    """client name: letters (a to z, A to Z), digits, dots, dashes and underscores"""
+    """client name: letters (a to z, A to Z), digits, dots, dashes and underscores; two names must not
+    differ only in case, and names of devices on Windows, such as aux, are refused"""
     path: str | None = None
     """file or folder of .txt, .jsonl or .parquet files, to be split by data.fractions"""
     train: str | None = None

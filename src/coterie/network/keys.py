@@ -22,11 +22,9 @@ from typing import TypeVar
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from pydantic import TypeAdapter, ValidationError
 
 from coterie.errors import CoterieError
 from coterie.files import (
-    ClientName,
     open_regular,
     read_file,
     refuse_special,
@@ -34,6 +32,7 @@ from coterie.files import (
     write_folder,
     write_private,
 )
+from coterie.names import client_name
 from coterie.network.certificates import (
     LOOPBACK,
     UNREADABLE,
@@ -257,21 +256,22 @@ class Keys:
         registered client without a key file could remain.
 
         Args:
-            name: The client's name, which must not be registered.
+            name: The client's name, which must differ from all registered names, not only in case.
             out: The path of the key file to write, which must not exist.
 
         Returns:
             The path of the key file.
 
         Raises:
-            CoterieError: The name is invalid or registered, or the file exists or cannot be
-                written.
+            CoterieError: The name is invalid or registered, or the file cannot be created.
         """
-        if self._certificate_file(name).exists():
-            raise CoterieError(
-                f"There is already a client {name!r}; choose another name, or write a new key "
-                f"file for that client with `coterie keys renew {name}`."
-            )
+        _validated(name)
+        for file in self._certificate_files():
+            if file.stem.lower() == name.lower():
+                raise CoterieError(
+                    f"There is already a client {file.stem!r}; choose another name, or write a new "
+                    f"key file for that client with `coterie keys renew {file.stem}`."
+                )
         return self._issue(name, out)
 
     def renew(self, name: str, out: Path) -> Path:
@@ -386,9 +386,9 @@ class Keys:
 def _validated(name: str) -> str:
     """Return the name unchanged; raise CoterieError if it is not a valid name of a client."""
     try:
-        return TypeAdapter(ClientName).validate_python(name)
-    except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        return client_name(name)
+    except ValueError as error:
+        message = str(error)
         raise CoterieError(f"{message[0].upper()}{message[1:]}.") from None
 
 
