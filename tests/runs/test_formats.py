@@ -14,6 +14,7 @@ from coterie import CoterieError
 from coterie.cli import main
 from coterie.messages import State
 from coterie.messages.formats import FORMAT, VERSION, FormatError
+from coterie.report.page import write_report
 from coterie.runs import RunFolder
 from tests.written_runs import DESCRIPTION
 
@@ -89,6 +90,40 @@ def test_another_format_is_refused_by_commands(command, other, monkeypatch, caps
         shown = capsys.readouterr().err
         assert "".join(shown.split()) == "".join(f"Error: {sentence}".split())
     assert content(path) == before
+
+
+UNKNOWN: dict[str, Callable[[dict[str, Any]], None]] = {
+    "colour": lambda config: config.update(colour=1),
+    "training.stepz": lambda config: config["training"].update(stepz=1),
+    "method.colour": lambda config: config["method"].update(colour=1),
+    "data.window": lambda config: config["data"].update(window="wide"),
+    "There is no method 'fedavg2'": lambda config: config["method"].update(name="fedavg2"),
+    "nobodys": lambda config: config["aggregation"].update(transforms=[{"name": "nobodys"}]),
+}
+"""Changes to a configuration, by what an error message names."""
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_an_unknown_configuration_is_refused_with_file_and_version(key, done, tmp_path) -> None:
+    shutil.copytree(done, tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    described = json.loads(file.read_text(encoding="utf-8")) | {"coterie": "9.8.7"}
+    UNKNOWN[key](described["config"])
+    file.write_text(json.dumps(described), encoding="utf-8")
+    readers: list[Callable[[Path], object]] = [
+        coterie.resume,
+        lambda run: coterie.load(run, "poet"),
+    ]
+    if not key.startswith(("method", "There", "nobodys")):  # a tokenizer needs no method
+        readers.append(coterie.tokenizer)
+    for read in readers:
+        with pytest.raises(
+            CoterieError, match=rf"configuration in {file}, .* 9\.8\.7 wrote: "
+        ) as error:
+            read(tmp_path / "run")
+        assert key in str(error.value)
+        assert str(error.value).endswith("or start a new run in another folder.")
+    write_report([tmp_path / "run"], tmp_path / "report")  # needs only the names of the settings
 
 
 def test_a_run_of_another_format_is_there_and_not_overwritten_unless_forced(other, config) -> None:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import ValidationError
 
 from coterie.analysis.frame import Frame, components, metrics
 from coterie.bases import BaseSpec
+from coterie.config.errors import validated
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import Metric, metric_of
 from coterie.files import refuse_links
@@ -120,7 +122,7 @@ class ReportedRun:
         try:
             method = method_from(dict(self.config["method"]))
             roles = method.layout(client).roles if isinstance(method, AdapterMethod) else ()
-        except CoterieError:  # the method is not installed on this machine
+        except (CoterieError, ValidationError):  # the method is not installed, or has changed
             roles = ()
         if len(roles) != count:
             return [f"expert {n + 1}" for n in range(count)]
@@ -244,16 +246,13 @@ class Experiment:
 
     @cached_property
     def bases(self) -> tuple[list[str], str | None]:
-        """Descriptions of the clients' bases, and a description of the server's base.
-
-        The description of the server's base is None if the server has no model of its own.
-        """
+        """Descriptions of the clients' bases, and of the server's base, if it has one."""
         config = self.all[0].config
         default, server = config["base"], config.get("server")
         by_client = config.get("bases") or {}
         bases = [by_client.get(client, default) for client in self.clients] or [default]
-        clients = list(dict.fromkeys(str(BaseSpec.model_validate(base)) for base in bases))
-        served = str(BaseSpec.model_validate(server["base"] or default)) if server else None
+        clients = list(dict.fromkeys(str(validated(BaseSpec, base, ("base",))) for base in bases))
+        served = str(validated(BaseSpec, server["base"] or default, ("base",))) if server else None
         return clients, served
 
     @property

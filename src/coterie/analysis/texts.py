@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from coterie.adapters import first_experts
 from coterie.analysis.experiments import Experiment, ReportedRun, chosen_layers
 from coterie.bases import Tokenizer, context_token
-from coterie.config.run import parse
 from coterie.data.files import read_text
 from coterie.data.split import Split
 from coterie.errors import CoterieError
 from coterie.federation.participants import participants_of
-from coterie.inference.finished import load, tokenizer
+from coterie.inference.finished import load, parse_recorded, tokenizer
 from coterie.messages.names import ROUTING
+from coterie.runs import RunFolder
 
 LENGTH = 90
 """The maximum number of tokens per text."""
@@ -82,7 +82,7 @@ def coloured_texts(
 def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterator[Coloured]:
     if run.result is None:
         raise CoterieError("The run is not finished.")
-    config = parse(run.config)
+    config = parse_recorded(RunFolder(run.path), {})
     participants = participants_of(config, tokenizer(run.path)) if folder is None else []
     tests = {participant.name: participant.data.test for participant in participants}
     for client in sorted(run.clients):

@@ -322,8 +322,8 @@ class ClientSpec(Section):
     """An entry of the run file's list `clients:`, with a client's name and text files."""
 
     name: ClientName
-    """client name: letters (a to z, A to Z), digits, dots, dashes and underscores; two names must not
-    differ only in case, and names of devices on Windows, such as aux, are refused"""
+    """client name: letters (a to z, A to Z), digits, dots, dashes and underscores; two names must
+    not differ only in case, and names of devices on Windows, such as aux, are refused"""
     path: str | None = None
     """file or folder of .txt, .jsonl or .parquet files, to be split by data.fractions"""
     train: str | None = None

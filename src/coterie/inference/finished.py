@@ -1,6 +1,6 @@
 """Load what a run has produced: its models, their tokenizers, and its recorded configuration."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -29,8 +29,10 @@ from coterie.federation.participants import (
 )
 from coterie.inference.bundle import is_bundle, open_bundle
 from coterie.inference.kept import bring_back
+from coterie.messages.formats import VERSION
 from coterie.methods.contract import SERVER, ClientSide, Method
 from coterie.runs import RunFolder
+from coterie.runs.read import OUTDATED
 
 
 class Loaded(NamedTuple):
@@ -270,15 +272,35 @@ def tokenizer(path: str | Path, client: str | None = None) -> Tokenizer:
     """
     if is_bundle(Path(path)):
         return load_tokenizer(str(path))
-    values = RunFolder(Path(path)).description["config"]
     # The classes that these keys refer to may not be registered, and the tokenizer does not depend
     # on them.
     independent = {"method": "local", "baselines": [], "aggregation": {}, "evaluation": {}}
-    config = parse({**values, **independent})
+    config = parse_recorded(RunFolder(Path(path)), independent)
     loaded = load_tokenizer(config.base_of(client or EVERYONE), config.root)
     if config.data.chats:
         loaded.chat_template = chat_template(loaded, config.data.chat_template).source
     return loaded
+
+
+def parse_recorded(folder: RunFolder, changes: Mapping[str, Any]) -> RunConfig:
+    """Parse the configuration in a folder's run.json.
+
+    Args:
+        folder: The run folder.
+        changes: Values that replace values of the configuration, by key.
+
+    Raises:
+        CoterieError: The folder contains no run, or this version of Coterie does not understand the
+            configuration.
+    """
+    description = folder.description
+    try:
+        return parse({**description["config"], **changes})
+    except CoterieError as error:
+        raise CoterieError(
+            f"Coterie {VERSION} cannot use the configuration in {folder.path / 'run.json'}, which "
+            f"Coterie {description.get('coterie', 'unknown')!s:.20} wrote: {error} {OUTDATED}"
+        ) from error
 
 
 def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
@@ -295,11 +317,11 @@ def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
         CoterieError: The folder contains no run, a plugin of the run is not loaded or has changed,
             or the LoRA adapter that the run began with is missing or has changed.
     """
-    values, plugins = folder.description["config"], dict(folder.description.get("plugins", {}))
+    plugins = dict(folder.description.get("plugins", {}))
     if method is not None:
         plugins.pop(method.name, None)
     check_plugins(f"The run in {folder.path}", plugins)
-    config = parse({**values, "method": method or values["method"]})
+    config = parse_recorded(folder, {} if method is None else {"method": method})
     adapters = folder.description.get("adapters")
     if adapters is not None and config.adapters() != {"adapters": adapters}:
         raise CoterieError(

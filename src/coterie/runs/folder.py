@@ -148,8 +148,7 @@ class RunFolder:
         description = read.read_json(self.path, "run.json")
         if "config" not in description:
             raise CoterieError(f"{self.path} is not a run folder (run.json describes no run).")
-        remedy = "Use the version that wrote it, or start a new run in another folder."
-        check_format(f"The run in {self.path}", description, remedy)
+        check_format(f"The run in {self.path}", description, read.OUTDATED)
         read.check(self.path / "run.json", description, read.Description)
         return description
 

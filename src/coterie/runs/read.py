@@ -219,6 +219,7 @@ def check(path: Path, values: Mapping[str, Any], kind: type[BaseModel]) -> None:
         raise CoterieError(f"{path} is damaged: {_first(error)}; {REMEDY}") from None
 
 
+OUTDATED = "Use the version that wrote it, or start a new run in another folder."
 REMEDY = "restore it from a copy, or run again in another folder."
 
 
