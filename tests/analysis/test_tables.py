@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -33,6 +34,33 @@ def test_a_runs_table_has_a_row_per_client_and_the_means() -> None:
         ["mean", "15.00 / 1.500", "40.00 / 4.000"],
         ["worst client", "20.00 / 2.000 (b)", "50.00 / 5.000 (b)"],
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+@pytest.mark.parametrize("methods", [2, 3, 4])
+def test_bits_per_byte_are_dropped_before_a_table_is_split(methods, width) -> None:
+    results = {f"method-{n}": result(ada=123.45, cleo=157.02) for n in range(methods)}
+    tables = (run_table(results), Comparison("x", {n: [r] for n, r in results.items()}).table())
+    for table in tables:
+        assert table.narrower is not None
+        lines = shown(table, width)
+        whole = shown(replace(table, narrower=None), width)
+        fits = sum(line.startswith("─") for line in whole) == 1
+        assert lines == (whole if fits else shown(table.narrower, width))
+        assert max(map(len, lines)) <= width
+        assert "bits" in table.markdown()  # files contain all figures
+        assert "bits" not in table.narrower.markdown()
+        assert "15.702" not in table.narrower.markdown()
+
+
+def test_the_table_of_the_demo_is_in_one_piece_at_80_columns() -> None:
+    names = ("pretrained", "local", "auto")
+    results = {name: result(ada=157.02, cleo=142.64) | {"kept": {"ada": 0}} for name in names}
+    assert sum(line.startswith("─") for line in shown(run_table(results))) == 1
+
+
+def test_a_table_of_answers_has_no_narrower_form() -> None:
+    assert run_table({"local": answered(a=0.5, b=1)}).narrower is None
 
 
 def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:

@@ -1,7 +1,7 @@
 """Comparison of methods on the same data: means, ranks and significant differences."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -214,12 +214,13 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
     ]
     filled = [(head, cells) for head, cells in columns if any(cells)]
     seeds = f"{' to '.join(map(str, counts))} seed{'s' if spread else ''}"
-    return Table(
+    table = Table(
         f"{title}, mean (standard deviation) over {seeds}" if spread else f"{title}, {seeds}",
         [head for head, _ in filled],
         [list(row) for row in zip(*(cells for _, cells in filled), strict=True)],
         " ".join(_notes(rows, metric)),
     )
+    return replace(table, narrower=table.without(beside)) if metric is PERPLEXITY else table
 
 
 def _notes(rows: Mapping[str, Summary], metric: Metric) -> Iterator[str]:
@@ -251,8 +252,7 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
     Args:
         title: the table's title.
         metric: the metric to show.
-        rows: those rows returned by `Comparison.summary` that could be compared with the reference
-            row.
+        rows: rows of `Comparison.summary` that could be compared with the reference row.
     """
     entries = [row["difference"] for row in rows]
     cells = [

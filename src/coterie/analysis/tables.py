@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -29,7 +29,8 @@ class Table:
     """A table whose cells are strings, with a title and an optional note.
 
     The first cell of a row is the name of the row. If a table is printed with the library Rich
-    and is too wide for the console, it is split into several blocks of columns.
+    and is too wide for the console, its narrower form is printed instead. If it has none, it is
+    split into several blocks of columns.
     """
 
     title: str
@@ -38,12 +39,18 @@ class Table:
     note: str = ""
     group: int = 1
     """The number of consecutive columns, after the first column, that always stay in one block."""
+    narrower: "Table | None" = None
+    """The table without its least important figures."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table for a terminal. Columns of words can wrap; columns of numbers cannot."""
+        blocks = list(self._blocks(options.max_width))
+        if len(blocks) > 1 and self.narrower is not None:
+            yield self.narrower
+            return
         yield ""
         yield Text(self.title, style="bold")
-        for block in self._blocks(options.max_width):
+        for block in blocks:
             table = RichTable(
                 box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
             )
@@ -81,6 +88,12 @@ class Table:
                 block = [0]
             block += group
         yield block
+
+    def without(self, column: str) -> "Table":
+        """Return the table without a column."""
+        number = list(self.columns).index(column)
+        columns, *rows = ([*row[:number], *row[number + 1 :]] for row in (self.columns, *self.rows))
+        return replace(self, columns=columns, rows=rows)
 
     def __repr__(self) -> str:
         """Return the table's title and the number of its rows."""
@@ -147,14 +160,15 @@ def run_table(
     split: str = "test",
     asked: str | None = None,
     floor: Result | None = None,
+    bits: bool = True,
 ) -> Table:
     """Return a table of one run and its baselines, with a row per client and a column per method.
 
-    If the metric is perplexity, a cell contains the perplexity followed by the bits per byte.
-    Otherwise, it contains the value of the metric. The rows below the clients contain the means,
-    each method's worst client, the standard deviation over clients (not for perplexity), and the
-    score of the server's model if the server has one. If clients keep their best models, the number
-    in brackets after a score is the round of the kept model.
+    If the metric is perplexity, a cell contains the perplexity followed by the bits per byte, which
+    a narrow console omits. Otherwise, it contains the value of the metric. The rows below the
+    clients contain the means, each method's worst client, the standard deviation over clients (not
+    for perplexity), and the score of the server's model if the server has one. If clients keep
+    their best models, the number in brackets after a score is the round of the kept model.
 
     Args:
         results: the result of each method.
@@ -162,8 +176,11 @@ def run_table(
         asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
         floor: the scores of always giving the commonest answer, for the last column; see
             `coterie.engines.floor`. None omits the column.
+        bits: whether perplexities are followed by bits per byte.
     """
     metric = shown_of(results.values(), asked)
+    bits = bits and metric is PERPLEXITY
+    narrower = run_table(results, split, asked, floor, bits=False) if bits else None
     if floor is not None and has_floor([floor], metric):
         results = {**results, COMMONEST: floor}
     frames = [scores(result) for result in results.values()]
@@ -171,27 +188,35 @@ def run_table(
     kept = [result.get("kept", {}) for result in results.values()]
     pairs = list(zip(frames, kept, strict=True))
     rows = [
-        [name, *(_cell(f.loc[name], metric) + _round_suffix(rounds, name) for f, rounds in pairs)]
+        [
+            name,
+            *(
+                _cell(f.loc[name], metric, bits) + _round_suffix(rounds, name)
+                for f, rounds in pairs
+            ),
+        ]
         for name in clients
     ]
-    rows.append(["mean", *(_cell(frame.mean(), metric) for frame in frames)])
+    rows.append(["mean", *(_cell(frame.mean(), metric, bits) for frame in frames)])
     if len(clients) > 1:
         worst = [worst_of(frame[metric.name], metric) for frame in frames]
-        cells = [f"{_cell(f.loc[w], metric)} ({w})" for f, w in zip(frames, worst, strict=True)]
+        cells = [
+            f"{_cell(f.loc[w], metric, bits)} ({w})" for f, w in zip(frames, worst, strict=True)
+        ]
         rows.append(["worst client", *cells])
     if metric is not PERPLEXITY and len(clients) > 1:
         deviations = [std(frame[metric.name]) for frame in frames]
         rows.append(["std over clients", *map(metric.cell, deviations)])
     note, served = metric.better, [result.get("server") for result in results.values()]
     if any(served):
-        rows.append(["server", *(_cell(score, metric) if score else "" for score in served)])
+        rows.append(["server", *(_cell(score, metric, bits) if score else "" for score in served)])
         note += " The mean excludes the server."
     if any(kept):
         note += f" In brackets: {KEPT}"
     note += "".join(f" {text}" for text in left_out(results))
-    label = metric.label if metric is not PERPLEXITY else "perplexity per token / bits per byte"
+    label = "perplexity per token / bits per byte" if bits else metric.label
     title = f"Each client's model on its own {split} text: {label}"
-    return Table(title, ["client", *results], rows, note)
+    return Table(title, ["client", *results], rows, note, narrower=narrower)
 
 
 def worst_of(scores: Mapping[str, float], metric: Metric) -> str:
@@ -211,9 +236,9 @@ def left_out(results: Mapping[str, Result]) -> Iterator[str]:
             yield f"{client} was excluded from {count} of {method}: {reason}."
 
 
-def _cell(score: Mapping[str, float] | Column, metric: Metric) -> str:
+def _cell(score: Mapping[str, float] | Column, metric: Metric, bits: bool) -> str:
     cell = metric.cell(score[metric.name])
-    return f"{cell} / {score['bits_per_byte']:.3f}" if metric is PERPLEXITY else cell
+    return f"{cell} / {score['bits_per_byte']:.3f}" if bits else cell
 
 
 def _round_suffix(kept: Mapping[str, int], client: str) -> str:
