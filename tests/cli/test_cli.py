@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,24 @@ def test_writing_with_a_clients_model(finished, coterie_command) -> None:
     for extreme in (["--top-p", 0], ["--top-p", 1], ["--temperature", 0]):
         assert coterie_command(*ask, *extreme).code == 0
     assert coterie_command(*ask[:4], "--prompt", "", "--tokens", 5).code == 0
+
+
+def test_writing_with_an_unfinished_run_says_so(finished, tmp_path, coterie_command) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    ask = ["generate", run, "--client", "poet", "--prompt", "I sing of", "--tokens", 5]
+    assert coterie_command(*ask).err == ""
+    (run / "result.json").unlink()
+    said = coterie_command(*ask)
+    assert said.code == 0
+    assert said.err == (
+        f"The run in {run} is not finished, and its models may still improve; finish it with "
+        f"`coterie run --resume {run}`.\n"
+    )
+    shutil.rmtree(run / "checkpoints")
+    said = coterie_command(*ask)
+    assert said.code == 2
+    assert f"The run in {run} is not finished and has no model yet; finish it" in said.err
 
 
 @pytest.fixture(scope="module")

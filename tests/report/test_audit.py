@@ -95,6 +95,15 @@ def test_values_of_the_last_exchange_stay_and_the_others_uploads_are_counted_tog
     assert whole[-1].startswith("≤")  # the others' names differ in length
 
 
+@pytest.mark.parametrize("method", ["auto", "pcl-2", "fedlease"])
+def test_clients_that_differ_only_in_the_length_of_their_names_share_tables(method, config) -> None:
+    names = ["a" * n for n in (1, 2, 9, 30)]
+    run = config(method=method)
+    clients = [run.clients[0].model_copy(update={"name": name}) for name in names]
+    titles = [table.title for table in audit_run(run.model_copy(update={"clients": clients}))]
+    assert sum(title.endswith(STAYS) for title in titles) == 1
+
+
 def test_an_audit_says_where_losses_and_scores_are_shared(config) -> None:
     assert audited(config)[STAYS].note == NEVER
     assert audited(config, deployment={"share_metrics": True})[STAYS].note == SHARED

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from every_method import METHODS
+from pydantic import ValidationError
 
 from coterie import CoterieError
 from coterie.analysis.settings import keys, method_table, run_file_keys
 from coterie.bases.sites import QUERY_VALUE
 from coterie.config.sections import RunFile
-from coterie.methods.registry import available
+from coterie.methods.contract import RunFacts
+from coterie.methods.registry import available, method_from
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "run-file.md"
 
@@ -71,8 +74,27 @@ def test_it_is_said_what_can_be_left_out_and_what_can_differ_by_client() -> None
         for part in {"mlp", "attention"} & method.model_fields.keys():
             optional = type(None) in get_args(method.model_fields[part].annotation)
             assert rows[part].endswith("; null: none") is optional
-        counts = [key for key, text in rows.items() if text.endswith("{CLIENT: N, others: N}")]
-        assert counts == [key for key in rows if key.startswith("mlp.") and key != "mlp.placement"]
+
+
+@pytest.mark.parametrize("name", available())
+def test_a_number_per_client_is_offered_where_the_method_accepts_it(name) -> None:
+    rows = {row[0]: row[2] for row in method_table(name).rows}
+    offered = {key for key, text in rows.items() if text.endswith("{CLIENT: N, others: N}")}
+    settings = METHODS[name]
+    names = ("poet", "diarist", "whaler")
+    facts = RunFacts(names, public=True, server=True, instructions=True)
+    method_from(settings).check(facts)  # the settings are valid for these clients
+    for key in rows:
+        if (field := key.removeprefix("mlp.")) == key or field in ("placement",):
+            assert key not in offered
+            continue
+        mlp = {**settings.get("mlp", {}), field: {"poet": 1, "others": 2}}
+        try:
+            method_from({**settings, "mlp": mlp}).check(facts)
+            accepted = True
+        except (CoterieError, ValidationError):
+            accepted = False
+        assert accepted is (key in offered), key
 
 
 def test_an_unknown_method_and_the_pooled_one() -> None:

@@ -70,8 +70,11 @@ def audit_run(config: RunConfig) -> Iterator[Table]:
         yield _shared_metrics(run)
     for name, messages in exchanged.items():
         account = list(_account(run, name, messages, parameters))
-        # The size of a whole message varies slightly with the length of the names in it.
-        key = (row[:-1] if row[1].startswith((WHOLE, AVERAGE)) else row for row in account)
+        # The sizes of JSON and of whole messages vary with the lengths of names and numbers.
+        key = (
+            row[:-1] if row[4] == "json" or row[1].startswith((WHOLE, AVERAGE)) else row
+            for row in account
+        )
         groups.setdefault(tuple(key), {})[name] = account
     for accounts in groups.values():
         merged = [_merged(rows) for rows in zip(*accounts.values(), strict=True)]

@@ -13,11 +13,14 @@ from coterie.config.descriptions import descriptions
 from coterie.config.sections import MethodSpec, RunFile
 from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
+from coterie.methods.adapter import AdapterMethod
 from coterie.methods.registry import POOLED, available, method_from
 from coterie.methods.settings import PerClient, Settings
 from coterie.training.spec import OptimiserSpec
 
 COLUMNS = ("key", "default", "meaning")
+BY_CLIENT = "; or {CLIENT: N, others: N}"
+"""The end of the meaning of a setting that may differ between clients."""
 NAMED = (MethodSpec, OptimiserSpec, KindSpec)
 """Pydantic models that a run file specifies by a name, or by a mapping with the key `name`.
 
@@ -49,9 +52,15 @@ def method_table(name: str) -> Table:
         raise CoterieError(
             f"{POOLED} uses the settings of the method `local`; see `coterie methods local`."
         )
-    kind = type(method_from(name))
+    method = method_from(name)
+    kind = type(method)
     papers = f" ({kind.paper})" if kind.paper else ""
     rows = list(keys(kind)) or [("none", "", "this method has no settings")]
+    if isinstance(method, AdapterMethod) and method.needs_one_rank:
+        rows = [
+            (key, value, meaning.removesuffix(BY_CLIENT) if key == "mlp.rank" else meaning)
+            for key, value, meaning in rows
+        ]
     rows.sort(key=lambda row: row[0].split(".")[0] != "mlp")  # the adapter's layout comes first
     return Table(f"{name}{papers}: {kind.summary}", COLUMNS, rows)
 
@@ -140,7 +149,7 @@ def _default(field: FieldInfo, name: str, defaults: BaseModel | None) -> str:
 def _meaning(description: str, field: FieldInfo) -> str:
     """Return a field's description, followed by the allowed values if the type lists them."""
     text = description.rstrip(".")
-    text += "; or {CLIENT: N, others: N}" if field.annotation == PerClient else ""
+    text += BY_CLIENT if field.annotation == PerClient else ""
     kinds = (field.annotation, *get_args(field.annotation))  # the type and any union's members
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     return f"{text} ({', '.join(map(str, choices))})" if choices else text

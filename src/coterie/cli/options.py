@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from coterie.cli.terminal import complain
 from coterie.errors import CoterieError
 
 debug = False
@@ -64,13 +65,19 @@ def check_run(folder: Path) -> None:
 def check_model(folder: Path, client: str | None) -> None:
     """Raise CoterieError if a folder is neither a run with a given client nor a bundle.
 
-    The check is fast, because it does not import torch.
+    If the run is not finished, print a remark. The check is fast, because it does not import torch.
     """
     if (folder / "coterie.json").is_file():
         return
     check_run(folder)
     if client is None:
         raise CoterieError(f"{folder} is a run; name the client whose model to use with --client.")
+    if not (folder / "result.json").exists():
+        unfinished = f"The run in {folder} is not finished"
+        remedy = f"finish it with `coterie run --resume {folder}`."
+        if not any((folder / "checkpoints").glob("[0-9]*")):
+            raise CoterieError(f"{unfinished} and has no model yet; {remedy}")
+        complain(f"{unfinished}, and its models may still improve; {remedy}")
 
 
 def device_of(text: str) -> str | list[str]:

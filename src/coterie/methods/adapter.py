@@ -177,17 +177,20 @@ class AdapterMethod(Method):
         """Whether the products B A of LoRA pairs are averaged exactly (the setting `exact`)."""
         return bool(getattr(self, "exact", False))
 
+    @property
+    def needs_one_rank(self) -> bool:
+        """Whether `mlp.rank` must be the same number for all clients."""
+        return "generalist" in self.shared_roles and not self.mixes_ranks
+
     def check(self, run: RunFacts) -> None:
-        clients = run.clients
         for part in ("mlp", "attention"):
-            check_names(self.part(part, Settings), part, clients)
+            check_names(self.part(part, Settings), part, run.clients)
         if run.server_optimiser and self.averages_exactly:
             raise CoterieError(
                 "`exact: true` and aggregation.optimiser are incompatible: a step of the server "
-                "optimiser would undo the correction that makes the averages exact; remove one of "
-                "them."
+                "optimiser would undo the correction that makes the averages exact; remove either."
             )
-        layouts = [self.layout(client) for client in clients]
+        layouts = [self.layout(client) for client in run.clients]
         empty = any(layout.experts + layout.attention_rank == 0 for layout in layouts)
         if empty and type(self).adapter is AdapterMethod.adapter:
             raise CoterieError(
@@ -195,11 +198,10 @@ class AdapterMethod(Method):
                 "method.attention, or override adapter()."
             )
         ranks = {layout.rank for layout in layouts}
-        if len(ranks) > 1 and "generalist" in self.shared_roles and not self.mixes_ranks:
+        if len(ranks) > 1 and self.needs_one_rank:
             raise CoterieError(
                 f"The method {self.name!r} averages experts and needs the same rank for all "
-                f"clients, not {', '.join(map(str, sorted(ranks)))}; set one rank, or use "
-                "hetlora or flexlora."
+                f"clients, not {', '.join(map(str, sorted(ranks)))}; use hetlora or flexlora."
             )
 
     def client(self, context: ClientContext) -> "AdapterClient":
