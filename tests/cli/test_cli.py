@@ -109,7 +109,7 @@ def test_an_audit_names_what_travels(run_file, coterie_command) -> None:
     said = coterie_command("audit", run_file)
     assert said.code == 0
     assert max(map(len, said.out.splitlines())) <= 80
-    assert "generalist 0, mlp.up" in " ".join(said.out.split())
+    assert "generalist 1, mlp.up" in " ".join(said.out.split())
     assert "per public sample" not in said.out
     computed = said.out.index("peak memory of one client's process")
     assert computed < said.out.index("the only fields that messages may contain")
@@ -141,6 +141,13 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     rows = [line.split()[0] for line in lines]
     note = rows.index("Column")
     assert rows[note - 2 : note] == ["pretrained", "local"]
+
+
+@pytest.mark.parametrize("words", ["rn", "comparee", "keys ad", "flower int"])
+def test_a_misspelt_command_has_one_suggestion(words, coterie_command) -> None:
+    said = coterie_command(*words.split())
+    assert said.code == 2
+    assert said.err.count("Did you mean") == 1
 
 
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:

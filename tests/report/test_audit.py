@@ -33,7 +33,7 @@ DENSE = {("dense, attention.out", 4), ("dense, attention.qkv", 4)}
 
 def sets(count: int) -> set[tuple[str, int]]:
     """So many sets of pairs on its MLPs."""
-    return {(f"generalist {n}, mlp.{way}", 4) for n in range(count) for way in ("up", "down")}
+    return {(f"generalist {n + 1}, mlp.{way}", 4) for n in range(count) for way in ("up", "down")}
 
 
 def audited(config, **changes) -> dict[str, Table]:
@@ -56,7 +56,7 @@ def test_shared_parts_travel_and_the_others_stay(config) -> None:
     found = audited(config)
     travels = DENSE | sets(1)
     assert kinds(found[WAYS["up"]], "adapter") == kinds(found[WAYS["down"]], "adapter") == travels
-    own = {("specialist 0, mlp.up", 4), ("specialist 0, mlp.down", 4), ("router, mlp", 2)}
+    own = {("specialist 1, mlp.up", 4), ("specialist 1, mlp.down", 4), ("router, mlp", 2)}
     assert kinds(found[STAYS], "adapter") == own
     moments = kinds(found[STAYS], "training, experts")
     assert moments == {(f"optimiser's {m}", 24) for m in ("step", "exp_avg", "exp_avg_sq")}

@@ -51,6 +51,12 @@ def test_a_table_aligns_numbers_and_is_short_in_a_shell() -> None:
     assert str(table) == table.markdown()
 
 
+def test_words_between_backticks_are_code_in_html() -> None:
+    html = Table("`<i>` of a", ["a"], [["`b`"]], "Column `mean`: the mean.")._repr_html_()
+    assert "<code>&lt;i&gt;</code> of a" in html
+    assert "Column <code>mean</code>: the mean." in html
+
+
 MARKUP = ("<script>alert(1)</script>", '"><img src=x onerror=a()>')
 
 

@@ -212,16 +212,16 @@ def _kinds(
 
 
 def _kind_of_parameter(parameter: Parameter) -> str:
-    """Return a text that describes a parameter, such as `generalist 0, mlp.up`.
+    """Return a text that describes a parameter, such as `generalist 1, mlp.up`.
 
     The text consists of the parameter's role (`generalist`), the number of the parameter's expert
-    (0), and the location in the base (`mlp.up`). The number is omitted if the parameter belongs to
-    no expert. It is also omitted for domain experts, because the same number denotes a different
-    domain expert on every layer.
+    (counted from 1), and the location in the base (`mlp.up`). The number is omitted if the
+    parameter belongs to no expert. It is also omitted for domain experts, because the same number
+    denotes a different domain expert on every layer.
     """
     # Domain experts are grouped: the same number is a different expert on every layer.
     numbered = parameter.expert is not None and parameter.role != "domain"
-    role = f"{parameter.role} {parameter.expert}" if numbered else parameter.role
+    role = f"{parameter.role} {parameter.expert + 1}" if numbered else parameter.role
     return ", ".join(filter(None, (role, parameter.place)))
 
 

@@ -116,8 +116,8 @@ class Table:
             + "</tr>"
             for tag, cells in rows
         )
-        note = f"<p>{escape(self.note)}</p>" if self.note else ""
-        return f"<table><caption>{escape(self.title)}</caption>{''.join(lines)}</table>{note}"
+        note = f"<p>{marked_up(self.note)}</p>" if self.note else ""
+        return f"<table><caption>{marked_up(self.title)}</caption>{''.join(lines)}</table>{note}"
 
     def markdown(self) -> str:
         """Return the table as Markdown."""
@@ -127,6 +127,11 @@ class Table:
         rows = ["| " + " | ".join(row) + " |" for row in self.rows]
         note = ["", self.note] if self.note else []
         return "\n".join([f"**{self.title}**", "", heads, rule, *rows, *note, ""])
+
+
+def marked_up(text: str) -> str:
+    """Return text as HTML, in which words between backticks are marked as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:

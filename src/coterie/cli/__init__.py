@@ -30,6 +30,7 @@ from coterie.cli import (
 from coterie.errors import CoterieError, ran_out_of_memory
 
 app = typer.Typer(
+    cls=options.Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

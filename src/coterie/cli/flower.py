@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 from coterie.cli import options, terminal
-from coterie.cli.options import Out, Settings
+from coterie.cli.options import Group, Out, Settings
 from coterie.errors import CoterieError
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "flower-app"
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Use Coterie in a Flower federation.",

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import terminal
+from coterie.cli.options import Group
 
 if TYPE_CHECKING:
     from coterie.network.keys import Keys
 
 app = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Manage a server's certificate and the keys of the clients that it accepts.",

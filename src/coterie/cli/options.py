@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from coterie.cli.terminal import complain
 from coterie.errors import CoterieError
@@ -25,6 +25,21 @@ def _load(context: typer.Context, option: typer.CallbackParam, files: Sequence[s
 
         for file in files:
             load_plugin(file)
+
+
+class Group(TyperGroup):
+    """A group of commands that suggests a similar command once.
+
+    With some of the permitted versions, both Typer and Click add a suggestion to the message.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if getattr(error, "possibilities", None):  # Click adds them when it shows the message
+                error.message = error.message.partition(" Did you mean")[0]  # pyright: ignore
+            raise
 
 
 class Command(TyperCommand):

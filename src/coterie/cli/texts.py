@@ -10,7 +10,7 @@ from coterie.analysis.tables import Table
 from coterie.bases import load_tokenizer
 from coterie.cli import terminal
 from coterie.config.run import RunConfig
-from coterie.data.files import listed_first
+from coterie.data.files import listed, listed_first
 from coterie.data.near import NEAR
 from coterie.data.quality import KINDS, SHORT, Copy, Place, Quality
 from coterie.federation.participants import gathered
@@ -108,25 +108,38 @@ def _special(quality: Quality) -> Table:
 
 
 def _left_out(quality: Quality) -> None:
-    """Print the data fields that the run does not use, and the kinds of files that it skips.
+    """Print the data fields that the run does not use, and the files that it skips.
 
-    Each line ends with the owners of the records or files, and with a count for each owner. An
-    owner is the part of the run file that specifies the path of the files: a client, the server,
-    the public text, or the section `divide`.
+    A field's line ends with the owners of the records, and with a count for each owner. Skipped
+    files are counted by their suffixes, in a line for each owner. An owner is the part of the run
+    file that specifies the path of the files: a client, the server, the public text, or the section
+    `divide`.
     """
     for field, counts in sorted(quality.survey.unused.items()):
         terminal.say(f"Field {field} is not used; records that contain it: {_owners(counts)}.")
-    for kind, counts in sorted(quality.survey.skipped.items()):
-        terminal.say(f"Skipped {kind}: {_owners(counts)}.")
+    skipped: dict[str, dict[str, int]] = {}
+    for kind, counts in quality.survey.skipped.items():
+        for owner, count in counts.items():
+            skipped.setdefault(owner, {})[kind] = count
+    for owner, kinds in sorted(skipped.items()):
+        terminal.say(f"Skipped in {_folder_of(owner)}: {listed(kinds)}.")
+
+
+def _folder_of(owner: str) -> str:
+    """Return the phrase for the folder of an owner, such as "anna's folder" for "Client anna"."""
+    client = owner.removeprefix("Client ")
+    return (
+        f"{client}'s folder" if client != owner else f"the folder of {owner[0].lower()}{owner[1:]}"
+    )
 
 
 def _owners(counts: Mapping[str, int]) -> str:
-    """Format the owners of records or files, as in "Client anna (3), Client ben (1)".
+    """Format the owners of records, as in "Client anna (3), Client ben (1)".
 
     A long list is abbreviated.
 
     Args:
-        counts: The number of records or files of each owner.
+        counts: The number of records of each owner.
     """
     return listed_first([f"{owner} ({count:,})" for owner, count in counts.items()])
 

@@ -139,7 +139,7 @@ class Router(Settings):
     top_k: int | None = Field(default=None, ge=1)
     """experts per token (k); null: min(2, number of experts)"""
     load_balance: Literal["none", "uniform", "generalist"] = "generalist"
-    """load-balancing loss; generalist: half of the load goes to expert 0"""
+    """load-balancing loss; generalist: half of the load goes to the first expert"""
     load_balance_weight: float = Field(default=0.01, ge=0)
     """weight of the load-balancing loss (lambda)"""
 

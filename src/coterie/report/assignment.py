@@ -99,7 +99,8 @@ def _held_experts(label: str, held: Frame) -> Picture:
         )
         for axis, (layer, round) in zip(axes, panels, strict=True):
             axis.pcolormesh(
-                range(experts), range(len(clients)), held.loc[(round, layer)], vmin=0, vmax=1,
+                range(1, experts + 1), range(len(clients)), held.loc[(round, layer)],
+                vmin=0, vmax=1,
                 cmap=ListedColormap([paper, colour]), edgecolors=lines, linewidth=0.7,
             )  # fmt: skip
             heading = f"{layer}\n" if round == shown_rounds[0] else ""  # once per row of panels
@@ -147,8 +148,8 @@ def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> 
 
 
 def _ids(held: Column) -> str:
-    """Format the indices of the experts held by a client, such as `0, 3, 7`."""
-    return ", ".join(map(str, np.flatnonzero(held))) or "none"
+    """Format the numbers of the experts held by a client, counted from 1, such as `1, 4, 8`."""
+    return ", ".join(map(str, np.flatnonzero(held) + 1)) or "none"
 
 
 def _counts(label: str, held: Frame) -> Picture:

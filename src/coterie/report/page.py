@@ -13,7 +13,7 @@ from coterie.analysis.benchmarks import tables as scores_on_tasks
 from coterie.analysis.comparison import Comparison
 from coterie.analysis.experiments import Experiment, experiments
 from coterie.analysis.relevance import SAMPLES, sample_relevance
-from coterie.analysis.tables import Table, listed
+from coterie.analysis.tables import Table, listed, marked_up
 from coterie.analysis.texts import coloured_texts
 from coterie.engines.floor import floor_in
 from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
@@ -160,7 +160,7 @@ def _runs_table(experiment: Experiment) -> Table:
     bases, server = experiment.bases
     server_note = f" Server's base: {server}." if server else ""
     note = f"Base: {listed(bases)}. Clients: {listed(experiment.clients)}.{server_note}"
-    return Table("Runs", ["method", "seeds", "rounds", "state"], rows, note)
+    return Table("Runs", ["method", "seed", "rounds", "state"], rows, note)
 
 
 def _html(sections: Sequence[Section], private: str) -> str:
@@ -171,6 +171,7 @@ def _html(sections: Sequence[Section], private: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["marked_up"] = marked_up
     environment.globals |= {"source": _source, "is_text": lambda p: isinstance(p, TextPicture)}
     return environment.get_template("page.html").render(
         sections=sections,
