@@ -34,6 +34,7 @@ from coterie.testing.loop import assert_same_state, sides
 
 pytestmark = pytest.mark.thorough
 SOURCE = Path(coterie.__file__).parents[1]
+PAGE = Path(__file__).parents[2] / "docs" / "deploy" / "flower.md"
 NAMES = {"alice": "poet", "bob": "whaler"}
 RUN: dict[str, Any] = {
     "name": "us",
@@ -85,10 +86,15 @@ class Federation:
             tls += ["--control-api-address", f"127.0.0.1:{self.port}"]
             tls += ["--serverappio-api-address", f"127.0.0.1:{free_port()}"]
         self.start("link", "flower-superlink", *tls)
-        self.connection = f'address = "localhost:{self.port}"\nroot-certificates = "{keys}/ca.pem"'
+        shown = (
+            PAGE.read_text(encoding="utf-8").partition("[superlink.us]\n")[2].partition("```")[0]
+        )
+        shown = shown.replace("flower.example.org:8000", f"localhost:{self.port}")
+        self.connection = shown.replace("/etc/flower/ca.pem", f"{keys}/ca.pem")
+        assert self.connection.count(str(self.port)) == self.connection.count(str(keys)) == 1
         self.wait(lambda: accepts(self.port) and accepts(fleet))
         home = self.home("user")
-        (home / "config.toml").write_text(f"[superlink.us]\n{self.connection}\n")
+        (home / "config.toml").write_text(f"[superlink.us]\n{self.connection}")
         self.write_app()
         for name, writer in NAMES.items():
             key = ec.generate_private_key(ec.SECP384R1())
@@ -125,7 +131,7 @@ class Federation:
         )
         if not self.is_new:
             with (self.folder / "app" / "pyproject.toml").open("a") as project:
-                project.write(f"\n[tool.flwr.federations.us]\n{self.connection}\n")
+                project.write(f"\n[tool.flwr.federations.us]\n{self.connection}")
 
     def home(self, name: str) -> Path:
         """Return the folder of Flower's own files for a process."""
