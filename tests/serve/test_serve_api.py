@@ -36,7 +36,11 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 
 def test_lists_every_model(server: httpx.Client) -> None:
     listed = server.get("/v1/models").json()
-    kinds = {model["id"]: model["coterie"]["kind"] for model in listed["data"]}
+    kinds = {
+        model["id"]: model["coterie"]["kind"]
+        for model in listed["data"]
+        if model["id"] == model["coterie"]["model"]
+    }
     assert kinds == {
         **{f"base:{name}": "base" for name in ("anna", "ben", "diarist", "poet", "whaler")},
         "fedavg:anna": "averaged",
@@ -46,7 +50,8 @@ def test_lists_every_model(server: httpx.Client) -> None:
         **{f"fedprompt:{name}": "averaged" for name in ("diarist", "poet", "whaler")},
     }
     described = server.get("/v1/models/ben").json()
-    assert described["id"] == "comigs-1g1s:ben"
+    assert described["id"] == "ben"
+    assert described["coterie"]["model"] == "comigs-1g1s:ben"
     assert described["coterie"]["routing"]
     assert server.get("/v1/models/nobody").status_code == 404
 
@@ -159,11 +164,10 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
         (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "role"),
         (CHAT, {"messages": [*QUESTION, {"role": "assistant", "content": "a"}]}, 400, "last"),
         (CHAT, {"messages": [{"role": "user", "content": "sea " * 500}]}, 400, "accepts 200"),
-        (CHAT, {"max_tokens": 65}, 400, "at most 64"),
-        (CHAT, {"max_completion_tokens": 10**400}, 400, ""),
+        (CHAT, {"max_tokens": 0}, 400, "greater than or equal to 1"),
         (TEXT, {"logprobs": 6}, 400, "logprobs"),
         (TEXT, {"prompt": ["a", "b"]}, 400, "prompt"),
-        (TEXT, {"prompt": "sea " * 30, "max_tokens": 60}, 400, "context"),
+        (TEXT, {"prompt": "sea " * 30}, 400, "context"),
     ],
 )
 def test_wrong_requests_are_refused(server, path, changes, status, said) -> None:
@@ -175,12 +179,6 @@ def test_wrong_requests_are_refused(server, path, changes, status, said) -> None
     assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert said in error["message"]
     assert error["message"].endswith(".")
-
-
-def test_fields_without_effect_are_ignored(server) -> None:
-    harmless = {"user": "a", "n": 1, "tools": [], "presence_penalty": 0.0, "logit_bias": None}
-    plain = server.post(CHAT, json=ASK).json()
-    assert server.post(CHAT, json={**ASK, **harmless}).json()["choices"] == plain["choices"]
 
 
 def test_other_pages_cannot_use_the_server(server) -> None:

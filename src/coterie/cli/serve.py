@@ -73,7 +73,7 @@ def serve(
             models = Models(runs, show)
         shown = f"[{host}]" if ":" in host else host
         terminal.say(
-            f"Models: {', '.join(models.by_name)}",
+            f"Models: {', '.join(models.names)}",
             f"Serving http://{shown}:{listening.getsockname()[1]} (API: /v1); Ctrl-C stops.",
         )
         start(models, listening, keys, Limits(prompt_tokens, answer_tokens, queue, seconds))

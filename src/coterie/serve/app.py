@@ -134,6 +134,7 @@ def application(
     middlewares = [errors_as_json, check, admitting(listener)]
     app = web.Application(middlewares=middlewares, client_max_size=BODY)
     app.router.add_get("/", page)
+    app.router.add_get("/health", health)
     app.router.add_get("/v1/models", api.list_models)
     app.router.add_get("/v1/models/{name}", api.show_model)
     app.router.add_post("/v1/chat/completions", api.chat)
@@ -165,12 +166,12 @@ class Api:
 
     async def list_models(self, _: web.Request) -> web.Response:
         """List the models."""
-        data = [self._described(model) for model in self.models.by_name.values()]
+        data = [self._described(name) for name in self.models.names]
         return web.json_response({"object": "list", "data": data})
 
     async def show_model(self, request: web.Request) -> web.Response:
         """Describe one model."""
-        return web.json_response(self._described(self._model(request.match_info["name"])))
+        return web.json_response(self._described(request.match_info["name"]))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
@@ -187,8 +188,9 @@ class Api:
         """Continue a text."""
         wanted = parse_request(CompletionRequest, await body_of(request))
         model = self._model(wanted.model)
-        self._check_length([wanted.text])
-        ids = await asyncio.to_thread(model.text_prompt, wanted.text)
+        [text] = wanted.prompt
+        self._check_length([text])
+        ids = await asyncio.to_thread(model.text_prompt, text)
         return await self._answer(request, wanted, model, ids, ())
 
     async def _answer(
@@ -206,7 +208,7 @@ class Api:
         tokenizer = model.weights.base.tokenizer
         ends, stops = ends_of(tokenizer, markers)
         is_chat = isinstance(wanted, ChatRequest)
-        text = StreamedText(tokenizer, ends, [*stops, *wanted.stops], strip=is_chat)
+        text = StreamedText(tokenizer, ends, [*stops, *wanted.stop], strip=is_chat)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Piece | Failure] = asyncio.Queue()
 
@@ -237,7 +239,7 @@ class Api:
             job.cancelled = True
 
     def _model(self, name: str) -> ServedModel:
-        model = self.models.find(name)
+        model = self.models.names.get(name)
         if model is None:
             raise ApiError(
                 404,
@@ -270,29 +272,23 @@ class Api:
                 f"The prompt has {prompt} tokens, and the server accepts {self.limits.prompt}.",
                 code="context_length_exceeded",
             )
-        if wanted.limit is not None and wanted.limit > self.limits.answer:
+        limit = min(wanted.limit or self.limits.answer, self.limits.answer)
+        context = model.weights.context
+        if context is None:
+            return limit
+        remaining = context - prompt + 1  # the model does not read the last token
+        if remaining < 1:
             raise ApiError(
                 400,
-                f"The server generates at most {self.limits.answer} tokens; set a smaller "
-                "max_tokens.",
-                "max_tokens",
+                f"The prompt has {prompt} tokens, but the context of the model has {context}.",
+                code="context_length_exceeded",
             )
-        limit = wanted.limit or self.limits.answer
-        context = model.weights.context
-        if context is not None:
-            most = context - prompt + 1  # the model does not read the last token
-            if most < (wanted.limit or 1):
-                raise ApiError(
-                    400,
-                    f"The context of the model has {context} tokens, but the prompt has {prompt} "
-                    f"and the answer up to {wanted.limit or 1}.",
-                    code="context_length_exceeded",
-                )
-            limit = min(limit, most)
-        return limit
+        return min(limit, remaining)
 
-    def _described(self, model: ServedModel) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
+        model = self._model(name)
         extension = {
+            "model": model.name,
             "client": model.client,
             "method": model.method,
             "kind": model.kind,
@@ -301,7 +297,7 @@ class Api:
             "routing": model.weights.routed,
         }
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "coterie",
@@ -355,6 +351,11 @@ async def send_events(
         await send(error.body())
     await response.write_eof()
     return response
+
+
+async def health(_: web.Request) -> web.Response:
+    """Report that the server is ready; it listens only after all models are loaded."""
+    return web.json_response({"status": "ok"})
 
 
 async def page(_: web.Request) -> web.Response:

@@ -15,6 +15,10 @@ from coterie.network.accepting import PlainListener
 from coterie.serve.protocol import ApiError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PUBLIC = ("/", "/health")
+"""The paths that need no key."""
+RETRY_SECONDS = 5
+"""The time after which a caller should repeat a request for which the server was too busy."""
 BODY_SECONDS = 30.0
 """The maximum time for receiving a request's body."""
 log = logging.getLogger(__name__)
@@ -56,6 +60,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 def error_response(error: ApiError) -> web.Response:
     """Return a response that reports an error, and that closes the connection."""
     response = web.json_response(error.body(), status=error.status)
+    if error.status in (429, 503):
+        response.headers["Retry-After"] = str(RETRY_SECONDS)
     response.force_close()
     return response
 
@@ -63,7 +69,7 @@ def error_response(error: ApiError) -> web.Response:
 def admitting(listener: PlainListener) -> Any:
     """Return a middleware that admits the connections of requests that other checks permit.
 
-    The page is public, so a request for the page does not admit its connection, which is closed.
+    A request for a public path does not admit its connection, which is closed.
 
     Args:
         listener: The listener that accepts the connections.
@@ -71,7 +77,7 @@ def admitting(listener: PlainListener) -> Any:
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path == "/":
+        if request.path in PUBLIC:
             response = await handler(request)
             response.force_close()
             return response
@@ -117,7 +123,7 @@ def only_with_key(keys: Sequence[str]) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path != "/":
+        if request.path not in PUBLIC:
             kind, _, key = request.headers.get("Authorization", "").partition(" ")
             digest = hashlib.sha256(key.strip().encode(errors="replace")).digest()
             known = [hmac.compare_digest(digest, other) for other in digests]

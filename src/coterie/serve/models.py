@@ -149,11 +149,9 @@ class Models:
             self.by_name = {BASE: replace(bases[0], name=BASE, client=None), **self.by_name}
         own = [model for model in self.by_name.values() if model.own and model.client]
         clients = [model.client for model in own]
-        self._aliases = {m.client: m for m in own if clients.count(m.client) == 1}
-
-    def find(self, name: str) -> ServedModel | None:
-        """Return the model with a name, or the model of a client of the run's own method."""
-        return self.by_name.get(name) or self._aliases.get(name)
+        aliases = {m.client: m for m in own if m.client and clients.count(m.client) == 1}
+        self.names = self.by_name | {a: m for a, m in aliases.items() if a not in self.by_name}
+        """All names by which requests can choose models: those in `by_name`, and clients' names."""
 
     def _models_of(self, run: RunModels) -> Iterator[ServedModel]:
         done, total = 0, sum(len(loads) for _, loads in run.methods.values())

@@ -4,39 +4,91 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
 
 from coterie.bases import Tokenizer
 from coterie.data.items import Turn
 from coterie.serve.scheduler import Token
 
 IGNORED = {
+    "annotations",
+    "cache_control",
+    "cache_prompt",
+    "id",
+    "include_obfuscation",
     "metadata",
+    "name",
     "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
+    "prompt_cache_retention",
+    "provider_specific_fields",
+    "reasoning",
+    "reasoning_content",
+    "reasoning_details",
     "safety_identifier",
     "service_tier",
     "store",
+    "thinking_blocks",
     "user",
 }
-"""Fields that do not change the answer."""
+"""Fields that do not change the answer, in any object of a request."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "echo": (False,),
     "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": ("",),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
     "modalities": (["text"],),
     "n": (1,),
+    "no_repeat_ngram_size": (0,),
     "presence_penalty": (0,),
+    "reasoning_effort": ("none",),
+    "refusal": ("",),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "suffix": ("",),
+    "tfs_z": (1,),
+    "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_a": (0,),
+    "top_k": (0, -1),
+    "top_n_sigma": (0, -1),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "xtc_probability": (0,),
 }
-"""Unsupported fields, with the values that do not change the answer."""
+"""Unsupported fields of OpenAI's API and of other servers, with the values that do not change the
+answer."""
+UNSUPPORTED = "extra_forbidden"
+"""The type of pydantic's errors for unsupported fields."""
 STOPS = 4
 """The maximum number of texts in `stop`."""
 
@@ -71,23 +123,37 @@ class ApiError(Exception):
 
 
 class Part(BaseModel):
-    """A part of a request. A field with the value null counts as left out."""
+    """An object in a request. A field with the value null counts as left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
+    def _without_ignored(cls, values: Any) -> Any:
+        """Drop the fields that do not change the answer."""
         if not isinstance(values, dict):
-            return values
-        return {name: value for name, value in values.items() if value is not None}
+            raise PydanticCustomError("object", "input should be an object")
+        known = cls.model_fields
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and (name in known or not _is_ignored(name, value))
+        }
+
+
+def _is_ignored(name: str, value: Any) -> bool:
+    if name in IGNORED:
+        return True
+    return any(
+        isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+        for neutral in NEUTRAL.get(name, ())
+    )
 
 
 class StreamOptions(Part):
     """The field `stream_options`."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # changes no text, and is not supported
 
 
 class Extension(Part):
@@ -95,6 +161,18 @@ class Extension(Part):
 
     routing: bool = False
     """Whether the reply contains the weights of generalist and specialist for each token."""
+
+
+def _as_list(value: Any) -> Any:
+    """Return a string as a list of one string."""
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("strings", "input should be a string or an array")
+    return [value] if isinstance(value, str) else value
+
+
+def _as_text_parts(value: Any) -> Any:
+    """Return a string as the parts of a message's content."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else _as_list(value)
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -110,13 +188,8 @@ class Generation(Part):
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOPS)] = []
+    stop: Annotated[list[Stop], Field(max_length=STOPS), BeforeValidator(_as_list)] = []
     coterie: Extension = Extension()
-
-    @property
-    def stops(self) -> list[str]:
-        """The texts that end the answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def limit(self) -> int | None:
@@ -140,16 +213,12 @@ class Message(Part):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
-    refusal: None = None
-    annotations: list[Any] = []
+    content: Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
 
     @property
     def turn(self) -> Turn:
         """The message as a turn."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = "".join(part.text for part in self.content)
         return Turn("system" if self.role == "developer" else self.role, text)
 
 
@@ -184,17 +253,12 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """A request to /v1/completions."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
+    prompt: Annotated[list[str], Field(min_length=1, max_length=1), BeforeValidator(_as_list)]
     logprobs: int | None = Field(default=None, ge=0, le=5)
 
     @property
     def top(self) -> int | None:
         return self.logprobs
-
-    @property
-    def text(self) -> str:
-        """The prompt."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
 
 R = TypeVar("R", bound=Generation)
@@ -216,32 +280,25 @@ def parse_request(kind: type[R], body: bytes) -> R:
         raise ApiError(400, f"The body is not valid JSON ({error}).") from None
     if not isinstance(values, dict):
         raise ApiError(400, "The body must be a JSON object.")
-    known = kind.model_fields
-    rest: dict[str, Any] = {}
-    for name, value in values.items():
-        if value is None or (name in IGNORED and name not in known):
-            continue
-        if name in known:
-            rest[name] = value
-        elif not any(_equal(value, neutral) for neutral in NEUTRAL.get(name, ())):
-            raise ApiError(400, _unsupported(name), name[:100])
     try:
-        return kind.model_validate(rest)
+        return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))[:100]
-        raise ApiError(400, f"`{field}` is invalid: {first['msg'].lower()}.", field) from None
+        raise _refusal(error) from None
 
 
-def _equal(value: Any, neutral: Any) -> bool:
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def _unsupported(name: str) -> str:
-    shown = name if len(name) <= 50 else f"{name[:50]}..."
-    if name in NEUTRAL:
-        return f"`{shown}` is not supported with this value; leave the field out."
-    return f"The field `{shown}` is not supported; leave it out."
+def _refusal(error: ValidationError) -> ApiError:
+    """Return the reply to an invalid request. Unsupported fields are reported first."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = min(errors, key=lambda each: each["type"] != UNSUPPORTED)
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+    field = "".join(parts).removeprefix(".")[:100]
+    if first["type"] != UNSUPPORTED:
+        return ApiError(400, f"`{field}` is invalid: {first['msg'].lower()}.", field)
+    if first["loc"][-1] in NEUTRAL:
+        message = f"`{field}` is not supported with this value; leave the field out."
+    else:
+        message = f"The field `{field}` is not supported; leave it out."
+    return ApiError(400, message, field)
 
 
 def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
