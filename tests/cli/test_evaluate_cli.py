@@ -172,6 +172,45 @@ def test_mistakes_are_one_sentence(coterie_command, finished, task, tmp_path, mo
         benchmarks.evaluate(finished, [], [str(task)])
 
 
+def test_files_with_one_name_are_refused(coterie_command, finished, task, tmp_path) -> None:
+    """Also a file with the name of a task of lm-eval, and names that differ only in case."""
+    for other in ("of-anna.yaml", "of-anna.yml", "Of-Anna.yaml"):
+        (tmp_path / other).write_bytes(task.read_bytes())
+        tasks = f"{task},{tmp_path / other}"
+        said = coterie_command("evaluate", finished, "--client", "anna", "--tasks", tasks)
+        assert said.code == 2
+        assert f"--tasks: {task} and {tmp_path / other} have the same name" in said.err
+    with pytest.raises(CoterieError, match=r"of-anna and .*of-anna\.yaml have the same name"):
+        Harness(["of-anna", str(task)])
+    assert Harness([str(task), f"{task.parent}/./{task.name}"]).names == ["of-anna"]
+
+
+def test_tasks_that_a_file_name_cannot_hold_are_kept_apart(finished, monkeypatch) -> None:
+    """The first two are tasks of lm-eval, and so are the next two."""
+    names = ["bertaqa-7b-v1", "bertaqa-7b-v1.1", "ulqa", "ulqa_", "a|b", "a b", "."]
+    monkeypatch.setattr(Harness, "__init__", lambda self, _: setattr(self, "names", names))
+    monkeypatch.setattr(Harness, "digest", lambda *_: None)
+    monkeypatch.setattr(Harness, "scores", lambda *_: [])
+    evaluate(finished, ["ben"], names)
+    stored = finished.glob("evaluations/ben/base/*.json")
+    tasks = [json.loads(file.read_text("utf-8"))["task"] for file in stored]
+    assert {name: tasks.count(name) for name in names} == dict.fromkeys(names, 1)
+
+
+def test_files_that_define_one_task_have_a_row_each(finished, task, tmp_path) -> None:
+    easy = (
+        task.read_text("utf-8").replace("{{answer}}", "sea").replace(json.dumps(CHOICES), "[sea]")
+    )
+    (tmp_path / "easy.yaml").write_text(easy, "utf-8")
+    (table,) = evaluate(finished, ["anna"], [str(task), str(tmp_path / "easy.yaml")], limit=6)
+    cells = {row[0]: row[3] for row in table.rows if row[0].startswith("answers_of_anna")}
+    assert list(cells) == ["answers_of_anna (easy)", "answers_of_anna (of-anna)"]
+    assert cells["answers_of_anna (easy)"].startswith("1.0000")
+    assert cells["answers_of_anna (of-anna)"].startswith(
+        f"{naive(finished, 'anna', 'base', 6):.4f}"
+    )
+
+
 @pytest.mark.slow
 def test_names_of_tasks_are_checked_and_need_the_hub(finished) -> None:
     with pytest.raises(CoterieError, match=r"no task 'arc_eazy'\. Did you mean 'arc_easy'\?"):

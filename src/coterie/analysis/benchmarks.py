@@ -1,6 +1,7 @@
 """Scores of a run's models on tasks of lm-eval: how to compute them, and tables of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -79,12 +80,18 @@ def _key(key: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def _write(path: Path, values: Mapping[str, Any], scores: Sequence[Mapping[str, Any]]) -> None:
     """Write the scores of a model on a task to the run folder at `path`."""
-    parts = (path_part(str(values[part])) for part in ("client", "method", "task"))
-    file = Path(FOLDER, *parts).with_suffix(".json")
+    client, method, task = (_component(values[part]) for part in ("client", "method", "task"))
+    file = Path(FOLDER, client, method, f"{task}.json")
     refuse_links(path, file.parent)
     with writing(path / file):
         (path / file).parent.mkdir(parents=True, exist_ok=True)
     write_json(path / file, {**values, "scores": scores})
+
+
+def _component(name: str) -> str:
+    """Return a path component that no other name has; a hash replaces forbidden characters."""
+    part = path_part(name)
+    return part if part == name else f"{part}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
 def _stored(path: Path) -> Iterator[Stored]:
@@ -134,11 +141,16 @@ def _results(run: ReportedRun) -> dict[str, Result]:
 def _table(
     run: ReportedRun, client: str, stored: Sequence[Stored], results: Mapping[str, Result]
 ) -> Table:
+    origins: dict[str, set[str]] = {}  # the stored tasks that have a score with the same label
+    for each in stored:
+        for score in each["scores"]:
+            origins.setdefault(score["task"], set()).add(each["task"])
     rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
     for each in stored:
         for score in each["scores"]:
-            metric = f"{score['metric']} {_arrow(score['higher'])}"
-            row = score["task"], metric, str(score["samples"] or "")
+            label, metric = score["task"], f"{score['metric']} {_arrow(score['higher'])}"
+            task = f"{label} ({each['task']})" if len(origins[label]) > 1 else label
+            row = task, metric, str(score["samples"] or "")
             rows.setdefault(row, {})[each["method"]] = score
     cells = [
         [*row, *(_cell(by_method.get(name), by_method.get(BASE)) for name in results)]

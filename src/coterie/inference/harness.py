@@ -34,15 +34,17 @@ class Harness:
         tasks: Names of tasks or groups of tasks that lm-eval defines, and paths of YAML files.
 
     Raises:
-        CoterieError: lm-eval is not installed, a file does not exist, or lm-eval has no such task.
+        CoterieError: lm-eval is not installed, a file does not exist, two tasks have the same name,
+            or lm-eval has no such task.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:
-        self._files = {Path(task).stem: Path(task) for task in tasks if task.endswith(FILES)}
+        sources = _sources(tasks)
+        self._files = {name: source for name, source in sources.items() if isinstance(source, Path)}
         for path in self._files.values():
             if not path.is_file():
                 raise CoterieError(f"--tasks: there is no file {path}; correct the path.")
-        self.names = [Path(task).stem if task.endswith(FILES) else task for task in tasks]
+        self.names = list(sources)
         """The tasks' names; the name of a task that a file defines is the file's name."""
         with imports_for("`coterie evaluate`", "eval"), _quiet():
             from lm_eval.tasks import TaskManager
@@ -115,6 +117,26 @@ class Harness:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
         return loaded
+
+
+def _sources(tasks: Sequence[str]) -> dict[str, str | Path]:
+    """Return the names of tasks, with the name in lm-eval or the file that defines the task.
+
+    Raises:
+        CoterieError: Two tasks have names that are equal or differ only in case.
+    """
+    sources: dict[str, str | Path] = {}
+    by_folded_name: dict[str, str | Path] = {}
+    for task in tasks:
+        source = Path(task) if task.endswith(FILES) else task
+        name = source.stem if isinstance(source, Path) else source
+        earlier = by_folded_name.setdefault(name.casefold(), source)
+        if earlier != source:
+            raise CoterieError(
+                f"--tasks: {earlier} and {source} have the same name in the results; rename a file."
+            )
+        sources[name] = source
+    return sources
 
 
 def _scores(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
