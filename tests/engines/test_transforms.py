@@ -13,7 +13,7 @@ from coterie.deployment.client import Worker
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import Message, Schema
-from coterie.messages.envelope import Order, Reply, seal, unseal
+from coterie.messages.envelope import Reply, seal, unseal
 from coterie.privacy import secrets
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, site
@@ -90,23 +90,6 @@ def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None
     with pytest.raises(Killed):
         server(run, tmp_path / "server", Loop(clients, {3: kill})).rounds()
     server(run, tmp_path / "server", Loop(clients, {2: killed})).rounds()
-    assert_as_local(run, tmp_path, local)
-
-
-def test_lost_replies_are_told_once(run, tmp_path) -> None:
-    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    lost = set()
-
-    def lose(name: str, order: Order) -> bool:
-        first = (name, order.kind, order.round) not in lost
-        lost.add((name, order.kind, order.round))
-        return first and order.kind != "join"
-
-    def reconnect(loop: Loop) -> None:
-        for client in run.clients:
-            loop.reconnect(client.name)
-
-    deploy(run, tmp_path, lose=lose, events=dict.fromkeys(range(3, 100, 3), reconnect))
     assert_as_local(run, tmp_path, local)
 
 

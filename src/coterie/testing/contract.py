@@ -1,4 +1,4 @@
-"""Tests of the properties that engines require of every method."""
+"""Tests of the properties that engines require of every method, and of every run."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,21 +31,8 @@ class Stop(Callback):
         raise KeyboardInterrupt
 
 
-class MethodContract:
-    """Contract tests of a method; a subclass sets `method`, and pytest runs the tests."""
-
-    method: ClassVar[Method]
-    """The method to test."""
-    changes: ClassVar[dict[str, Any]] = {}
-    """Keys and values that the method needs in the run file of the tests, such as `server`."""
-
-    @pytest.fixture
-    def run(self, tmp_path: Path) -> RunConfig:
-        """The run that the tests execute, with three clients, two rounds and a public text."""
-        if not METHODS.is_installed(type(self.method)):
-            register(type(self.method))
-        (folder := tmp_path / "texts").mkdir()
-        return small_run(folder, **{"method": self.method, **self.changes})
+class RunContract:
+    """Contract tests of methods and of transforms; a subclass has a fixture `run`."""
 
     def test_a_deployment_gives_the_same_bits(self, run: RunConfig, tmp_path: Path) -> None:
         """Check that a deployment ends in the same states as a run of the local engine.
@@ -82,6 +69,23 @@ class MethodContract:
             local_run(run, session.base, order, folder, own=server).run()
             folders.append(folder)
         loop.assert_same_states(*folders)
+
+
+class MethodContract(RunContract):
+    """Contract tests of a method; a subclass sets `method`, and pytest runs the tests."""
+
+    method: ClassVar[Method]
+    """The method to test."""
+    changes: ClassVar[dict[str, Any]] = {}
+    """Keys and values that the method needs in the run file of the tests, such as `server`."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunConfig:
+        """The run that the tests execute, with three clients, two rounds and a public text."""
+        if not METHODS.is_installed(type(self.method)):
+            register(type(self.method))
+        (folder := tmp_path / "texts").mkdir()
+        return small_run(folder, **{"method": self.method, **self.changes})
 
     def test_nothing_travels_that_the_method_does_not_send(self, run: RunConfig) -> None:
         """Check that uploads contain only the parameters selected by `sends`.
