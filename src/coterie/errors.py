@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import shorten
 
 
 class CoterieError(Exception):
@@ -36,6 +37,13 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+def reason_of(error: BaseException) -> str:
+    """Format the message of a library's exception as a part of an error message."""
+    if isinstance(error, KeyError):  # its message is the key alone
+        return f"it lacks {error}"
+    return shorten(str(error), 300) or type(error).__name__
 
 
 def plural(count: int, noun: str) -> str:

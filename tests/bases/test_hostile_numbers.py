@@ -114,8 +114,8 @@ def test_a_header_of_no_gguf_file_is_refused(name, tmp_path) -> None:
 
 def test_a_gguf_file_too_small_for_its_model_is_refused(model, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
-    values = read_header(file)
-    assert values["llama.block_count"] == model.config.num_hidden_layers
+    fields = read_header(file).fields
+    assert fields["llama.block_count"] == model.config.num_hidden_layers
     key = b"llama.block_count" + struct.pack("<I", 4)
     content = file.read_bytes()
     place = content.index(key) + len(key)
@@ -127,7 +127,7 @@ def test_a_gguf_file_too_small_for_its_model_is_refused(model, tmp_path) -> None
 def test_headers_in_either_byte_order_are_read(tmp_path) -> None:
     content = b"GGUF" + struct.pack(">IQQ", 3, 0, 1) + struct.pack(">Q", 1) + b"a"
     (tmp_path / "a.gguf").write_bytes(content + struct.pack(">IIQHH", 9, 2, 2, 1, 2))
-    assert read_header(tmp_path / "a.gguf") == {"a": [1, 2]}
+    assert read_header(tmp_path / "a.gguf").fields == {"a": [1, 2]}
 
 
 def test_converted_weights_are_unchanged(model, tmp_path) -> None:

@@ -1,18 +1,18 @@
-"""Checks that a base is complete: its files, its weights and its tokenizer.
+"""Checks of a base's files, its configuration and its tokenizer.
 
-transformers only warns if weights are missing (and draws them at random), if there are unexpected
-weights, or if a tokenizer has no tokens. Here, each of these faults is an error.
+transformers only warns if a tokenizer has no tokens. Here, this is an error. The module `whole`
+checks the weights.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     CONFIG_MAPPING,
@@ -53,8 +53,6 @@ OTHER_FILES = (
 )
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.safetensors")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.inv_freq$|\.position_ids$")
-"""Names of causal masks and position tensors in old checkpoints (models now compute them)."""
 COUNTS = re.compile("layer|block|expert|head|depth|stage|label")
 """Names of numbers that determine how many modules a model has, or how long its lists are."""
 WIDTHS = re.compile("size|dim|width|length|rank|channel|capacity")
@@ -67,7 +65,6 @@ MAX_NUMBER = 2**24
 """The highest accepted value of any other number."""
 MAX_MODULES = 200_000
 """The highest accepted number of a model's modules."""
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def check_files(folder: Path) -> None:
@@ -265,81 +262,6 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
             f"The base {name!r} is not a causal language model (its architecture is "
             f"{config.model_type!r}); use a base that predicts the next token."
         )
-
-
-def check_loaded(name: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Check that every weight of a loaded base comes from the checkpoint and is finite.
-
-    Args:
-        name: The base's name in the run file.
-        model: The base, directly after loading.
-        report: The loading report of transformers (`output_loading_info`).
-
-    Raises:
-        CoterieError: Tensors are missing, have a wrong shape or are not finite, or the checkpoint
-            has layers or biases that config.json does not describe.
-    """
-    if missing := sorted(report["missing_keys"]):
-        raise CoterieError(
-            f"The checkpoint of the base {name!r} is incomplete: it lacks {_join(missing)}; "
-            "download it again, or correct config.json."
-        )
-    if mismatched := sorted(report["mismatched_keys"]):
-        tensor, stored, expected = mismatched[0]
-        raise CoterieError(
-            f"The checkpoint of the base {name!r} does not match its config.json: {tensor} has "
-            f"shape {list(stored)} in the checkpoint, but {list(expected)} according to "
-            "config.json; use the config.json that belongs to the checkpoint."
-        )
-    if surplus := sorted(_surplus(model, report["unexpected_keys"])):
-        raise CoterieError(
-            f"The checkpoint of the base {name!r} does not match its config.json, which does not "
-            f"describe {_join(surplus)}; use the config.json that belongs to the checkpoint."
-        )
-    for tensor, values in _floats(model):
-        if not all(bound.isfinite() for bound in values.aminmax()):
-            raise CoterieError(
-                f"The checkpoint of the base {name!r} is damaged: {tensor} contains values that "
-                "are not finite (NaN or infinity); download it again."
-            )
-
-
-def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """Yield the unexpected tensors which prove that config.json does not match the checkpoint.
-
-    There are two kinds of proof. The first kind is an unexpected tensor, such as a bias, that
-    belongs to a module of the model. The second kind is an unexpected tensor whose name would match
-    the name of one of the model's tensors if the numbers in both names were ignored. An example is
-    a tensor of an additional layer. All other unexpected tensors are ignored. The buffers of old
-    checkpoints are always ignored.
-    """
-    modules = {path for path, _ in model.named_modules() if path}
-    patterns = {NUMBER.sub("*", tensor) for tensor in model.state_dict()}
-    for tensor in unexpected:
-        inside = tensor.rpartition(".")[0] in modules or NUMBER.sub("*", tensor) in patterns
-        if inside and not BUFFERS.search(tensor):
-            yield tensor
-
-
-def _floats(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the values of each weight.
-
-    For a quantised weight, the scales are yielded instead of the values. Weights without
-    floating-point values or scales are left out.
-    """
-    for tensor, weight in model.named_parameters():
-        values = weight.detach()
-        if (scales := getattr(weight, "SCB", None)) is not None:  # int8
-            values = scales
-        elif (state := getattr(weight, "quant_state", None)) is not None:  # nf4
-            values = state.offset
-        if values.is_floating_point() and values.numel():
-            yield tensor, values
-
-
-def _join(tensors: Sequence[str], shown: int = 3) -> str:
-    more = f" and {len(tensors) - shown} more tensors" if len(tensors) > shown else ""
-    return ", ".join(tensors[:shown]) + more
 
 
 def check_tokenizer_files(folder: Path) -> None:

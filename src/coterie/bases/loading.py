@@ -3,10 +3,9 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from coterie.bases.checks import (
     check_architecture,
     check_causal,
     check_files,
-    check_loaded,
     check_numbers,
     check_tokenizer,
     check_tokenizer_files,
@@ -42,7 +40,8 @@ from coterie.bases.lora import merge_lora, read_lora
 from coterie.bases.precision import Precision, prepare
 from coterie.bases.spec import BaseSpec
 from coterie.bases.weights import check_weights_fit, format_of, settle
-from coterie.errors import CoterieError, enough_memory, ran_out_of_memory
+from coterie.bases.whole import load_whole
+from coterie.errors import CoterieError, enough_memory, ran_out_of_memory, reason_of
 from coterie.files import expanded, sha256_of
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -137,14 +136,11 @@ def load_base(
         **formats,
         "use_safetensors": True,
         "device_map": placement(skeleton, devices) if len(devices) > 1 else {"": devices[0]},
-        "ignore_mismatched_sizes": True,  # check_loaded reports them
-        "output_loading_info": True,
     }
     quantise = ["base.weights: nf4"] if spec.weights != "nf4" else []
     remedies = [*quantise, "`base` to a smaller one"]
     with enough_memory(f"the base {spec}", lambda: remedies):
-        model, report = _loading(spec, root, AutoModelForCausalLM.from_pretrained, **options)
-        check_loaded(spec.name, model, report)
+        model = _loading(spec, root, partial(load_whole, spec.name), **options)
         check_vocabulary(spec.name, tokenizer, model)
         settle(model)
         if spec.adapter is not None:
@@ -335,6 +331,8 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
     try:
         _find(base, location)
         return load(location, **options, **revision, **NO_CODE)
+    except CoterieError:
+        raise
     except Exception as error:  # loaders raise many exception classes for damaged files
         if ran_out_of_memory(error):
             raise
@@ -347,9 +345,8 @@ def _loading(base: BaseSpec, root: Path, load: Callable[..., Any], **options: An
             check_snapshot(base, check_all)
             folder = snapshot(base)
         if folder:
-            reason = shorten(str(error), 300) or type(error).__name__
             raise CoterieError(
-                f"The base {name!r} could not be loaded from {folder}: {reason}"
+                f"The base {name!r} could not be loaded from {folder}: {reason_of(error)}"
             ) from error
         shipped = ", ".join(_shipped())
         at = f" at revision {base.revision}" if base.revision else ""

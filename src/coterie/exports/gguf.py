@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from coterie.bases.checks import read_object
+from coterie.bases.gguf import load_model
 from coterie.errors import CoterieError, imports_for
 from coterie.exports.format import Format, Outputs
 from coterie.exports.merged import MERGED
@@ -267,11 +268,7 @@ def gguf_logits(file: Path, ids: Sequence[int]) -> Outputs | None:
 @torch.no_grad()
 def _read_back(file: Path, ids: Sequence[int]) -> Tensor:
     """Compute the outputs of a GGUF file with transformers."""
-    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
-    if (settings := getattr(transformers, "GgufConfig", None)) is not None:
-        options["quantization_config"] = settings(dequantize=True)
-    with redirect_stderr(StringIO()):  # a progress bar
-        model = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model: Any = load_model(file, torch.float32)
     return model(torch.tensor([list(ids)])).logits[0].float()
 
 
