@@ -1,6 +1,8 @@
 """Bases that are incomplete, damaged or no bases: each is refused with a sentence of its own."""
 
+import ast
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.analysis.base_tables import base_table
-from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton
+from coterie.bases import EMBEDDED, BaseSpec, load_base, load_skeleton, whole
 from coterie.cli import app
 from coterie.errors import CoterieError
 
@@ -282,3 +284,25 @@ def test_the_table_of_a_base_shows_tokens_and_embeddings(config) -> None:
     config = config()
     rows = {str(row[0]): row[1] for row in base_table(config.base, config).rows}
     assert rows["vocabulary"] == "1,024 tokens; 1,024 embeddings"
+
+
+def test_one_function_loads_and_checks_the_weights_of_every_base() -> None:
+    loaders = {
+        path.name
+        for path in Path(coterie.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "from_pretrained"
+        if ast.unparse(node.value).endswith(("Model", "ForCausalLM"))
+    }
+    assert loaders == {"whole.py"}
+
+
+@pytest.mark.parametrize("name", ["a folder", "tiny-gpt2"])
+def test_every_place_of_a_base_is_checked(name, folder, monkeypatch) -> None:
+    def refuse(base: str, *_: object) -> None:
+        raise CoterieError(f"{base} is checked")
+
+    monkeypatch.setattr(whole, "_check_report", refuse)
+    base = str(folder) if name == "a folder" else name
+    with pytest.raises(CoterieError, match=f"^{re.escape(base)} is checked$"):
+        load_base(base, None, 16)

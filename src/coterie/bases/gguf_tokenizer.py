@@ -2,12 +2,12 @@
 
 A GGUF file names its rule (`tokenizer.ggml.pre`), and llama.cpp knows the regular expressions of
 each name. The reader of transformers uses GPT-2's rule for the names that it does not know, and
-never reads whether a word that is a token skips the merges.
+ignores whether a word that is a token skips the merges, and whether a text begins with a space.
 """
 
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 from coterie.bases.gguf_header import Header
 
@@ -56,6 +56,8 @@ otherwise.
 """
 MODELS = {"gpt2": "merges", "llama": "scores"}
 """The kinds of tokenizers that are supported, with the key that each needs."""
+MARK = "▁"
+"""SentencePiece's mark of a space."""
 SPECIAL = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
 
 
@@ -94,16 +96,29 @@ def apply_rule(tokenizer: Any, header: Header) -> None:
         tokenizer: The tokenizer that transformers read from the file; modified in-place.
         header: The file's header.
     """
-    if header.fields["tokenizer.ggml.model"] != "gpt2":
+    encoder = tokenizer.backend_tokenizer
+    if header.fields["tokenizer.ggml.model"] == "llama":
+        _mark_spaces(encoder, header.fields.get("tokenizer.ggml.add_space_prefix", True))
         return
     name = header.fields["tokenizer.ggml.pre"]
-    encoder = tokenizer.backend_tokenizer
-    encoder.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(rule), "isolated") for rule in RULES[name]),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    splits = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in RULES[name]]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    encoder.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     if name in WHOLE_WORDS:
         encoder.model.ignore_merges = True
         tokenizer.add_bos_token = header.fields.get("tokenizer.ggml.add_bos_token", True)
+
+
+def _mark_spaces(encoder: Tokenizer, prefixed: bool) -> None:
+    """Replace spaces by SentencePiece's mark.
+
+    Args:
+        encoder: The tokenizer; modified in-place.
+        prefixed: Whether a text begins with one more space, even if it begins with a space already.
+    """
+    marks = [normalizers.Prepend(MARK)] if prefixed else []
+    strips = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    encoder.pre_tokenizer = None
+    encoder.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", MARK)])
+    spaces = [decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    encoder.decoder = decoders.Sequence([*spaces, *strips])
