@@ -119,15 +119,22 @@ def _settings(config: PreTrainedConfig) -> Iterator[Setting]:
     yield "embedding_length", width
     yield "attention.head_count", heads
     yield "attention.head_count_kv", getattr(values, "num_key_value_heads", None) or heads
-    yield "attention.key_length", head_width
+    # llama.cpp scales the scores of Gemma's attention by the width of a head.
+    yield "attention.key_length", getattr(values, "query_pre_attn_scalar", head_width)
     yield "attention.value_length", head_width
     yield "attention.sliding_window", getattr(values, "sliding_window", None) or 0
-    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+    for name in (
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_epsilon",
+        "norm_eps",
+    ):
         if (epsilon := getattr(values, name, None)) is not None:
             yield from ((key, epsilon) for key in EPSILONS)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if (limit := getattr(values, name, None)) is not None:
-            yield name, limit
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_parallel_residual"):
+        if (value := getattr(values, name, None)) is not None:
+            yield name, value
     for name in ("num_experts", "num_local_experts"):
         if (count := getattr(values, name, None)) is not None:
             yield "expert_count", count
@@ -173,16 +180,18 @@ def check_tensors(header: Header, skeleton: PreTrainedModel) -> None:
     layers = header.fields[f"{header.architecture}.block_count"]
     names = get_tensor_name_map(numbers[header.architecture], layers)
     expected: dict[str, int] = {}
-    for name, tensor in skeleton.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        expected[f"{names.get_name(module) or module}.{kind}"] = tensor.numel()
+    for name, tensor in skeleton.named_parameters():  # tied weights only once
+        parts = [name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")]
+        parts = parts if name.endswith(".experts.gate_up_proj") else [name]
+        for part in parts:
+            stem = names.get_name(part, (".weight", ".bias")) or part
+            full = stem if stem.endswith((".weight", ".bias")) else f"{stem}.weight"
+            expected[full] = tensor.numel() // len(parts)
     stored = {
         name: prod(shape)
         for name, shape in header.tensors.items()
         if not TENSORS_IGNORED.search(name)
     }
-    if skeleton.config.tie_word_embeddings:
-        expected.pop("output.weight", None)
     if missing := [name for name in expected if name not in stored]:
         raise ValueError(f"it is not whole: it lacks {listed(missing)}; download it again.")
     if surplus := [name for name in stored if name not in expected]:
