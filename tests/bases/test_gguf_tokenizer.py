@@ -64,8 +64,8 @@ def with_rule(path: Path, model: Any, pre: str | None, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("pre", PIECES)
 def test_text_is_split_by_the_rule_of_the_file(pre, model, tmp_path) -> None:
-    encoder = load_tokenizer(str(with_rule(tmp_path / "small.gguf", model, pre))).backend_tokenizer
-    pieces = encoder.pre_tokenizer.pre_tokenize_str(TEXT)
+    tokenizer: Any = load_tokenizer(str(with_rule(tmp_path / "small.gguf", model, pre)))
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     assert [TEXT[start:end] for _, (start, end) in pieces] == PIECES[pre].split("|")
 
 
@@ -74,7 +74,8 @@ def test_every_rule_has_a_tested_text(model, tmp_path) -> None:
         tuple(rule) for rule in RULES.values()
     }
     file = with_rule(tmp_path / "small.gguf", model, "qwen35")
-    splitter = load_tokenizer(str(file)).backend_tokenizer.pre_tokenizer
+    tokenizer: Any = load_tokenizer(str(file))
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
     assert len(splitter.pre_tokenize_str("ne\u0301e")) == 1  # with a combining accent
     assert len(splitter.pre_tokenize_str("12")) == 2
 

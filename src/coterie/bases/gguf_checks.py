@@ -53,7 +53,7 @@ TOKENIZER_NEUTRAL: dict[str, Any] = {
 TENSORS_IGNORED = re.compile(r"\.attn_rot_embd\.weight$")
 """Tensors that repeat the frequencies of RoPE, which every reader computes."""
 MERGE = "merge its parts with `llama-gguf-split --merge FIRST_PART WHOLE.gguf` of llama.cpp"
-"""What to do with a split file."""
+"""The advice for split files in error messages."""
 Setting = tuple[str, Any]
 
 
