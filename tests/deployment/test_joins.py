@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from coterie.deployment import joins
 from coterie.deployment.joins import Joins
-from coterie.messages import Message, MessageError
+from coterie.messages import Message, MessageError, State
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.contract import ServerSide
 from coterie.testing.loop import deploy, folder
@@ -74,7 +75,8 @@ def test_what_fails_is_told_and_may_be_tried_again(slow: tuple[Slow, Joins]) -> 
 
 def test_an_earlier_lifes_clients_are_taken_in_at_once(slow: tuple[Slow, Joins]) -> None:
     server, them = slow
-    them.restore("diarist", b"hello")
+    hellos = {name: torch.tensor([*b"hello"], dtype=torch.uint8) for name in ("diarist", "poet")}
+    them.restore(State({"hellos": hellos}, {"base": "0"}), {"poet"})
     assert (them.hellos, server.joined) == ({"diarist": b"hello"}, ["diarist"])
 
 

@@ -1,6 +1,6 @@
 """Clients that join a deployed run. Slow preparations run in threads and delay no round."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, wait
 from threading import Thread
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coterie.engines.server_part import ServerPart
 from coterie.federation.sizes import MiB, check_messages, message_sizes
-from coterie.messages import Message, MessageError
+from coterie.messages import Message, MessageError, State
 from coterie.methods.adapter import AdapterServer
 
 INITIAL_WAIT = 5.0
@@ -102,11 +102,19 @@ class Joins:
             else:
                 yield name, None
 
-    def restore(self, name: str, hello: bytes) -> None:
-        """Restore a client that had joined before the server was restarted."""
-        message = self.part.schema.receive("hello", hello)
-        self.part.server.prepare(name, message)
-        self._join(name, message, hello)
+    def restore(self, engine: State, expelled: Set[str]) -> None:
+        """Restore the clients that had joined before the server was restarted.
+
+        Args:
+            engine: The state "engine" of a checkpoint.
+            expelled: The names of expelled clients, which are not restored.
+        """
+        self.base = engine.values["base"]
+        for name in sorted(engine["hellos"].keys() - expelled):
+            hello = engine["hellos"][name].numpy().tobytes()
+            message = self.part.schema.receive("hello", hello)
+            self.part.server.prepare(name, message)
+            self._join(name, message, hello)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the hellos of all joined clients as tensors of bytes, for a checkpoint."""

@@ -96,8 +96,31 @@ class Quorum:
             return True
         seats = [self.seats[name] for name in waiting]
         gone = all(seat.present is None or seat.failed for seat in seats)
-        enough = len(members) - len(waiting) - len(diverged) >= self._needed_uploads(diverged)
-        return enough and (gone or time.monotonic() > end)
+        return self._enough(members, waiting, diverged) and (gone or time.monotonic() > end)
+
+    def begins_again(
+        self,
+        members: Collection[str],
+        waiting: Collection[str],
+        diverged: Collection[str],
+        end: float,
+    ) -> bool:
+        """Return whether a round is to begin again with clients that are ready but not part of it.
+
+        A round that has too few uploads at its deadline begins again if the clients that have
+        replied reach the quorum together with the clients that are not part of the round. The
+        arguments are those of `complete`.
+        """
+        if self._enough(members, waiting, diverged) or time.monotonic() <= end:
+            return False
+        available = {*self.ready()} - {*waiting}
+        return len(available) >= self.needed and not available <= {*members}
+
+    def _enough(
+        self, members: Collection[str], waiting: Collection[str], diverged: Collection[str]
+    ) -> bool:
+        """Return whether the clients of a round have sent enough uploads."""
+        return len(members) - len(waiting) - len(diverged) >= self._needed_uploads(diverged)
 
     def _needed_uploads(self, diverged: Collection[str]) -> int:
         """Return the number of uploads that a round needs after some clients have diverged.

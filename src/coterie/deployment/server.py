@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from itertools import chain
 
 from torch import nn
 
@@ -101,20 +102,19 @@ class ServerRun(ServerPart):
         """Run a round; return the number of accepted uploads, or None if all clients stopped."""
         while members := self._gather():
             if (mean := self._count(members)) is not None:
-                return self._settle(mean)  # else a client was expelled: repeat the round
+                return self._settle(mean)
         return None
 
     def _gather(self) -> list[str]:
         """Wait for a quorum, and begin a round. Return its clients, or [] if all have stopped."""
-        quorum = self.quorum
-        while len(ready := quorum.ready()) < quorum.needed:
-            missing = f"{quorum.missing()}; {len(ready)} of {quorum.needed} clients are ready"
+        while len(ready := self.quorum.ready()) < (needed := self.quorum.needed):
+            missing = f"{self.quorum.missing()}; {len(ready)} of {needed} clients are ready"
             self.monitor.waits(f"round {self.round + 1}: waiting for {missing}")
             self._poll()
-            if quorum.all_stopped(self.joins.hellos):
+            if self.quorum.all_stopped(self.joins.hellos):
                 return []
         self._remove_expelled()
-        members = quorum.ready()
+        members = self.quorum.ready()
         self.open(self.round, members)
         self.uploads.begin()
         self._ask("step", members)
@@ -122,7 +122,7 @@ class ServerRun(ServerPart):
         return members
 
     def _count(self, members: list[str]) -> Message | None:
-        """Wait for enough valid uploads and return their mean, or None if a client is expelled."""
+        """Wait for enough uploads; return their mean, or None if the round must begin again."""
         uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
             uploads.require(self.round, self.waiting)
@@ -141,17 +141,23 @@ class ServerRun(ServerPart):
         return None
 
     def _uploaded(self, members: list[str], end: float) -> bool:
-        """Wait for uploads until `end`; return False if a client was expelled meanwhile."""
-        complete, diverged = self.quorum.complete, self.uploads.diverged
-        while not (self.leaving or complete(members, self.waiting, diverged, end)):
+        """Wait for uploads until `end`; return False if the round must begin again."""
+        replies = members, self.waiting, self.uploads.diverged, end  # `_poll` updates the sets
+        again = False
+        while not (self.leaving or again or self.quorum.complete(*replies)):
             uploads = awaited_uploads(self.waiting, end - time.monotonic())
             self.monitor.waits(f"round {self.round + 1}: waiting for {uploads}")
             self._poll()
+            again = self.quorum.begins_again(*replies)
         self._check_expelled()
-        if self.leaving:
+        if again:
+            self._note(
+                f"round {self.round + 1}: too few uploads; beginning again with more clients"
+            )
+        if again or self.leaving:
             for name in self.waiting:
                 self._abandon(self.seats[name])
-        return not self.leaving
+        return not (again or self.leaving)
 
     def _settle(self, mean: Message) -> int:
         """End the round with the mean of its uploads, and return the number of accepted uploads."""
@@ -378,21 +384,17 @@ class ServerRun(ServerPart):
         self._note(f"{event}: {error}")
 
     def _save(self, rounds: int) -> None:
-        self.folder.save(rounds, self._states(), keep=self.config.deployment.checkpoints)
-
-    def _states(self) -> Iterable[tuple[str, State]]:
-        yield from self.states()
         values = seats_state(self.seats, self.joins.base)
-        yield "engine", State({"hellos": self.joins.tensors()}, values)
+        states = [("engine", State({"hellos": self.joins.tensors()}, values))]
+        keep = self.config.deployment.checkpoints
+        self.folder.save(rounds, chain(self.states(), states), keep=keep)
 
     def _restore(self) -> int:
         done = self.folder.rounds()
         if done:
             engine = self.folder.load("engine")
-            self.joins.base = engine.values["base"]
             restore_seats(self.seats, engine.values, self.quorum.expelled)
-            for name in sorted(engine["hellos"].keys() - self.quorum.expelled):
-                self.joins.restore(name, engine["hellos"][name].numpy().tobytes())
+            self.joins.restore(engine, self.quorum.expelled)
             self.restore()
         # Keep metrics that were received at the end: their clients may have left.
         ended = done == self.config.exchanges or self.quorum.all_stopped(self.joins.hellos)
