@@ -139,7 +139,7 @@ def server(
 
         coterie server us.yaml --address 0.0.0.0:9092
     """
-    from coterie.config.deployed import check_start, load_deployment
+    from coterie.config.deployed import check_start, leave_out, load_deployment
     from coterie.config.values import read_values
     from coterie.network.keys import Keys
 
@@ -153,11 +153,12 @@ def server(
     values = read_values(file, settings or ())
     if device is not None:
         values["device"] = device_of(device)
-    config = load_deployment(values, registered, without or ())
+    config = load_deployment(values, registered)
     folder = out or Path("runs") / config.name
     again = resume and (folder / "run.json").exists()
     if not again:
         require_resume(from_round)
+        config = leave_out(config, without or ())
         check_start(config, registered)
     if check:
         return check_server(values, config, server_keys, address, metrics)

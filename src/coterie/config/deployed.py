@@ -20,9 +20,7 @@ ANSWER_KEYS = ("generate", "metric", "questions")
 """Keys of `evaluation` that require structured records."""
 
 
-def load_deployment(
-    values: Mapping[str, Any], registered: Sequence[str], without: Collection[str] = ()
-) -> "RunConfig":
+def load_deployment(values: Mapping[str, Any], registered: Sequence[str]) -> "RunConfig":
     """Create the run of a deployment from a run file that need not say where clients' texts are.
 
     Each client's text stays on the client's own machine.
@@ -31,7 +29,6 @@ def load_deployment(
         values: The plain data of the run file.
         registered: The names of all clients that have a key with which they can connect to the
             server. If the run file lists no clients, all of these clients take part in the run.
-        without: The names of clients to leave out.
 
     Raises:
         CoterieError: The run file is invalid or cannot be deployed.
@@ -48,17 +45,8 @@ def load_deployment(
         values["clients"] = [{"name": name} for name in registered]
         apply_setting(values, "deployment.anyone=true")
     config = bind(validated(RunFile, {**_with_text(values, "-"), "baselines": []}))
-    names = {client.name for client in config.clients}
-    if (unknown := set(without) - names) and not config.deployment.anyone:
-        raise CoterieError(
-            f"The run has no client {min(unknown)!r} (clients: {', '.join(sorted(names))})."
-        )
-    clients = tuple(client for client in config.clients if client.name not in without)
-    if not clients:
-        raise CoterieError("The run has no clients left: --without excludes all of them.")
     evaluation = config.evaluation.model_copy(update={"questions": None})
-    update = {"clients": clients, "evaluation": evaluation, "trackers": ()}
-    config = config.model_copy(update=update)
+    config = config.model_copy(update={"evaluation": evaluation, "trackers": ()})
     if (dpo := config.training.dpo) is not None and dpo.reference != "base":
         raise CoterieError(
             "training.dpo.reference names the folder of a run, which clients of a deployment do "
@@ -70,6 +58,27 @@ def load_deployment(
             "a method other than `centralized`, and remove `pooled`."
         )
     return config
+
+
+def leave_out(config: "RunConfig", without: Collection[str]) -> "RunConfig":
+    """Return a new run without some of its clients.
+
+    Args:
+        config: The run.
+        without: The names of the clients to leave out.
+
+    Raises:
+        CoterieError: The run has no such client, or no other clients.
+    """
+    names = {client.name for client in config.clients}
+    if (unknown := set(without) - names) and not config.deployment.anyone:
+        raise CoterieError(
+            f"The run has no client {min(unknown)!r} (clients: {', '.join(sorted(names))})."
+        )
+    clients = tuple(client for client in config.clients if client.name not in without)
+    if not clients:
+        raise CoterieError("The run has no clients left: --without excludes all of them.")
+    return config.model_copy(update={"clients": clients})
 
 
 def check_start(config: "RunConfig", registered: Collection[str]) -> None:

@@ -33,23 +33,31 @@ class Forgotten:
 
 
 def check_participant(folder: RunFolder, client: str) -> None:
-    """Check that a folder belongs to a server's run, and that this run admits a client.
+    """Check that a folder belongs to a server's run, and that a client can take part in this run.
 
     Args:
         folder: The run folder.
         client: The client's name.
 
     Raises:
-        CoterieError: The folder belongs to no server, or the run does not admit the client.
+        CoterieError: The folder belongs to no server, or the run has no such client.
     """
     description = folder.description
-    names = sorted(description["clients"])
-    if "run" not in description or any(folder.has(f"client-{n}") for n in names):
+    if "run" not in description or any(folder.has(f"client-{n}") for n in description["clients"]):
         raise CoterieError(f"{folder.path} is not the folder of a server's run.")
+    names = participants(folder)
     if client not in names and not description["config"]["deployment"]["anyone"]:
         raise CoterieError(
-            f"The run in {folder.path} has no client {client!r} (clients: {', '.join(names)})."
+            f"The run in {folder.path} has no client {client!r} (clients: "
+            f"{', '.join(sorted(names))})."
         )
+
+
+def participants(folder: RunFolder) -> set[str]:
+    """Return the clients that a server's run lists or that joined it later, also expelled ones."""
+    engine = folder.find("engine")
+    joined = set() if engine is None else engine["hellos"].keys()
+    return folder.description["clients"].keys() | joined | folder.expelled()
 
 
 def quorum_change(folder: RunFolder) -> str | None:
@@ -58,8 +66,8 @@ def quorum_change(folder: RunFolder) -> str | None:
     Otherwise, return None.
     """
     config = folder.description["config"]
-    quorum, names = config["deployment"]["quorum"], folder.description["clients"]
-    remaining = len(names.keys() - folder.expelled())
+    quorum = config["deployment"]["quorum"]
+    remaining = len(participants(folder) - folder.expelled())
     if quorum is None or config["deployment"]["anyone"] or remaining >= quorum:
         return None
     return (

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat
 from coterie.deployment.status import named
-from coterie.errors import plural
+from coterie.errors import CoterieError, plural
 
 
 class Quorum:
@@ -17,7 +17,8 @@ class Quorum:
 
     Args:
         config: The run.
-        seats: A mapping from clients' names to their status. The server updates this mapping.
+        seats: A mapping from the names of all clients that are not expelled to their status. The
+            server updates this mapping.
     """
 
     def __init__(self, config: RunConfig, seats: Mapping[str, Seat]) -> None:
@@ -33,11 +34,10 @@ class Quorum:
         Clients that have stopped training early help to reach this number, although they send no
         uploads.
         """
-        remaining = len(self.names - self.expelled)
         quorum = self.spec.quorum
         if quorum is None:
-            return remaining
-        return quorum if self.spec.anyone else min(quorum, remaining)
+            return len(self.names - self.expelled)
+        return quorum if self.spec.anyone else min(quorum, len(self.seats))
 
     @property
     def needed(self) -> int:
@@ -61,13 +61,13 @@ class Quorum:
         """Return text that tells which clients the server waits for before it can begin a round.
 
         The text names the clients that are not ready, except clients that have stopped training
-        early or have been expelled. In two cases, the text gives only the number of clients that
+        early. In two cases, the text gives only the number of clients that
         are missing: if clients that the run file does not list may join, or if there is no client
         to name.
         """
         ready = self.ready()
         stopped = {name for name, seat in self.seats.items() if seat.stopped}
-        absent = self.names - self.expelled - stopped - {*ready}
+        absent = self.seats.keys() - stopped - {*ready}
         if self.spec.anyone or not absent:
             return plural(self.needed - len(ready), "more client")
         declined = {name for name, seat in self.seats.items() if seat.declined}
@@ -138,10 +138,10 @@ class Quorum:
         """Return whether the clients that have stopped are enough to reach the quorum."""
         return self.stopped >= self.size
 
-    @property
-    def open(self) -> bool:
-        """Whether any client is still allowed to take part in the run."""
-        return self.spec.anyone or bool(self.names - self.expelled)
+    def check_open(self) -> None:
+        """Raise CoterieError if no client can take part in the run any more."""
+        if not (self.spec.anyone or self.seats):
+            raise CoterieError("All clients of the run have been expelled; start a new run.")
 
     def suffice(
         self,

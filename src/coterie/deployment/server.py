@@ -254,19 +254,17 @@ class ServerRun(ServerPart):
         for name in sorted(self.folder.expelled() - self.quorum.expelled):
             self._note(f"{name} was expelled")
             self._expel(name)
+        self.quorum.check_open()
 
     def _expel(self, name: str) -> None:
         """Stop using a client that the operator has expelled."""
         self.quorum.expelled.add(name)
         self.leaving.append(name)
-        if name in self.seats:
-            self._abandon(self.seats.pop(name))
+        self._abandon(self.seats.pop(name, Seat()))
         self.waiting.discard(name)
         if self.uploads.drop(name):
             self.recorder.log(name, LEFT_OUT, "expelled")
         self.joins.forget(name)
-        if not self.quorum.open:
-            raise CoterieError("All clients of the run have been expelled; start a new run.")
 
     def _remove_expelled(self) -> None:
         """Remove the data of expelled clients from the method's server-side object."""

@@ -19,6 +19,7 @@ from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.federation.checks import check
 from coterie.federation.participants import Participant, served
+from coterie.files import write_json
 from coterie.inference.finished import recorded
 from coterie.methods.contract import SERVER
 from coterie.network.address import listen
@@ -143,6 +144,9 @@ def serve_again(
             folder.go_back(from_round)
         for name in without:
             folder.expel(name)
+        description = folder.description
+        description["config"]["deployment"] = config.deployment.model_dump()
+        write_json(folder.path / "run.json", description)
     if (registered := serving.clients()) is None:
         registered = names
     for name in sorted(names - {*registered} - folder.expelled()):

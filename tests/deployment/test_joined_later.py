@@ -1,0 +1,137 @@
+"""Clients that join a run after its start, and what a restart changes of the deployment."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
+
+from coterie.cli import app
+from coterie.config.run import RunConfig
+from coterie.deployment.forgetting import check_participant, forget
+from coterie.deployment.quorum import Quorum
+from coterie.deployment.seats import Seat
+from coterie.deployment.start import Serving, serve, serve_again
+from coterie.deployment.status import ServerWatch
+from coterie.errors import CoterieError
+from coterie.network.keys import Keys
+from coterie.network.link import Link
+from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, workers
+
+
+class Killed(Exception):
+    """The server's process is killed."""
+
+
+@dataclass
+class Watch(ServerWatch):
+    """Kills the server after a number of rounds."""
+
+    rounds: int | None = None
+
+    def note(self, text: str) -> None:
+        if text.startswith(f"round {self.rounds}/"):
+            raise Killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looped(Serving):
+    """The network of a server whose clients are workers in this process."""
+
+    loop: Loop
+
+    @contextmanager
+    def link(self, folder: RunFolder, config: RunConfig) -> Iterator[Link]:
+        yield self.loop
+
+
+def with_deployment(run: RunConfig, **settings: Any) -> RunConfig:
+    return run.model_copy(update={"deployment": run.deployment.model_copy(update=settings)})
+
+
+@pytest.fixture
+def loop(config, tmp_path) -> Loop:
+    return Loop(workers(config(), tmp_path))
+
+
+@pytest.fixture
+def joined(config, loop, tmp_path) -> tuple[RunConfig, Path]:
+    """A run that lists two clients, and that a third has joined; then nobody else may join."""
+    run = config(method={"name": "fedavg"}, rounds=4, deployment={"anyone": True, "quorum": 3})
+    run = run.model_copy(update={"clients": tuple(c for c in run.clients if c.name != "diarist")})
+    out = tmp_path / "server"
+    with pytest.raises(Killed):
+        serve(run, out, Looped(Watch(1), loop=loop))
+    run = with_deployment(run, anyone=False)
+    with pytest.raises(Killed):
+        serve_again(out, Looped(Watch(2), loop=loop), update=run)
+    return run, out
+
+
+def test_a_client_that_joined_later_can_be_expelled_and_forgotten(joined, loop) -> None:
+    run, out = joined
+    folder = RunFolder(out)
+    with pytest.raises(CoterieError, match="has no client 'nobody'"):
+        check_participant(folder, "nobody")
+    result = CliRunner().invoke(app, ["expel", str(out), "--client", "diarist"])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "asks for a quorum of 3, but only 2 clients remain" in text
+    assert forget(folder, "diarist").rounds == [1, 2]
+    assert b"diarist" not in folder.load("engine").encode()
+    assert forget(folder, "diarist").rounds == []
+    serve_again(out, Looped(Watch(), loop=loop), update=run)
+    assert folder.result is not None
+    steps = [order.round for name, order in loop.orders if (name, order.kind) == ("poet", "step")]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_the_command_expels_a_client_that_joined_later(joined, values, monkeypatch) -> None:
+    _, out = joined
+    keys, file = out.parent / "keys", out.parent / "run.yaml"
+    clients = [{"name": "poet"}, {"name": "whaler"}]
+    run = values(method="fedavg", rounds=4, clients=clients, deployment={"quorum": 3})
+    file.write_text(yaml.safe_dump(run))
+    Keys.create(keys).add("poet", out.parent / "poet.key")
+    monkeypatch.setattr("coterie.deployment.start._run_to_end", lambda folder, *_: folder)
+    options = ["--keys", str(keys), "--out", str(out), "--resume", "--without", "diarist"]
+    result = CliRunner().invoke(app, ["server", str(file), *options])
+    assert result.exit_code == 0, result.output
+    assert RunFolder(out).expelled() == {"diarist"}
+
+
+def test_a_run_goes_on_with_the_client_that_joined_later(joined, loop) -> None:
+    run, out = joined
+    without = ["poet", "whaler"]
+    finished = serve_again(out, Looped(Watch(), loop=loop), without=without, update=run)
+    assert finished.result is not None
+    steps = [
+        order.round for name, order in loop.orders if (name, order.kind) == ("diarist", "step")
+    ]
+    assert steps == [0, 1, 2, 3]
+
+
+def test_the_last_quorum_is_the_one_that_an_expulsion_lowers(joined, loop) -> None:
+    run, out = joined
+    update = with_deployment(run, quorum=2)
+    with pytest.raises(Killed):
+        serve_again(out, Looped(Watch(3), loop=loop), update=update)
+    result = CliRunner().invoke(app, ["expel", str(out), "--client", "diarist"])
+    assert result.exit_code == 0, result.output
+    assert "quorum of" not in result.output
+    assert RunFolder(out).description["config"]["deployment"]["quorum"] == 2
+
+
+def test_clients_that_joined_later_count_towards_the_quorum(joined) -> None:
+    run, _ = joined
+    seats = {name: Seat(present="1", joined=True) for name in ("poet", "whaler")}
+    quorum = Quorum(run, seats | {"diarist": Seat()})
+    assert quorum.needed == 3
+    assert quorum.missing() == "diarist"
