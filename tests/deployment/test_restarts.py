@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 
 from coterie.cli import app
-from coterie.config.run import RunConfig
+from coterie.config.run import RunConfig, parse
 from coterie.deployment.forgetting import check_participant, forget
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat
@@ -218,3 +218,40 @@ def with_finished(state: State, *names: str) -> State:
 
 def raise_interrupt(_: Loop) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rounds": 14}, "rounds (4, now 14)"),
+        ({"training": {"steps": 7}}, "training.steps ("),
+        ({"method": {"name": "local"}}, 'method.name ("fedavg", now "local")'),
+        ({"seed": 5}, "seed ("),
+        ({"name": "other"}, "name ("),
+        ({"deployment": {"share_metrics": True}}, "deployment.share_metrics (false, now true)"),
+        ({"clients": ("poet", "whaler", "carol")}, "clients (carol is not part of the run)"),
+        ({"clients": ("poet",)}, "clients (whaler is missing; expel it with --without whaler)"),
+        ({"clients": ("diarist", "poet", "whaler")}, ""),
+        ({"deployment": {"quorum": 2, "deadline": 5, "checkpoints": 9}}, ""),
+        ({"device": "cpu"}, ""),
+    ],
+)
+def test_settings_that_a_resumed_run_would_ignore_are_refused(
+    change, text, joined, monkeypatch
+) -> None:
+    run, out = joined
+    monkeypatch.setattr("coterie.deployment.start._run_to_end", lambda folder, *_: folder)
+    values = run.as_dict() | {"clients": [{"name": n, "path": "-"} for n in ("poet", "whaler")]}
+    for key, value in change.items():
+        if key == "clients":
+            values[key] = [{"name": name, "path": "-"} for name in value]
+        else:
+            is_section = isinstance(value, dict)
+            values[key] = values[key] | value if is_section and key != "method" else value
+    update, serving = parse(values), Looped(Watch(), loop=Loop({}))
+    if not text:
+        assert serve_again(out, serving, update=update).path == out
+        return
+    with pytest.raises(CoterieError, match="cannot change when a run is resumed") as raised:
+        serve_again(out, serving, update=update)
+    assert text in str(raised.value)

@@ -1,5 +1,6 @@
 """Runs the server of a deployment until the run ends."""
 
+import json
 import logging
 import secrets
 from abc import ABC, abstractmethod
@@ -7,15 +8,17 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
-from coterie.deployment.forgetting import check_participant
+from coterie.deployment.forgetting import check_participant, participants
 from coterie.deployment.monitoring import monitored
 from coterie.deployment.server import ServerRun
 from coterie.deployment.status import ServerWatch
+from coterie.deployment.terms import flat
 from coterie.errors import CoterieError
 from coterie.federation.checks import check
 from coterie.federation.participants import Participant, served
@@ -121,19 +124,16 @@ def serve_again(
             checkpoint.
         without: The names of clients to expel.
         update: A run whose section `deployment` and key `device` replace the resumed run's section
-            and key. The other settings of `update` are ignored. None: no changes.
+            and key. None: no changes.
 
     Raises:
-        CoterieError: The run cannot be resumed.
+        CoterieError: The run cannot be resumed, or other settings of `update` differ from those of
+            the run.
     """
     folder = RunFolder(out)
     config = recorded(folder)
     update = update or config
-    if update.deployment.share_metrics != config.deployment.share_metrics:
-        raise CoterieError(
-            "deployment.share_metrics has changed since clients agreed to the run; restore it, or "
-            "start a new run."
-        )
+    _check_unchanged(folder, config, update, without)
     config = config.model_copy(update={"deployment": update.deployment, "device": update.device})
     names = {client.name for client in config.clients}
     for name in without:
@@ -162,6 +162,43 @@ def serve_again(
             "it, or start a new run."
         )
     return _run_to_end(folder, config, own, serving)
+
+
+def _check_unchanged(
+    folder: RunFolder, config: RunConfig, update: RunConfig, without: Collection[str]
+) -> None:
+    """Check that `update` differs from the resumed run `config` only in settings that can change.
+
+    Raises:
+        CoterieError: Another setting differs, or the clients differ from those of the run and its
+            expelled clients although not anyone may join.
+    """
+    before, after = (dict(flat(_fixed(run))) for run in (config, update))
+    changes = [
+        f"{key} ({json.dumps(before.get(key))}, now {json.dumps(after.get(key))})"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+    if not update.deployment.anyone:
+        names, listed = ({client.name for client in run.clients} for run in (config, update))
+        added = sorted(listed - participants(folder))
+        missing = sorted(names - listed - folder.expelled() - {*without})
+        changes += [f"clients ({name} is not part of the run)" for name in added]
+        changes += [
+            f"clients ({name} is missing; expel it with --without {name})" for name in missing
+        ]
+    if changes:
+        raise CoterieError(
+            f"Some settings cannot change when a run is resumed: {'; '.join(changes)}. Restore "
+            "them, or start a new run in another folder with --out."
+        )
+
+
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run that cannot change when the run is resumed."""
+    variable = ("clients", "data_root", "deployment", "device")
+    settings = {k: v for k, v in config.as_dict().items() if k not in variable}
+    return {**settings, "deployment": {"share_metrics": config.deployment.share_metrics}}
 
 
 def _run_to_end(
