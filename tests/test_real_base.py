@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
@@ -47,6 +48,20 @@ ANSWERS = {
     "Name a bird.": "a wren",
     "Name a metal.": "iron",
 }
+
+
+def test_the_run_file_of_the_readme_trains_a_model_that_transformers_opens(tmp_path) -> None:
+    blocks = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split("```")
+    conversation = next(block for block in blocks if block.startswith("json")).removeprefix("json")
+    text = next(block for block in blocks if block.startswith("yaml")).removeprefix("yaml")
+    config = yaml.safe_load(text) | {"data_root": str(tmp_path), "rounds": 1, "baselines": []}
+    (tmp_path / "texts").mkdir()
+    for client in config["clients"]:
+        (tmp_path / client["path"]).write_text(f"{conversation.strip()}\n" * 20, encoding="utf-8")
+    config["training"] = {"steps": 1, "batch": 1}
+    done = coterie.run(config, out=tmp_path / "run")
+    exported = coterie.export(done.path, "anna", tmp_path / "model")
+    assert exported.format == "moe"
 
 
 @pytest.fixture(scope="module")

@@ -220,8 +220,8 @@ def _kind_of_parameter(parameter: Parameter) -> str:
     denotes a different domain expert on every layer.
     """
     # Domain experts are grouped: the same number is a different expert on every layer.
-    numbered = parameter.expert is not None and parameter.role != "domain"
-    role = f"{parameter.role} {parameter.expert + 1}" if numbered else parameter.role
+    number = None if parameter.role == "domain" else parameter.expert
+    role = parameter.role if number is None else f"{parameter.role} {number + 1}"
     return ", ".join(filter(None, (role, parameter.place)))
 
 

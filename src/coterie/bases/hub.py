@@ -28,9 +28,10 @@ def check_snapshot(base: BaseSpec, *checks: Callable[[Path], None]) -> None:
     Raises:
         CoterieError: A file is missing or damaged.
     """
-    folder = snapshot(base)
+    if (folder := snapshot(base)) is None:
+        return
     try:
-        for check in checks if folder else ():
+        for check in checks:
             check(folder)
     except CoterieError as fault:
         revision = f" --revision {base.revision}" if base.revision else ""
