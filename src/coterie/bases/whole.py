@@ -32,9 +32,10 @@ def load_whole(name: str, location: str, **options: Any) -> PreTrainedModel:
         CoterieError: Tensors are missing, have a wrong shape or are not finite, or the checkpoint
             has layers or biases that the configuration does not describe.
     """
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         location, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
+    model, report = loaded
     _check_report(name, model, report)
     return model
 
