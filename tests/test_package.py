@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "report/": {"report"},
     "methods/fdlora.py": {"fdlora"},
     "bases/gguf.py": {"gguf"},
+    "bases/gguf_checks.py": {"gguf"},
     "exports/gguf.py": {"gguf"},
     "inference/harness.py": {"eval"},
     "runs/trackers.py": {"tensorboard", "wandb"},
