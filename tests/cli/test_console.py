@@ -122,6 +122,15 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console, monkeypatch) -> N
     assert text.endswith("is unreachable; retrying\n")
 
 
+def test_a_client_that_is_connected_does_not_show_that_it_connects(console) -> None:
+    with ClientBoard(console) as board:
+        assert board.live.status == "connecting to the server"
+        board("connected", "example.org:9092")
+        assert board.live.status == "waiting for the server"
+        board("away", "example.org:9092 is unreachable")
+        assert board.live.status == "connecting to the server"
+
+
 def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> None:
     monkeypatch.setattr(module, "protection", lambda _: [])
     now = [1000.0]

@@ -23,6 +23,7 @@ from coterie.network import keys as keys_module
 from coterie.network.client import LARGEST_JSON, Connection, first_order, keep_serving
 from coterie.network.keys import Credentials, Keys
 from coterie.network.protocol import Offer
+from coterie.network.proxy import proxy_for, through_proxy
 
 SENTENCE = re.compile(r"[^\n]{1,300}")
 
@@ -308,9 +309,28 @@ def test_a_proxy_of_the_environment_is_asked_for_a_tunnel(
 
         thread = threading.Thread(target=accept)
         thread.start()
-        away("coterie.example.org:9092", anna)
+        reason = away("coterie.example.org:9092", anna)
         thread.join()
+        address = f"127.0.0.1:{proxy.getsockname()[1]}"
     assert requests[0].startswith(b"CONNECT coterie.example.org:9092 HTTP/1.1")
+    through = f"through the proxy {address} (https_proxy)"
+    assert reason.startswith(f"coterie.example.org:9092 closed the connection {through}; if this")
+    reason = away("coterie.example.org:9092", anna)
+    assert reason == f"coterie.example.org:9092 is unreachable {through}"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "[::1]", "LocalHost"])
+def test_a_server_on_this_machine_is_reached_without_a_proxy(
+    host: str, anna: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://user:secret@127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert away(f"{host}:1", anna) == f"{host}:1 is unreachable"
+    assert proxy_for(f"{host}:1") is None
+    assert through_proxy("192.0.2.1:1") == " through the proxy 127.0.0.1:9 (https_proxy)"
+    monkeypatch.setenv("no_proxy", "2001:db8::1")
+    assert proxy_for("[2001:db8::1]:1") is None
 
 
 def test_only_the_authority_of_the_key_file_is_trusted(

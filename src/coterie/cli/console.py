@@ -152,8 +152,10 @@ class ClientBoard(LiveDisplay[Status]):
         match event:
             case "connected":
                 self._say(f"connected to {value}")
+                self.live.update("waiting for the server")
             case "away":
                 self._say(f"{value}; retrying")
+                self.live.update("connecting to the server")
             case "joined":
                 self.rounds, self.done = value.config.exchanges, 0
                 self.began, self.durations = None, []

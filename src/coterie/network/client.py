@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -33,6 +32,7 @@ from coterie.network.protocol import (
     Offer,
     Progress,
 )
+from coterie.network.proxy import proxy_for
 
 log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
@@ -109,12 +109,11 @@ class Connection:
         threading.Thread(target=self._beat, args=arguments, name="heartbeat", daemon=True).start()
 
     def _open(self, context: ssl.SSLContext) -> httpx.Client:
-        proxied = not proxy_bypass(self.server.rpartition(":")[0])
         return httpx.Client(
             base_url=f"https://{self.server}",
             transport=httpx.HTTPTransport(
                 verify=context,
-                proxy=getproxies().get("https") if proxied else None,
+                proxy=proxy_for(self.server),
                 trust_env=False,
                 limits=httpx.Limits(keepalive_expiry=None),
             ),

@@ -5,6 +5,7 @@ import httpx
 from coterie.errors import CoterieError
 from coterie.network.certificates import clock_text
 from coterie.network.link import LONGEST_LINE
+from coterie.network.proxy import through_proxy
 
 STATUS = {
     403: "has removed this key, or this client has too many connections",
@@ -46,13 +47,13 @@ def reason_of(server: str, error: Exception, was_connected: bool = False) -> str
     is_closed = is_refusal(error) or "peer closed" in text
     if is_refusal(error) and not was_connected:
         return (
-            f"{server} closed the connection; if this repeats, the server has removed or renewed "
-            "this key; ask for a new key file"
+            f"{server} closed the connection{through_proxy(server)}; if this repeats, the server "
+            "has removed or renewed this key; ask for a new key file"
         )
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return f"{server} {_certificate_fault(text)}"
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"{server} is unreachable"
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.ProxyError):
+        return f"{server} is unreachable{through_proxy(server)}"
     if isinstance(error, httpx.RemoteProtocolError | httpx.DecodingError) and not is_closed:
         return f"{server} sent an invalid response ({text})"[:LONGEST_LINE]
     return f"the connection to {server} was interrupted"
