@@ -64,7 +64,7 @@ def tensors_of(client: Any, server: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
     page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
 
 
