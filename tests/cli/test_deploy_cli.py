@@ -158,16 +158,14 @@ def test_a_server_whose_certificate_is_not_valid_does_not_start(
     assert re.search(sentence, said), said
 
 
-@pytest.mark.parametrize(
-    "arguments", [["server"], ["client", "--server", "x:1", "--key", "anna.key"]]
-)
-def test_without_the_extra_its_name_is_given_first(arguments, monkeypatch) -> None:
+def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
     for name in list(sys.modules):
         if name.startswith(("coterie.network", "coterie.deployment.mailbox", "aiohttp")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("coterie.deployment.mailbox", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert "pip install 'coterie[deployment]'" in complaint(*arguments)
+    said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
+    assert "pip install 'coterie[deployment]'" in said
 
 
 def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:

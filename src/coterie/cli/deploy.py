@@ -143,12 +143,6 @@ def server(
     from coterie.config.values import read_values
     from coterie.network.keys import Keys
 
-    with imports_for("A deployment", "deployment"):
-        from coterie.cli.check import check_server
-        from coterie.cli.console import Board, JsonLines
-        from coterie.deployment.mailbox import MailboxServing
-        from coterie.deployment.start import serve, serve_again
-
     registered = list((server_keys := Keys(keys)).clients())
     values = read_values(file, settings or ())
     if device is not None:
@@ -160,6 +154,11 @@ def server(
         require_resume(from_round)
         config = leave_out(config, without or ())
         check_start(config, registered)
+    with imports_for("A deployment", "deployment"):
+        from coterie.cli.check import check_server
+        from coterie.cli.console import Board, JsonLines
+        from coterie.deployment.mailbox import MailboxServing
+        from coterie.deployment.start import serve, serve_again
     if check:
         return check_server(values, config, server_keys, address, metrics)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
@@ -213,17 +212,17 @@ def client(
 
         coterie client --server example.org:9092 --key alice.key --data letters --run us.yaml
     """
+    if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
+        raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
+    credentials = _load_credentials(key, name)
+    paths = {"path": data, "train": train, "validation": validation, "test": test}
+    texts, devices = validate_texts(credentials.name, paths, device)
     with imports_for("A deployment", "deployment"):
         from coterie.cli.check import check_client
         from coterie.cli.console import ClientBoard
         from coterie.deployment.mailbox import take_part
         from coterie.deployment.site import Site
 
-    if not re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}", server):
-        raise CoterieError(f"--server takes HOST:PORT, such as example.org:9092, not {server!r}.")
-    credentials = _load_credentials(key, name)
-    paths = {"path": data, "train": train, "validation": validation, "test": test}
-    texts, devices = validate_texts(credentials.name, paths, device)
     agreed, limit = terms_of(run, credentials.name, epsilon)
     folders = {"base": base, "adapter": adapter, "public": public}
     local: Any = {key: _absolute(path) for key, path in folders.items()}
