@@ -49,6 +49,14 @@ def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None
     assert ends == list(range(1, len(answer) + 1))
 
 
+def test_a_tokenizer_is_copied_once() -> None:
+    tokenizers = [load_tokenizer("tiny-gpt2") for _ in range(2)]
+    first, again = [[bare_encoder(each)[0] for each in tokenizers] for _ in range(2)]
+    assert [id(encoder) for encoder in first] == [id(encoder) for encoder in again]
+    assert first[0] is not first[1]
+    assert first[0] is not tokenizers[0].backend_tokenizer
+
+
 def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
     encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
     items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
