@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "research"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
 TEXT = "\n".join(PAGES.values())
-PAPERS = sorted(PAGES.keys() - {"index", "reproduced-papers", "tables", "compare-methods"})
+OVERVIEWS = {"index", "reproduced-papers", "tables", "compare-methods", "data"}
+PAPERS = sorted(PAGES.keys() - OVERVIEWS)
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 CLAIMS = yaml.safe_load((ROOT / "reproduce" / "claims.yaml").read_text(encoding="utf-8"))
 BUILT_IN = set(available())  # before any test registers a plugin
