@@ -126,8 +126,9 @@ def bare_encoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Tokenizer, int]:
     """Return a tokenizer's encoder without post-processing, and the id of the end-of-text token.
 
     The encoder is a copy that adds no special tokens, neither truncates nor pads, and does not warn
-    about long texts. All calls with a tokenizer return the same copy. The character offsets that the encoder returns include the spaces around a
-    token. The post-processors of GPT-2 and similar tokenizers would exclude these spaces.
+    about long texts. All calls with a tokenizer return the same copy. The character offsets that
+    the encoder returns include the spaces around a token. The post-processors of GPT-2 and similar
+    tokenizers would exclude these spaces.
 
     Raises:
         CoterieError: The tokenizer has no tokenizer.json or no end-of-text token.
