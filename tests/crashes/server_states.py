@@ -364,7 +364,7 @@ SERVER_RESUMED = (
     server(
         "resumed: joins half restored",
         "Some clients have joined again; the method's state is not restored.",
-        "coterie.deployment.joins:Joins.restore",
+        "coterie.deployment.joins:Joins._join",
         after,
         EACH,
         first=SAVED,

@@ -1,9 +1,8 @@
-"""Servers that are started again: clients that joined later, other settings, finished runs."""
+"""Servers that are started again: clients that joined later, and other settings."""
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from coterie.deployment.seats import Seat
 from coterie.deployment.start import Serving, serve, serve_again
 from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
-from coterie.messages import State
-from coterie.messages.envelope import Order
 from coterie.network.keys import Keys
 from coterie.network.link import Link
 from coterie.runs import RunFolder
@@ -37,13 +34,11 @@ class Killed(Exception):
 
 @dataclass
 class Watch(ServerWatch):
-    """Keeps the server's events, and kills the server after a number of rounds."""
+    """Kills the server after a number of rounds."""
 
     rounds: int | None = None
-    notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
-        self.notes.append(text)
         if text.startswith(f"round {self.rounds}/"):
             raise Killed
 
@@ -142,82 +137,6 @@ def test_clients_that_joined_later_count_towards_the_quorum(joined) -> None:
     quorum = Quorum(run, seats | {"diarist": Seat()})
     assert quorum.needed == 3
     assert quorum.missing() == "diarist"
-
-
-def status(out: Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["status", str(out)])
-    return result.exit_code, result.output
-
-
-def test_a_finished_run_ends_at_once_when_it_is_resumed(config, loop, tmp_path) -> None:
-    run, watch = config(method={"name": "fedavg"}, rounds=2), Watch()
-    folder = serve(run, tmp_path / "server", Looped(watch, loop=loop))
-    loop.away, turns, result = set(NAMES), loop.turns, folder.result
-    for _ in range(2):
-        serve_again(folder.path, Looped(watch, loop=loop), update=run)
-        assert loop.turns == turns
-        assert folder.result == result
-        code, text = status(folder.path)
-        assert (code, "The run has ended" in text) == (0, True)
-    assert not [note for note in watch.notes if "did not receive" in note]
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
-def test_only_clients_without_the_result_are_waited_for(
-    stop, config, loop, tmp_path, monkeypatch
-) -> None:
-    """The server ends while whaler is away, by itself or with Ctrl-C; whaler then returns."""
-    monkeypatch.setattr("coterie.deployment.server.GRACE", 0.5)
-    run = config(method={"name": "fedavg"}, rounds=1, deployment={"deadline": 0.5})
-    out = tmp_path / "server"
-
-    def leave(name: str, order: Order) -> bool:
-        if (name, order.kind) == ("whaler", "finish"):
-            loop.away |= {*NAMES}
-            loop.events = {loop.turns + 5: end}
-        return (name, order.kind) == ("whaler", "finish")
-
-    def end(_: Loop) -> None:
-        if stop is not None:
-            raise stop
-        time.sleep(0.6)
-
-    loop.lose = leave
-    with pytest.raises(stop) if stop else nullcontext():
-        serve(run, out, Looped(Watch(), loop=loop))
-    loop.lose = lambda *_: False
-    watch = Watch()
-    loop.events = {loop.turns + 5: end}
-    with pytest.raises(stop) if stop else nullcontext():
-        serve_again(out, Looped(watch, loop=loop), update=run)
-    if stop is None:
-        missing = [note for note in watch.notes if "did not receive" in note]
-        assert missing == [
-            "whaler did not receive the result; use --resume when whaler is connected"
-        ]
-        assert status(out)[0] == 0
-    loop.events = {loop.turns + 5: lambda loop: loop.reconnect("whaler")}
-    watch = Watch()
-    assert serve_again(out, Looped(watch, loop=loop), update=run).result is not None
-    assert not [note for note in watch.notes if "did not receive" in note]
-
-
-def test_a_run_that_has_ended_stays_so_while_a_client_is_waited_for(config, loop, tmp_path) -> None:
-    run = config(method={"name": "fedavg"}, rounds=1)
-    folder = serve(run, tmp_path / "server", Looped(Watch(), loop=loop))
-    folder.change(lambda name, state: with_finished(state) if name == "engine" else state)
-    loop.away, loop.events = {*NAMES}, {loop.turns + 3: raise_interrupt}
-    with pytest.raises(KeyboardInterrupt):
-        serve_again(folder.path, Looped(Watch(), loop=loop), update=run)
-    assert status(folder.path)[0] == 0
-
-
-def with_finished(state: State, *names: str) -> State:
-    return State(state.groups, {**state.values, "finished": [*names]})
-
-
-def raise_interrupt(_: Loop) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

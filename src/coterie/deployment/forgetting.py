@@ -9,7 +9,7 @@ from typing import Any
 from coterie.engines.runtime import TRANSFORMS
 from coterie.errors import CoterieError, plural
 from coterie.files import read_inside, write_text
-from coterie.messages import State, without
+from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
 from coterie.runs import RunFolder
 
@@ -131,9 +131,8 @@ def _state_without(name: str, state: State, client: str) -> State:
         )
     if name == "engine":
         hellos = {n: hello for n, hello in state["hellos"].items() if n != client}
-        values = dict(state.without(client).values)
-        for key in ("stopped", "finished"):
-            values[key] = [n for n in state.values[key] if n != client]
+        stopped: Json = [n for n in state.values["stopped"] if n != client]
+        values = {**state.without(client).values, "stopped": stopped}
         return State({"hellos": hellos}, values)
     return state
 

@@ -37,13 +37,12 @@ DELETE = (
 )
 
 
-def join_fields(config: RunConfig, client: str, clients: int, public: str | None) -> dict[str, Any]:
+def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
     """Return the fields that are present only in orders to join.
 
     Args:
         config: The server's run.
         client: The name of the client that is to join.
-        clients: The number of the run's clients after this client has joined.
         public: The digest of the run's public text, or None if the run has no public text.
     """
     used = plugins_of(config.objects)
@@ -51,12 +50,7 @@ def join_fields(config: RunConfig, client: str, clients: int, public: str | None
         key: PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
         for key, plugin in used.items()
     }
-    return {
-        "clients": clients,
-        "public": public,
-        "config": config.visible_to(client),
-        "plugins": files or None,
-    }
+    return {"public": public, "config": config.visible_to(client), "plugins": files or None}
 
 
 def check_round(order: Order, exchanges: int) -> None:

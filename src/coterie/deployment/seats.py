@@ -36,8 +36,6 @@ class Seat:
     """Whether the client has stopped training, so that it takes part in no later round.
 
     A client has stopped as soon as the server accepts the reply that announces the stop."""
-    finished: bool = False
-    """Whether the client has received the run's result."""
 
     def connect(self, connection: str | None) -> None:
         """Record that the client has connected, or that it has disconnected (None)."""
@@ -66,8 +64,7 @@ def seats_state(seats: Mapping[str, Seat], base: str) -> dict[str, Json]:
     """Return the status of all clients and the digest of the base as values for a checkpoint."""
     counted: Json = {name: seat.counted for name, seat in seats.items()}
     stopped: Json = sorted(name for name, seat in seats.items() if seat.stopped)
-    finished: Json = sorted(name for name, seat in seats.items() if seat.finished)
-    return {"counted": counted, "base": base, "stopped": stopped, "finished": finished}
+    return {"counted": counted, "base": base, "stopped": stopped}
 
 
 def restore_seats(seats: dict[str, Seat], values: Mapping[str, Json], expelled: Set[str]) -> None:
@@ -82,5 +79,3 @@ def restore_seats(seats: dict[str, Seat], values: Mapping[str, Json], expelled: 
         seats.setdefault(name, Seat()).counted = values["counted"][name]
     for name in {*values["stopped"]} - expelled:
         seats[name].stopped = True
-    for name in {*values["finished"]} - expelled:
-        seats[name].finished = True

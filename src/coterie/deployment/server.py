@@ -10,6 +10,7 @@ from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
+from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, restore_seats, seats_state
 from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
@@ -17,7 +18,7 @@ from coterie.engines.results import result
 from coterie.engines.server_part import ServerPart
 from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
-from coterie.federation.participants import Participant
+from coterie.federation.participants import Participant, public_digest
 from coterie.messages import Message, MessageError, State
 from coterie.messages.envelope import LEAVES, Kind, Order, Reply, fault_in_words, seal, unseal
 from coterie.messages.formats import PROTOCOL
@@ -33,8 +34,9 @@ GRACE = 60.0
 class ServerRun(ServerPart):
     """The server of a deployed run. It starts or continues the run, and serves it to the end.
 
-    A run continues from its newest checkpoint. The server repeats each order until the client
-    replies. Therefore, clients and this process can stop and continue at any time.
+    A run continues from its newest checkpoint. The server repeats an order (to join, to take part
+    in the round, or to end) until the client replies. Therefore, clients and this process can stop
+    and continue at any time.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ServerRun(ServerPart):
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []  # expelled clients whose data are still in `server`
+        self.public = public_digest(config)
         self.joins = Joins(self, link.largest)
         self.joins.check_messages()
         self.kind: Kind = "step"  # the kind of the order that is sent to the clients in `waiting`
@@ -148,7 +151,9 @@ class ServerRun(ServerPart):
             again = self.quorum.begins_again(*replies)
         self._check_expelled()
         if again:
-            self._note(f"round {self.round + 1}: too few uploads; begun again with more clients")
+            self._note(
+                f"round {self.round + 1}: too few uploads; beginning again with more clients"
+            )
         if again or self.leaving:
             for name in self.waiting:
                 self._abandon(self.seats[name])
@@ -186,7 +191,7 @@ class ServerRun(ServerPart):
         return not self.quorum.ready()
 
     def _finish(self) -> None:
-        """Send the result to all clients that have joined; wait for those without it."""
+        """Send the result to all clients that have joined, and wait a limited time for replies."""
         self.round = self.folder.rounds()
         self._remove_expelled()
         if self.round < self.config.exchanges:  # the run ends early
@@ -194,25 +199,20 @@ class ServerRun(ServerPart):
             self.score(self.round - 1, last=True)
         self.recorder.round = self.round
         self._ask("finish", self.joins.hellos)
-        try:
-            self._await_receipt()
-        finally:
-            self._remove_expelled()
-            self._save(self.round)
+        began, longest = time.monotonic(), max(GRACE, self.config.deployment.deadline)
+        while self.waiting and time.monotonic() < began + longest:
+            present = any(self.seats[name].present for name in self.waiting)
+            if not present and time.monotonic() > began + GRACE:
+                break
+            self._poll()
+            if self.leaving:
+                self._remove_expelled()
+                self._save(self.round)
+        for name in sorted(self.waiting):
+            self._note(f"{name} did not receive the result; use --resume when {name} is connected")
         self._record_entries(self.joins.hellos.keys() - self.waiting)
         lines = list(self.folder.metrics())  # a killed process may have appended some of them
         self.folder.append([line for line in self.recorder.take() if line not in lines])
-
-    def _await_receipt(self) -> None:
-        """Wait a limited time until all clients have received the result."""
-        began, longest = time.monotonic(), max(GRACE, self.config.deployment.deadline)
-        while missing := sorted(n for n in self.waiting if not self.seats[n].finished):
-            present = any(self.seats[name].present for name in missing)
-            if time.monotonic() > began + (longest if present else GRACE):
-                break
-            self._poll()
-        for name in missing:
-            self._note(f"{name} did not receive the result; use --resume when {name} is connected")
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
         """Set the next order for some clients; `_poll` then sends this order."""
@@ -287,7 +287,8 @@ class ServerRun(ServerPart):
             counted=seat.counted,
             protocol=PROTOCOL,
             base=self.joins.base,
-            **(self.joins.fields(name) if kind == "join" else {}),
+            clients=self.joins.count(name) if kind == "join" else None,
+            **(join_fields(self.config, name, self.public) if kind == "join" else {}),
         )
         body = self.download(name) if downloads else b""
         data = seal(order, body)
@@ -354,7 +355,6 @@ class ServerRun(ServerPart):
             self.uploads.take(name, body)
             self.recorder.log(name, BYTES_UP, len(body))
         seat = self.seats[name]
-        seat.finished = self.kind == "finish"
         seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None
         seat.clear()
         seat.entries = (reply.entries or []) if self.config.deployment.share_metrics else []

@@ -81,7 +81,7 @@ class Status(BaseModel):
     updated: float = 0.0
     """The time of this status, in seconds since 1970."""
     ended: bool = False
-    """Whether the run has ended."""
+    """Whether the server has stopped."""
 
     @classmethod
     def read(cls, folder: RunFolder) -> "Status":
@@ -91,7 +91,7 @@ class Status(BaseModel):
             CoterieError: The folder contains no valid status.
         """
         try:
-            status = cls.model_validate_json(read_inside(folder.path, FILE))
+            return cls.model_validate_json(read_inside(folder.path, FILE))
         except FileNotFoundError:
             raise CoterieError(
                 f"{folder.path} contains no status. `coterie server` writes one when it starts; "
@@ -99,8 +99,6 @@ class Status(BaseModel):
             ) from None
         except (OSError, ValidationError) as error:
             raise CoterieError(f"{folder.path / FILE} cannot be read.") from error
-        status.ended = status.ended or folder.result is not None
-        return status
 
 
 def is_running(folder: RunFolder) -> bool:

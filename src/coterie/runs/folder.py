@@ -14,6 +14,7 @@ baselines/NAME/      the run folder of a baseline; evaluations/: scores on tasks
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -44,8 +45,10 @@ from coterie.files import (
 )
 from coterie.messages import Json, State
 from coterie.messages.formats import check_format, version_fields
+from coterie.messages.schema import plain
 from coterie.runs import read
 
+log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"
 """The file in a checkpoint with the name and the hash of each other file in the checkpoint."""
 WITHOUT = "without.json"
@@ -223,18 +226,19 @@ class RunFolder:
             for file, data in (files or {}).items():
                 put(folder / file, data)
             write_json(folder / CHECKSUMS, sums)
+            shutil.rmtree(newest, ignore_errors=True)
 
         def put(path: Path, data: bytes) -> None:
             write_bytes(path, data)
             sums[path.name] = _checksum(data)
 
-        self._replace(newest, fill)
+        write_folder(newest, fill)
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
     def change(self, change: Callable[[str, State], State]) -> None:
         """Apply a function to each state of the newest checkpoint; delete all other checkpoints."""
         *older, newest = self.checkpoints()
-        sums = self._checksums(newest)
+        sums, aside = self._checksums(newest), newest.with_name(f".{newest.name}.old")
 
         def fill(folder: Path) -> None:
             for file in sums:
@@ -244,27 +248,15 @@ class RunFolder:
                 write_bytes(folder / file, data)
                 sums[file] = _checksum(data)
             write_json(folder / CHECKSUMS, sums)
-
-        self._replace(newest, fill)
-        self.drop(older)
-
-    def _replace(self, checkpoint: Path, fill: Callable[[Path], None]) -> None:
-        """Write a checkpoint, which replaces an earlier checkpoint of the same round, if any."""
-        aside = checkpoint.with_name(f".{checkpoint.name}.old")
-        self.drop([aside])
-
-        def fill_and_move(folder: Path) -> None:
-            fill(folder)
-            if checkpoint.exists():
-                checkpoint.rename(aside)  # if killed here, the previous checkpoint is the newest
+            newest.rename(aside)  # if killed here, the previous checkpoint is the newest
 
         try:
-            write_folder(checkpoint, fill_and_move)
+            write_folder(newest, fill)
         except BaseException:
-            if aside.exists() and not checkpoint.exists():
-                aside.rename(checkpoint)
+            if not newest.exists():
+                aside.rename(newest)
             raise
-        self.drop([aside])
+        self.drop([*older, aside])
 
     def checkpoint(self, rounds: int) -> Path:
         """Return the path of the checkpoint after the first `rounds` rounds."""
@@ -362,3 +354,46 @@ class RunFolder:
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
         """Replace all lines of metrics.jsonl."""
         write_text(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+class Recorder:
+    """The metrics of the round in progress, which stay in memory until the round is complete."""
+
+    def __init__(self, seen: Callable[[int, str | None, str, Json], None]) -> None:
+        self._seen = seen
+        self._lines: list[dict[str, Json]] = []
+        self.round = 0
+
+    def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
+        """Record a metric, unless the value contains NaN or infinity, which JSON cannot represent.
+
+        A `client` of None stands for the whole run, and a `round` of None for the current round.
+        """
+        if not plain(value):
+            log.warning("the metric %r of %s is not finite and is not recorded", name, client)
+            return
+        of = self.round if round is None else round
+        line = {"round": of, "client": client, "name": name, "value": value}
+        self._lines.append(line if of == self.round else {**line, "during": self.round})
+        self._seen(of, client, name, value)
+
+    @property
+    def count(self) -> int:
+        """The number of metrics that are recorded for the round in progress."""
+        return len(self._lines)
+
+    def undo(self, start: int, end: int | None = None, *, keep: str | None = None) -> None:
+        """Delete metrics of the round in progress; indices count from 0 in the order of recording.
+
+        Args:
+            start: The value of `count` just before the first metric to delete was recorded.
+            end: The index after the last metric to delete; None: delete all later metrics.
+            keep: Metrics whose names begin with this prefix are not deleted; None: no exceptions.
+        """
+        span, prefixes = self._lines[start:end], () if keep is None else (keep,)
+        self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]
+
+    def take(self) -> list[dict[str, Json]]:
+        """Return the recorded metrics, and clear the recorder."""
+        lines, self._lines = self._lines, []
+        return lines
