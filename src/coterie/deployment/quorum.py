@@ -61,9 +61,8 @@ class Quorum:
         """Return text that tells which clients the server waits for before it can begin a round.
 
         The text names the clients that are not ready, except clients that have stopped training
-        early. In two cases, the text gives only the number of clients that
-        are missing: if clients that the run file does not list may join, or if there is no client
-        to name.
+        early. In two cases, the text gives only the number of clients that are missing: if clients
+        that the run file does not list may join, or if there is no client to name.
         """
         ready = self.ready()
         stopped = {name for name, seat in self.seats.items() if seat.stopped}
