@@ -4,7 +4,8 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo assistants quick test slow tenth lint docs mutants shuffled dist try-wheel setup clean \
+.PHONY: demo assistants quick test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
+  dist try-wheel setup clean \
   thorough thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm
 
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
@@ -15,7 +16,7 @@ assistants: setup  ## train four people's assistants on SmolLM2-135M (installed 
 	$(BIN)/coterie run assistants --plugin examples/lindenhof.py \
 	  --set evaluation.metric=right_reply --jobs 3 --out runs/assistants --force
 
-PACKAGES := adapters aggregation alignment analysis bases data evaluation messages privacy runs
+PACKAGES := adapters alignment analysis bases data evaluation exchanges messages privacy runs
 FILES := config docs files method_settings package shape
 CONTRACT := tests/methods/test_contract.py::TestEveryMethod
 quick: setup  ## run the tests that train no model, and two contract tests of CoMiGS; about a minute
@@ -24,15 +25,17 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
 	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
 
-test: setup  ## run all tests that are neither slow nor thorough; 7 minutes on 2 cores
+test: setup  ## run all tests that are neither slow nor thorough; 15 to 30 minutes on 2 cores
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
   intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
   listener_tls mailbox_faults client client_errors client_refusals drops) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py tests/test_real_base.py
-slow: setup  ## run the slow tests; tests that start processes run sequentially
+slow: slow-parallel slow-processes  ## run the slow tests; tests that start processes run sequentially
+slow-parallel: setup
 	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
+slow-processes: setup
 	$(PYTEST) -m "slow and not thorough" $(STARTING)
 
 CRASHES := tests/deployment/test_crashes.py
@@ -59,7 +62,8 @@ TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
 tenth: setup  ## run a tenth of the thorough tests, selected by the last commit's hash
 	$(PYTEST) -m thorough --tenth=$(TENTH) $(STARTING) || [ $$? -eq 5 ]  # 5: this tenth has no such test
 	$(PYTEST) -n 2 -m thorough --tenth=$(TENTH) $(STARTING:%=--ignore=%)
-	case $(TENTH) in 5) environment=newest;; 6) environment=oldest;; *) exit 0;; esac; \
+	[ $$(date +%s) -lt $${TESTS_UNTIL:-9999999999} ] || exit 0; \
+	  case $(TENTH) in 5) environment=newest;; 6) environment=oldest;; *) exit 0;; esac; \
 	  $(MAKE) try-wheel ENVIRONMENTS=$$environment
 
 SHUFFLED := $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly

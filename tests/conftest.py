@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ WRITERS = EMBEDDED / "demo-writers"
 TEXTS = ("diarist", "poet", "whaler")
 LONGEST = ("test_demo.py", "test_deploy_files.py", "test_four_assistants.py")
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
+UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
+"""The time, in seconds since 1970, from which slow and thorough tests are skipped."""
 
 
 set_variables(None)  # before any test imports Ray
@@ -49,13 +52,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest files first, and only the tests of `--tenth`; a hash of the id decides."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """Run the longest files first, and only the tests of `--tenth`; a hash of the id decides.
+
+    If time is limited, the order of files changes with the limit, so that no file is always last.
+    """
+    if "TESTS_UNTIL" in os.environ:
+        items.sort(key=lambda item: crc32(f"{UNTIL} {item.path.name}".encode()))
+    else:
+        items.sort(key=lambda item: item.path.name not in LONGEST)
     tenth = config.getoption("--tenth")
     if tenth is not None:
         tenths = {item: crc32(item.nodeid.encode()) % 10 for item in items}
         items[:] = [item for item in tenths if tenths[item] == tenth]
         config.hook.pytest_deselected(items=[item for item in tenths if tenths[item] != tenth])
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    if time.time() > UNTIL:
+        pytest.skip("the time for these tests is over (TESTS_UNTIL)")
 
 
 @pytest.fixture(scope="session", autouse=True)
