@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from common import options_of, show, take_turns, write
 
-from coterie.aggregation.assignment import Bounds, assign, assign_all, relevance
+from coterie.methods.fedamole.assignment import Bounds, assign, assign_all, relevance
 
 BOUNDS = Bounds(clients_per_expert=2, least=1, most=8)
 RANK, MODULES = 8, 64

@@ -54,6 +54,7 @@ from coterie.data.tokens import ClientData
 from coterie.federation.participants import Participant, client_context
 from coterie.losses.tokens import language_model_loss
 from coterie.methods.adapter import AdapterClient
+from coterie.turn import FIRST, Turn
 
 WINDOW, RANK = 128, 8
 LOADING, TRAINING = 1.1, 1.1
@@ -138,10 +139,10 @@ def ours(folder: Path, weights: Any, steps: int, threads: int, batch: int) -> Ro
         loss = language_model_loss(base.model, ids_for(base.model, batch, WINDOW + 1)).item()
     loaded = peak()
     side = client_side(base, batch, WINDOW)
-    step = timed(side.train, steps)
+    step = timed(lambda number: side.train(Turn(number, number, number)), steps)
     values = sum(parameter.numel() for parameter in side.adapter.tensors().values())
     what = f"Coterie, {weights or 'bf16, as kept'}"
-    most, upload = peak(), len(side.upload(0).encode())
+    most, upload = peak(), len(side.upload(FIRST).encode())
     return Row(what, imports, loaded, most, own.peak, values, step, loss, upload)
 
 

@@ -35,13 +35,13 @@ import psutil
 import torch
 from common import MIB, options_of, recorded, resident, show, write
 
-from coterie.aggregation.mean import Aggregation
 from coterie.bases import EMBEDDED
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.mailbox import MailboxServing
 from coterie.deployment.server import ServerRun
 from coterie.deployment.start import serve
 from coterie.deployment.status import Monitor, ServerWatch, Status
+from coterie.exchanges.mean import Aggregation
 from coterie.messages.names import BYTES_UP, SECONDS
 from coterie.network.keys import Keys
 from coterie.network.mailbox import Mailbox
@@ -207,7 +207,7 @@ def deploy(count: int, rounds: int, port: int, light: bool = False) -> Cost:
             for client in clients:
                 client.terminate()
                 client.wait()
-        trained = [] if light else [RunFolder(next((folder / n).glob("cost-*"))) for n in names]
+        trained = [] if light else [RunFolder(next((folder / n).glob(f"{n}-*"))) for n in names]
         steps = [recorded(run, SECONDS) for run in trained] or [[0.0] * rounds]
         sizes = recorded(server, BYTES_UP)
         whole = recorded(server, SECONDS)  # without the server's checkpoint

@@ -28,6 +28,7 @@ from coterie.adapters import of_roles
 from coterie.bases import BaseSpec, load_base
 from coterie.bases.sites import decoder_of
 from coterie.bases.weights import format_of
+from coterie.turn import FIRST
 
 SPEED, PEAK = {"1b": 1.0, "8b": 0.95}, 1.1
 """Minimum ratio to PEFT's tokens per second, by shape, and maximum ratio to PEFT's peak memory."""
@@ -119,7 +120,7 @@ def ours(folder: Path, weights: str, size: Size, device: torch.device) -> Steps:
     side = client_side(base, size.batch, size.window)
     lora = side.adapter.tensors(of_roles("dense", "generalist", "specialist"))
     values = sum(parameter.numel() for parameter in lora.values())
-    return Steps(lambda: side.train(0), decoder_of(base.model), values)
+    return Steps(lambda: side.train(FIRST), decoder_of(base.model), values)
 
 
 def peft(folder: Path, weights: str, size: Size, device: torch.device) -> Steps:

@@ -41,8 +41,8 @@ class Copies:
                 self.replies[order.kind] = reply
         reply, body = self.replies[order.kind]
         if order.kind == "step":
-            body = replace(Message.decode(body), round=order.round).encode()
-        changes = {"client": order.client, "round": order.round, "entries": None}
+            body = replace(Message.decode(body), round=order.turn).encode()
+        changes = {"client": order.client, "turn": order.turn, "entries": None}
         return seal(reply.model_copy(update=changes), body)
 
 
@@ -57,9 +57,7 @@ class LightWorker:
         order, download = unseal(Order, data)
         self.finished = order.kind in ("finish", "end")
         if self.finished:  # the real worker has not executed all rounds
-            return seal(
-                Reply(run=order.run, client=order.client, kind=order.kind, round=order.round)
-            )
+            return seal(Reply(run=order.run, client=order.client, kind=order.kind, turn=order.turn))
         return self.copies.answer(order, download)
 
 

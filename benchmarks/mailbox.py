@@ -40,17 +40,17 @@ from server_memory import make_upload
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import coterie
-from coterie.aggregation.assignment import Bounds, assign, relevance
-from coterie.aggregation.mean import Aggregation
 from coterie.alignment import Vocabulary, vocabulary_map
 from coterie.bases import EMBEDDED
 from coterie.config.run import parse
-from coterie.engines.uploads import Uploads
+from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.mean import Aggregation
 from coterie.messages import Message
 from coterie.messages.envelope import LARGEST_HEADER, Entry, Order, Reply, seal, unseal
 from coterie.messages.names import VALIDATION_LOSS
 from coterie.methods.adapter import AdapterServer
 from coterie.methods.contract import ServerContext
+from coterie.methods.fedamole.assignment import Bounds, assign, relevance
 from coterie.methods.registry import method_from
 from coterie.network.address import listen
 from coterie.network.client import Connection
@@ -60,6 +60,7 @@ from coterie.network.order_files import OrderFiles
 from coterie.network.server import MailboxServer
 from coterie.testing.small import teaching_values, write_base, write_other_base, write_questions
 from coterie.training.spec import TrainingSpec
+from coterie.turn import FIRST
 
 MB = 1_000_000
 UPLOAD = 50 * MB
@@ -112,7 +113,7 @@ def mean(folder: Path) -> Work:
         base = GPT2LMHeadModel(GPT2Config())
     server = method.server(ServerContext(0, base, clients, lambda *_: None, TrainingSpec()))
     assert isinstance(server, AdapterServer)
-    uploads = Uploads(folder, server, Aggregation(method.schema()))
+    uploads = Exchange(folder, server, Aggregation(method.schema()))
     for client in clients:
         shapes = {name: list(server.shape(client, name)) for name in server.shared}
         server.join(client, Message(values={"shapes": shapes, "tokens": 100_000}))
@@ -122,7 +123,7 @@ def mean(folder: Path) -> Work:
         assert 95 * MB < len(body) < 105 * MB, len(body)
         uploads.take(client, body)
     assert uploads.counted == list(clients)
-    return lambda: uploads.mean(0)
+    return lambda: uploads.mean(FIRST)
 
 
 def fedmkt(folder: Path) -> Work:
@@ -172,20 +173,20 @@ def header(folder: Path) -> Work:
     entry = Entry(round=0, client="anna", name=VALIDATION_LOSS, value=6.5)
     size = len(json.dumps(entry.model_dump())) + 2
     entries = [entry] * (LARGEST_HEADER // size - 100)
-    data = seal(Reply(run="0" * 16, client="anna", kind="step", round=0, entries=entries))
+    data = seal(Reply(run="0" * 16, client="anna", kind="step", turn=0, entries=entries))
     assert len(data) > 0.95 * LARGEST_HEADER
     return lambda: unseal(Reply, data)
 
 
 def copy(folder: Path) -> Work:
     """Return a function that adds a header to a large message, and removes it again."""
-    order, body = Order(run="0" * 16, client="anna", kind="step", round=0), bytes(LARGEST_MESSAGE)
+    order, body = Order(run="0" * 16, client="anna", kind="step", turn=0), bytes(LARGEST_MESSAGE)
     return lambda: unseal(Order, seal(order, body))
 
 
 def exchange(folder: Path) -> Work:
     """Return a function that encodes and stores an order of 758 MB, reads it and decodes it."""
-    order = Order(run="0" * 16, client="anna", kind="step", round=0)
+    order = Order(run="0" * 16, client="anna", kind="step", turn=0)
     tensors = {f"layer-{n}": torch.randn(LARGEST_MESSAGE // 4 // 50) for n in range(50)}
     message = Message(0, {"adapter": tensors})
     files = OrderFiles(folder / "orders")

@@ -169,9 +169,9 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
             if hasattr(part.side, name):
                 clock.time(part.side, name, kind)
     clock.time(rounds, "exchange", "rest")
-    for number in range(config.exchanges):
+    for turn in map(config.turn, range(config.turns)):
         clock.seconds = {}
-        rounds.exchange(number, rounds.names)
+        rounds.exchange(turn, rounds.names)
     lines = rounds.recorder.take()
     sent = [
         fmean([line["value"] for line in lines if line["name"] == way][-CLIENTS:]) / MIB

@@ -6,8 +6,12 @@ the newest checkpoint, the figures of metrics.jsonl, result.json and the scores;
 exit code is 1 if anything differs, and the run folders are then kept.
 
 Engines: local; ray (which takes long to start, so one method of each family unless --methods is
-given); deployment (a server and clients in one process); processes (a real
-server and real clients, with two methods).
+given); deployment (a server and clients in one process); faults (the same, with a client that joins
+late, a lost reply, and a server that is killed during an exchange, which is then repeated);
+processes (a real server and real clients, with two methods).
+
+The local engine and `faults` also run methods with each built-in transform, with tight bounds, with
+token weights, and with each server optimiser.
 """
 
 import argparse
@@ -29,7 +33,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = Path(__file__).with_name("same_runs.py")
-ENGINES = ("local", "ray", "deployment", "processes")
+ENGINES = ("local", "ray", "deployment", "faults", "processes")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fedavg + median": {"transforms": ["median"]},
+    "comigs-1g1s + trimmed_mean": {"transforms": ["trimmed_mean"]},
+    "comigs-1g1s + tokens": {"weights": "tokens"},
+    "fedavg + bounds": {"largest_change": 1.0},
+    "pcl-2 + bounds": {"largest_change": 1.0},
+    "grouped + bounds": {"largest_change": 1.0},
+    "fedavg + tokens + bounds": {"weights": "tokens", "largest_change": 1.0, "largest_weight": 1.0},
+    "comigs-1g1s + fedavgm": {"optimiser": "fedavgm"},
+    "fedavg + fedadam": {"optimiser": "fedadam"},
+    "fedavg + fedyogi": {"optimiser": "fedyogi"},
+    "fedavg + fedadagrad": {"optimiser": "fedadagrad"},
+}
+"""The section `aggregation` of further runs. A name begins with the name of the method."""
 IN_PROCESSES = ("fedavg", "comigs-1g1s")
 """Methods of the engine `processes`, unless --methods is given."""
 SHOWN = 5
@@ -109,22 +127,26 @@ def write_run_files(folder: Path, chosen: str | None) -> dict[str, list[str]]:
     base, texts = write_base(folder / "base"), write_texts(folder)
     other = write_other_base(folder / "other", texts / "poet.txt")
     questions = write_questions(folder)
-    for name, method in METHODS.items():
+    for name in (*METHODS, *VARIANTS):
+        method = METHODS[name.partition(" + ")[0]]
         if issubclass(available()[method["name"]], FedMKT):
             values = teaching_values(base, other, questions, method=method)
         else:
             values = small_values(base, texts, method=method, rounds=2)
             values["data"] = {**values["data"], "public": "poet.txt"}
         values["evaluation"] = {"every": 1}
+        values["aggregation"] = VARIANTS.get(name, {})
+        values["deployment"] = {"quorum": len(values["clients"]) - 1}
         file = folder / f"{name}.yaml"
         file.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
     if chosen is not None:
-        names = chosen.split(";")
-        if unknown := set(names) - set(METHODS):
-            sys.exit(f"No such method: {', '.join(sorted(unknown))}; there are {list(METHODS)}.")
+        names, every = chosen.split(";"), [*METHODS, *VARIANTS]
+        if unknown := set(names) - set(every):
+            sys.exit(f"No such method: {', '.join(sorted(unknown))}; there are {every}.")
         return dict.fromkeys(ENGINES, names)
     few = [name for name in METHODS if name in FEW]
     by_engine = {"ray": few, "processes": list(IN_PROCESSES)}
+    by_engine |= {"local": [*METHODS, *VARIANTS], "faults": [*METHODS, *VARIANTS]}
     return {engine: by_engine.get(engine, list(METHODS)) for engine in ENGINES}
 
 
@@ -257,11 +279,11 @@ def difference(old: Any, new: Any) -> str:
 
 def show(rows: list[Row]) -> None:
     """Print a line for each run, and one for each difference."""
-    print(f"{'method':<22}{'engine':<14}{'result':<12}{'s, old':>8}{'s, new':>8}")
+    print(f"{'method':<28}{'engine':<14}{'result':<12}{'s, old':>8}{'s, new':>8}")
     for row in rows:
         times = "".join(f"{seconds:>8.1f}" for seconds in row.seconds)
         result = "DIFFERENT" if row.differences else "same"
-        print(f"{row.method:<22}{row.engine:<14}{result:<12}{times}")
+        print(f"{row.method:<28}{row.engine:<14}{result:<12}{times}")
         for line in row.differences[:SHOWN]:
             print(f"    {line}")
         if more := len(row.differences[SHOWN:]):

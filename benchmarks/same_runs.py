@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,46 @@ def run(engine: str, file: Path, folder: Path) -> None:
         from coterie.testing.loop import deploy as deploy_here
 
         deploy_here(coterie.load_config(file), folder)
+    elif engine == "faults":
+        deploy_with_faults(coterie.load_config(file), folder)
     else:
         name: Any = engine
         coterie.run(coterie.load_config(file), out=folder, engine=name)
+
+
+def deploy_with_faults(config: Any, folder: Path) -> None:
+    """Deploy a run in one process, with faults.
+
+    A client misses the first exchange. Another client's reply in the last exchange is lost, and the
+    server is killed while it waits for this reply.
+    """
+    from coterie.testing import loop
+
+    first, *_, late = sorted(client.name for client in config.clients)
+    last, waits, killed = config.turns - 1, 0, False
+
+    def lose(name: str, order: Any) -> bool:
+        return not killed and (name, order.kind, order.turn) == (first, "step", last)
+
+    def watch(network: loop.Loop) -> None:
+        nonlocal waits, killed
+        if any(order.kind == "step" and order.turn == 1 for _, order in network.orders):
+            network.away.discard(late)
+        waits += any((name, order.turn) == (first, last) for name, order in network.orders)
+        if waits == 5 and not killed:
+            killed = True
+            raise Killed
+
+    workers = loop.workers(config, folder)
+    network = loop.Loop(workers, dict.fromkeys(range(1, 1000), watch), {late}, lose)
+    with suppress(Killed):
+        loop.server(config, folder / "server", network).rounds()
+    network.reconnect(first)
+    loop.server(config, folder / "server", network).rounds()
+
+
+class Killed(Exception):
+    """The server's process is killed."""
 
 
 def deploy(values: dict[str, Any], folder: Path) -> None:

@@ -7,23 +7,23 @@ nobody has sent anything; `round` is how far it rose above that until the first 
 (Linux's VmHWM, reset at the start of the round).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 from common import MIB, fresh, options_of, resident, show, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from coterie.aggregation.mean import Aggregation
-from coterie.aggregation.transform import Contribution
-from coterie.engines.server_part import contribution
+from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.mean import Aggregation
 from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import ServerContext
 from coterie.methods.registry import method_from
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
+from coterie.turn import FIRST
 
 METHODS = ("fedavg", "hetlora", "flexlora")
 
@@ -58,16 +58,12 @@ def measure(name: str, count: int, threads: int) -> Peak:
     server.start_round(0, list(clients))
     Path("/proc/self/clear_refs").write_text("5")
     before, largest = resident("VmRSS"), 0
-    aggregation = Aggregation(method.schema())
-
-    def contributions() -> Iterator[Contribution]:
-        nonlocal largest
-        for client in clients:
-            upload = make_upload(server, client)
-            largest = max(largest, len(upload))
-            yield contribution(server, aggregation, client, method.schema().receive("up", upload))
-
-    mean = aggregation.mean(0, contributions())
+    exchange = Exchange(Path(gettempdir()), server, Aggregation(method.schema()))
+    for client in clients:
+        upload = make_upload(server, client)
+        largest = max(largest, len(upload))
+        exchange.take(client, upload)
+    mean = exchange.mean(FIRST)
     server.end_round(mean, mean.values["held"])
     method.schema().send("down", server.download(clients[0]))
     return Peak(name, count, largest, before, resident("VmHWM") - before)

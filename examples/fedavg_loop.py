@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import coterie
-from coterie.aggregation.mean import Contribution, weighted_mean
 from coterie.config.run import RunConfig
+from coterie.exchanges.mean import Contribution, weighted_mean
 from coterie.messages import Message
 from coterie.methods.contract import ClientSide
 from coterie.testing import joined
@@ -22,13 +22,13 @@ def fedavg(config: RunConfig) -> Mapping[str, ClientSide]:
     names = sorted(clients)
     start = clients[names[0]].parameters().items()
     shared = {n: p.tensor.detach().clone() for n, p in start if config.method.shared(p)}
-    for exchange in range(config.rounds):
+    for turn in map(config.turn, range(config.turns)):
         uploads: list[Contribution] = []
         for name in names:
             client = clients[name]
-            client.receive(Message(exchange, {"adapter": shared}))
-            client.train(exchange)
-            uploads.append(Contribution(name, client.upload(exchange).groups))
+            client.receive(Message(turn.exchange, {"adapter": shared}))
+            client.train(turn)
+            uploads.append(Contribution(name, client.upload(turn).groups))
         shared = weighted_mean(uploads)["adapter"]
     for name in names:
         clients[name].receive(Message(config.rounds, {"adapter": shared}))

@@ -18,6 +18,7 @@ from coterie.methods.contract import ClientContext, RunFacts, ServerContext
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import zeros_like
 from coterie.training.schedule import Penalty
+from coterie.turn import Turn
 
 
 class Scaffold(FedAvg):
@@ -57,10 +58,10 @@ class ScaffoldClient(AdapterClient):
         super().__init__(method, context)
         self.buffers = {group: zeros_like(self.shared) for group in ("control", "own", "change")}
 
-    def train(self, exchange: int) -> None:
-        super().train(exchange)
+    def train(self, turn: Turn) -> None:
+        super().train(turn)
         [level] = self.training.levels
-        way = sum(map(level.learning_rate, self.training.steps(exchange)))
+        way = sum(map(level.learning_rate, self.training.steps(turn.exchange)))
         c, c_i, change = (self.buffers[group] for group in ("control", "own", "change"))
         for n, after in self.shared.items():
             change[n] = (self.training.start[n] - after.detach()) / way - c[n]

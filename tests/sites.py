@@ -23,6 +23,7 @@ from ports import die_with_parent, free_port
 
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
+from coterie.turn import Turn
 
 T = TypeVar("T")
 COTERIE = [sys.executable, "-m", "coterie"]
@@ -191,7 +192,7 @@ class Deployment:
 
     def done(self) -> int:
         """Rounds that are complete."""
-        return self.server.rounds() if self.server.path.exists() else 0
+        return self.server.turns() if self.server.path.exists() else 0
 
     def wait(self, what: Callable[[], T | None], seconds: float = 90) -> T:
         """Wait until something is true, for at most so long; returns it."""
@@ -332,12 +333,12 @@ def taped(folder: Path) -> None:
         return reply
 
     def step_on_a_rope(
-        self: ClientPart, exchange: int, download: bytes, *, counted: bool = True
+        self: ClientPart, turn: Turn, download: bytes, *, counted: bool = True
     ) -> bytes:
-        upload = step(self, exchange, download, counted=counted)
+        upload = step(self, turn, download, counted=counted)
         rope = folder / "rope"
         with suppress(FileNotFoundError):
-            while exchange >= int(rope.read_text() or exchange):
+            while turn.round >= int(rope.read_text() or turn.round):
                 (folder / "held").touch()
                 time.sleep(0.02)
         return upload
@@ -364,7 +365,7 @@ def say(what: str, happened: str, seconds: float | None = None) -> None:
 
 def about(folder: RunFolder) -> dict[str, Any]:
     """What the newest step in a client's folder was."""
-    path = folder.checkpoint(folder.rounds()) / "about.json"
+    path = folder.checkpoint(folder.turns()) / "about.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 

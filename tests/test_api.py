@@ -150,7 +150,7 @@ def test_a_run_goes_on_once_a_full_disk_has_room_again(config, tmp_path, monkeyp
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(CoterieError, match=r"Could not write .*: No space left on device\."):
             coterie.run(config(), out=tmp_path / "run")
-    assert 0 < RunFolder(tmp_path / "run").rounds() < 3
+    assert 0 < RunFolder(tmp_path / "run").turns() < 3
     resumed = coterie.resume(tmp_path / "run")
     for point in ("trained", "aggregated", "traffic"):
         assert resumed.results["comigs-1g1s"][point] == whole.results["comigs-1g1s"][point]
@@ -188,7 +188,7 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
     with pytest.raises(KeyboardInterrupt):
         coterie.compare(config(), methods, out=out, callbacks=[StopAfterFirstRound()])
     cell = next(out.glob("fedavg-*"))
-    assert RunFolder(cell).rounds() == 1
+    assert RunFolder(cell).turns() == 1
     continued = coterie.compare(config(), methods, out=out)
     assert counted == ["pretrained-0", "fedavg-0", "fedavg-0"]
     fresh = coterie.run(config(method="fedavg"), out=tmp_path / "fresh")

@@ -97,7 +97,7 @@ def test_the_example_of_following_a_run_runs(
     exec(code, {"CONFIG": values(method="local", rounds=2), "__name__": "example"})
     assert ("stopped" in capsys.readouterr().out) == (rounds == 1)
     run = RunFolder(Path("runs/us"))
-    assert run.rounds() == rounds
+    assert run.turns() == rounds
     rows = list(csv.DictReader(Path("losses.csv").read_text().splitlines()))
     losses = [line for line in run.metrics() if line["name"].startswith("loss/")]
     assert rows == [{key: str(line[key]) for key in rows[0]} for line in losses]

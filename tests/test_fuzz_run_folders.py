@@ -94,7 +94,8 @@ def finished(values, tmp_path_factory) -> Path:
     evaluation = {"every": 1}
     api.run(parse(values(rounds=2, method="fedavg", evaluation=evaluation)), out=folder)
     (folder / "server.log").write_text("poet is here\n")
-    (folder / "without.json").write_text('{"clients": ["whaler"]}')
+    for name in ("without.json", "received.json"):
+        (folder / name).write_text('{"clients": ["whaler"]}')
     return folder
 
 

@@ -29,6 +29,7 @@ from coterie.runs import RunFolder
 from coterie.testing.contract import Stop
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import joined
+from coterie.turn import FIRST
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
@@ -109,7 +110,7 @@ def test_a_stopped_run_continues_to_the_same_bits(run, uninterrupted, tmp_path) 
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=tmp_path / "stopped", callbacks=[Stop()])
     stopped = RunFolder(tmp_path / "stopped")
-    assert stopped.rounds() == 1
+    assert stopped.turns() == 1
     coterie.resume(stopped.path)
     assert_same_states(stopped, uninterrupted)
     assert stopped.result is not None
@@ -184,7 +185,7 @@ def test_the_reference_of_preferences_is_the_frozen_base(preferences) -> None:
     expected = [logprob(published, part.base.tokenizer, item) for item in pairs.rows.items]
     assert pairs.reference.logprobs.flatten().tolist() == pytest.approx(expected, abs=1e-2)
     before = local.clients["ada"].state()["adapter"]
-    local.clients["ada"].train(0)
+    local.clients["ada"].train(FIRST)
     after = local.clients["ada"].state()["adapter"]
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     again = -answer_losses(part.base, bare(part.base), pairs.rows, 2 * config.evaluation.batch)

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation.transform import Context, Transform, mapped
 from coterie.messages import Groups
 from coterie.privacy.ledger import Budget
 from coterie.privacy.mechanisms import noise_for
+from coterie.transforms.contract import Context, Transform, mapped
 
 
 class ClippedGaussian(Transform):

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.aggregation.transform import Context, Transform
 from coterie.messages import Field, Groups, Schema
+from coterie.transforms.contract import Context, Transform
 
 
 class Int8(Transform):

@@ -15,11 +15,11 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from torch import Tensor
 
-from coterie.aggregation.transform import Context, Contribution, Memory, Reduction, mapped
 from coterie.errors import CoterieError
 from coterie.messages import Groups, Json, MessageError, Schema
 from coterie.privacy import secrets
 from coterie.privacy.stream import Stream
+from coterie.transforms.contract import Context, Contribution, Memory, Reduction, mapped
 
 ONE = 2.0**32
 """The integer that stands for 1."""

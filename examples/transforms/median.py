@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.aggregation.transform import Contribution, Memory, Reduction
+from coterie.transforms.contract import Contribution, Memory, Reduction
 
 
 class Median(Reduction):

@@ -12,7 +12,6 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coterie.aggregation.transform import Reduction, Transform
     from coterie.api import (
         Exported,
         Run,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from coterie.evaluation.metrics import Metric
     from coterie.methods.contract import Method
     from coterie.runs.progress import Callback
+    from coterie.transforms.contract import Reduction, Transform
 
 # By default, OpenMP threads wait in busy loops, which makes a run many times slower as soon as
 # another process uses the same cores. torch reads the variable when it is imported.
@@ -66,9 +66,9 @@ _MODULES = {
     "DataKind": "data.kind",
     "Method": "methods.contract",
     "Metric": "evaluation.metrics",
-    "Reduction": "aggregation.transform",
+    "Reduction": "transforms.contract",
     "RunConfig": "config.run",
-    "Transform": "aggregation.transform",
+    "Transform": "transforms.contract",
     "load_config": "config.read",
     "load_plugin": "config.plugins",
     "register": "config.plugins",

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from coterie.aggregation.transform import Transform
 from coterie.analysis import Comparison, Table, run_table
 from coterie.analysis.benchmarks import evaluate
 from coterie.analysis.cells import Cells, Tuner
@@ -24,6 +23,7 @@ from coterie.files import path_part, write_json, write_text
 from coterie.inference.finished import load, model_of, recorded, tokenizer
 from coterie.methods.contract import Method
 from coterie.runs import Callback, RunFolder
+from coterie.transforms.contract import Transform
 
 __all__ = ["Exported", "Run", "compare", "evaluate", "export", "load", "resume", "run"]
 __all__ += ["tokenizer", "write_comparison"]
@@ -240,15 +240,16 @@ def _go_back(folder: RunFolder, rounds: int) -> None:
             rounds.
     """
     runs = [folder, *map(RunFolder, sorted(folder.path.glob("baselines/*")))]
-    later = [run for run in runs if run.result is None and run.rounds() > rounds]
+    unfinished = [(run, recorded(run).turns_in) for run in runs if run.result is None]
+    later = [(run, turns_in) for run, turns_in in unfinished if run.turns() > turns_in(rounds)]
     if not later:
         raise CoterieError(
             f"No unfinished run in {folder.path} has a checkpoint later than round {rounds}; "
             "choose an earlier round."
         )
     with folder.lock():
-        for run in later:
-            run.go_back(rounds)
+        for run, turns_in in later:
+            run.go_back(rounds, turns_in)
 
 
 def compare(

@@ -68,10 +68,10 @@ def held(config: RunConfig) -> tuple[int, int]:
     side.adapter.require_grad(trained)
     width = config.data.window + 1
     with LiveTensors() as step:
-        with training_pass(side.context, "need"), autocast(training.precision, "cpu"):
+        with training_pass(side.context, "need"), autocast(config.precision, "cpu"):
             loss = language_model_loss(model, torch.zeros(training.at_once, width).long())
         loss.backward()
-    with LiveTensors() as scoring, autocast(training.precision, "cpu"):
+    with LiveTensors() as scoring, autocast(config.precision, "cpu"):
         token_losses(model, torch.zeros(config.evaluation.batch, width).long())
     return step.peak, scoring.peak
 
@@ -101,6 +101,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], Any]] = {
     "experts, long window": ("llama", "float32", 320, {}, "comigs-1g1s"),
     "experts, fp32": ("qwen3", "float32", 64, {"precision": "fp32"}, "comigs-1g1s"),
     "experts, no gate": ("gpt2", "float32", 64, {}, "comigs-1g1s"),
+    "experts, no gate, fp32": ("gpt2", "float32", 64, {"precision": "fp32"}, "comigs-1g1s"),
     "stored activations": ("llama", "bfloat16", 64, {"store_activations": True}, "comigs-1g1s"),
     "checkpointing": ("qwen3", "bfloat16", 320, {"checkpointing": True}, "comigs-1g1s"),
     "micro-batches": ("llama", "bfloat16", 64, {"micro_batch": 2}, "comigs-1g1s"),

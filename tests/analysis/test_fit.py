@@ -18,7 +18,8 @@ from coterie.errors import CoterieError
 def run_on(base: Path | str) -> RunConfig:
     clients = [{"name": "anna", "path": "x"}, {"name": "ben", "path": "x"}]
     sections = {"data": {"window": 128}, "training": {"batch": 64}}
-    return parse({"base": str(base), "clients": clients, "method": "comigs-1g1s", **sections})
+    values = {"base": str(base), "clients": clients, "method": "comigs-1g1s", **sections}
+    return parse({**values, "device": "cuda"})  # for which settings are found
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def killed_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, RunConfig
     """Begin a run that ends, as by a kill, when a client is to train in a round (from 1)."""
 
     def kill(last: int, run: RunConfig, out: Path) -> None:
-        train = LocalTraining.round
+        train = LocalTraining.run
 
         def killed(self: LocalTraining, round: int) -> None:
             if round == last - 1:
@@ -24,9 +24,9 @@ def killed_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, RunConfig
             train(self, round)
 
         with monkeypatch.context() as patch:
-            patch.setattr(LocalTraining, "round", killed)
+            patch.setattr(LocalTraining, "run", killed)
             with pytest.raises(KeyboardInterrupt):
                 coterie.run(run, out=out)
-        assert RunFolder(out).rounds() == last - 1
+        assert RunFolder(out).turns() == last - 1
 
     return kill

@@ -85,7 +85,7 @@ def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch
 def order(run: dict[str, Any], protocol: int = PROTOCOL, public: str | None = None) -> Order:
     told = parse(run).visible_to("poet")
     more: dict[str, Any] = {"protocol": protocol, "config": told, "public": public}
-    return Order(run="0" * 16, client="poet", kind="join", round=0, **more)
+    return Order(run="0" * 16, client="poet", kind="join", turn=0, **more)
 
 
 def test_a_client_that_can_take_part(place, tmp_path: Path, monkeypatch) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, cast
 
 import pytest
@@ -316,10 +315,10 @@ def test_a_full_disk_names_the_file(run_file, tmp_path, coterie_command, monkeyp
         def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("coterie.engines.uploads.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("coterie.exchanges.store.TemporaryFile", lambda **_: Full())
     said = coterie_command("run", run_file, "--out", tmp_path / "out")
     assert said.code == 2
-    assert said.err.endswith(f"Could not write {gettempdir()}: No space left on device.\n")
+    assert said.err.endswith(f"Could not write {tmp_path / 'out'}: No space left on device.\n")
     monkeypatch.undo()
     coterie.resume(tmp_path / "out")
 
@@ -357,7 +356,7 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
     out = tmp_path / "out"
     working = start("run", run_file, "--out", out, "--set", "rounds=100000")
     try:
-        while not RunFolder(out).rounds():
+        while not RunFolder(out).turns():
             assert working.poll() is None
             time.sleep(0.05)
         for arguments in (["--resume", out], [run_file, "--out", out, "--force"]):
@@ -372,7 +371,7 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
     assert err.splitlines() == [
         f"Stopped. Finished rounds are saved; resume with `coterie run --resume {out}`."
     ]
-    assert RunFolder(out).rounds() > 0
+    assert RunFolder(out).turns() > 0
 
 
 def test_too_little_gpu_memory_is_a_sentence(run_file, coterie_command, monkeypatch) -> None:

@@ -17,6 +17,7 @@ from coterie.deployment.status import Monitor
 from coterie.messages import Field, Schema
 from coterie.messages.envelope import Order
 from coterie.runs import RunFolder
+from coterie.turn import FIRST, Turn
 
 
 @pytest.fixture
@@ -68,9 +69,9 @@ def test_a_server_without_a_terminal_writes_a_line_for_every_round(console, tmp_
         monitor.start(0)
         monitor.shows({}, set())
         monitor.note("anna joined")
-        for counted in (3, 2):
-            monitor.opens()
-            monitor.closes(counted)
+        for round, counted in enumerate((3, 2)):
+            monitor.opens(Turn(round, round, round))
+            monitor.closes(Turn(round, round, round), counted)
     lines = shown(console).splitlines()
     assert len(lines) == 4
     assert "round 1/2: 3 uploads used, about" in lines[2]
@@ -99,7 +100,9 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console, monkeypatch) -> N
         ),
     )
     part = SimpleNamespace(schema=schema, covered=("experts inside A in all 2 layers", "LoRA on B"))
-    run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=2), part=part)
+    run = SimpleNamespace(
+        config=SimpleNamespace(name="us", label="fedavg", rounds=2, turns=2), part=part
+    )
     with ClientBoard(console) as board:
         board("warning", "Data: texts duplicated within a split: 3")
         board("joined", run)
@@ -107,8 +110,8 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console, monkeypatch) -> N
             board("loss/joint", loss)
         board("bytes/down", 1_500)
         board("bytes/up", 999)
-        board("step", 0)
-        board("step", 1)
+        board("step", FIRST)
+        board("step", Turn(1, 1, 1))
         board("away", "example.org:9092 is unreachable")
     text = shown(console)
     assert text.startswith("Data: texts duplicated")
@@ -136,14 +139,16 @@ def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> Non
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     part = SimpleNamespace(schema=Schema((), ()), covered=())
-    run = SimpleNamespace(config=SimpleNamespace(name="us", label="fedavg", exchanges=5), part=part)
+    run = SimpleNamespace(
+        config=SimpleNamespace(name="us", label="fedavg", rounds=5, turns=5), part=part
+    )
     with ClientBoard(console) as board:
         board("joined", run)
         for round, (wait, work) in enumerate(((5000, 10), (90_000, 12), (0, 11))):
             now[0] += wait
             board("bytes/down", 1_500)
             now[0] += work
-            board("step", round)
+            board("step", Turn(round, round, round))
     left = [line.rpartition("about ")[2] for line in shown(console).splitlines() if "about" in line]
     assert left == ["0:00:40 left", "0:00:30 left", "0:00:22 left"]
 
@@ -153,10 +158,10 @@ def test_the_log_contains_all_that_the_server_shows(console, tmp_path, caplog) -
     with Board(console) as board:
         monitor = Monitor("fedavg", 2, RunFolder(tmp_path), board)
         monitor.start(0)
-        monitor.waits("round 1: waiting for anna; 0 of 1 clients are ready")
+        monitor.waits(FIRST, "anna; 0 of 1 clients are ready")
         monitor.note("anna joined")
-        monitor.opens()
-        monitor.closes(1)
+        monitor.opens(FIRST)
+        monitor.closes(FIRST, 1)
     lines = [line.partition(" ")[2] for line in shown(console).splitlines()]
     assert len(lines) == 4
     assert caplog.messages == lines
@@ -185,7 +190,7 @@ def asked(console, config, monkeypatch):
                 raise EOFError from None
 
         monkeypatch.setattr("builtins.input", answer)
-        header = {"run": "0" * 16, "client": "poet", "kind": "join", "round": 0, "clients": 3}
+        header = {"run": "0" * 16, "client": "poet", "kind": "join", "turn": 0, "clients": 3}
         order = Order(**header, config=run.visible_to("poet"))
         with ClientBoard(console, lambda *_: estimate or Estimate()) as board:
             return board.agrees(order, run), shown(console)

@@ -126,6 +126,18 @@ def test_a_node_that_leaves_gets_no_order_and_one_with_anothers_name_is_ignored(
     assert link.present()["poet"] == "99"
 
 
+def test_after_a_reply_the_next_wait_ends_at_once(monkeypatch) -> None:
+    sleeps: list[float] = []
+    link = flower.GridLink(Grid(None, {}), print)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(link, "_pull", lambda *_: iter([("a ticket", b"a reply")]))
+    monkeypatch.setattr(flower.time, "sleep", sleeps.append)
+    assert list(link.replies(["a ticket"])) == [("a ticket", b"a reply")]
+    link.wait()  # the reply may be a round's last: nothing more would arrive
+    assert sleeps == []
+    link.wait()
+    assert sleeps == [flower.POLL_SECONDS]
+
+
 def test_the_app_contains_the_run_but_no_clients_paths(run, tmp_path) -> None:
     run["base"] = '/nowhere/ü \\ """'
     result = write(run, tmp_path, "--set", "rounds=9")

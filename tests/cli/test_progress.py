@@ -11,7 +11,7 @@ NAMES = ("lexicographer", "poet", "diarist", "whaler")
 
 
 def follow(progress: ConsoleProgress, losses: bool, *adapters: str) -> None:
-    progress.on_run_begin(RunStart("comigs-1g1s", 2, 0, NAMES[:1], 1000, adapters))
+    progress.on_run_begin(RunStart("comigs-1g1s", 2, 0, NAMES[:1], 1000, adapters, 2, 0))
     for round in range(2):
         if losses:
             progress.on_metric(round, "lexicographer", "loss/experts", 4.5)
@@ -54,7 +54,7 @@ def test_a_second_run_has_a_bar_of_its_own_and_repeats_no_adapter() -> None:
 def test_on_a_terminal_everything_fits_in_a_line() -> None:
     out = io.StringIO()
     progress = ConsoleProgress(Console(file=out, width=80, force_terminal=True, color_system=None))
-    progress.on_run_begin(RunStart("comigs-1g1s", 20, 3, NAMES, 4000, ()))
+    progress.on_run_begin(RunStart("comigs-1g1s", 20, 3, NAMES, 4000, (), 20, 3))
     progress.on_metric(3, "lexicographer", "loss/experts", 4.5)
     shown = Console(width=200, file=(text := io.StringIO()))
     shown.print(progress.live.get_renderable())

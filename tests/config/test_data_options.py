@@ -52,7 +52,7 @@ def test_limits_of_an_unknown_client_are_refused(config, values) -> None:
 
 def joining(told: dict[str, Any]) -> Order:
     """What a server says to whoever joins."""
-    return Order(run="0" * 16, client="poet", kind="join", round=0, config=told)
+    return Order(run="0" * 16, client="poet", kind="join", turn=0, config=told)
 
 
 def test_a_client_elsewhere_knows_its_own_limits_alone(config, tmp_path) -> None:

@@ -6,13 +6,13 @@ from typing import Any, Generic, TypeVar
 import pytest
 from pydantic import BaseModel, Field, create_model
 
-from coterie.aggregation.spec import AggregationSpec, ServerOptimiserSpec
 from coterie.bases import BaseSpec
 from coterie.config import plugins
 from coterie.config.descriptions import descriptions
 from coterie.config.sections import DeploymentSpec
 from coterie.data.divide_spec import DivideSpec, SourceSpec
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
+from coterie.exchanges.spec import AggregationSpec, ServerOptimiserSpec
 from coterie.methods.registry import METHODS, kind_of
 from coterie.training.spec import DPOSpec, EvaluationSpec, TrainingSpec
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from coterie.aggregation.registry import TRANSFORMS
 from coterie.config.sections import RunFile
 from coterie.methods.registry import available
+from coterie.transforms.registry import TRANSFORMS
 
 
 def parts(annotation: Any) -> Iterator[Any]:

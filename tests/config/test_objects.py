@@ -8,8 +8,6 @@ import pytest
 
 import coterie
 from coterie import Callback, CoterieError, Metric, Transform
-from coterie.aggregation.reductions import Median, TrimmedMean
-from coterie.aggregation.registry import TRANSFORMS
 from coterie.config import plugins
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
@@ -21,6 +19,8 @@ from coterie.methods.averaging import FedAvg
 from coterie.privacy import secrets
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_same_states
+from coterie.transforms.reductions import Median, TrimmedMean
+from coterie.transforms.registry import TRANSFORMS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transforms" / "median.py"
 

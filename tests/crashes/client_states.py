@@ -34,7 +34,7 @@ def is_order(response: Any) -> bool:
 
 def has_round(round: int) -> Any:
     """Accept calls of `SiteRun._save` after this round; -1 is the state before the first one."""
-    return lambda run, about: about.round == round
+    return lambda run, about: about.turn == round
 
 
 STEPPED = client(

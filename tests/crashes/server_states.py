@@ -236,7 +236,7 @@ SERVER_ROUNDS = (
     server(
         "upload stored",
         "The upload is checked and stored; the client is still waited for.",
-        "coterie.engines.uploads:Uploads.take",
+        "coterie.exchanges.exchange:Exchange.take",
         after,
         STEPS,
     ),
@@ -251,14 +251,14 @@ SERVER_ROUNDS = (
     server(
         "uploads complete",
         "All uploads are stored; none is aggregated.",
-        "coterie.engines.uploads:Uploads.mean",
+        "coterie.exchanges.exchange:Exchange.mean",
         before,
         ROUNDS,
     ),
     server(
         "mean computed",
         "The uploads are aggregated; the round is not closed.",
-        "coterie.engines.uploads:Uploads.mean",
+        "coterie.exchanges.exchange:Exchange.mean",
         after,
         ROUNDS,
     ),
@@ -332,7 +332,7 @@ SERVER_ENDS = (
         "Half of the bytes of the last lines are in metrics.jsonl.",
         f"{RUN_FOLDER}.append",
         half_lines,
-        of=lambda folder, _: folder.rounds() == ROUNDS,
+        of=lambda folder, _: folder.turns() == ROUNDS,
     ),
     server(
         "last metrics appended",

@@ -170,7 +170,7 @@ def test_hash_and_settings_are_part_of_the_run_and_of_what_clients_agree_to(
     digest = run().digest()
     gentle = run(data={"window": 40, "kind": {"name": "rankings", "beta": 1.0}})
     assert gentle.digest() != digest
-    sent: Any = join_fields(run(), "poet", None)
+    sent: Any = join_fields(run(), "poet", 3, None)
     assert sent["plugins"].keys() == {"data kind rankings"}
     assert sent["config"]["data"]["kind"] == {"name": "rankings", "beta": 2.0}
     changed = tmp_path / "mine.py"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 
-from coterie.aggregation.weights import TOKENS
 from coterie.config.run import RunConfig
+from coterie.exchanges.weights import TOKENS
 from coterie.messages import Message
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.runs import RunFolder

@@ -46,7 +46,7 @@ def deployed(run: coterie.RunConfig, **settings: Any) -> coterie.RunConfig:
 
 def steps(loop: Loop) -> Counter[tuple[str, int]]:
     """How often each client was sent the step of each round."""
-    return Counter((name, order.round) for name, order in loop.orders if order.kind == "step")
+    return Counter((name, order.turn) for name, order in loop.orders if order.kind == "step")
 
 
 def test_a_deployment_ends_in_the_bits_of_one_process(run, local, tmp_path) -> None:
@@ -109,8 +109,8 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
     lost = set()
 
     def lose(name: str, order: Order) -> bool:
-        first = (name, order.kind, order.round) not in lost
-        lost.add((name, order.kind, order.round))
+        first = (name, order.kind, order.turn) not in lost
+        lost.add((name, order.kind, order.turn))
         return first and order.kind != "join"
 
     def reconnect(loop: Loop) -> None:
@@ -180,8 +180,8 @@ def test_an_upload_that_did_not_count_is_undone(run, tmp_path) -> None:
     """With a quorum of two, the poet is too late in the second round, and its work is for nothing:
     it goes on from what it was before."""
     quorum = deployed(run, quorum=2, deadline=0.001)
-    loop = deploy(quorum, tmp_path, lose=lambda name, order: (name, order.round) == ("poet", 1))
-    counted = {o.round: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
+    loop = deploy(quorum, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 1))
+    counted = {o.turn: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
     assert counted == {0: None, 1: 0, 2: 0}
     mine = [m for m in folder(run, tmp_path, "poet").metrics() if m["name"] == "loss/experts"]
     assert {m["round"] for m in mine} == {0, 2}
@@ -202,7 +202,7 @@ def test_a_client_that_joins_late_takes_part_from_the_next_round(run, tmp_path) 
 def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, tmp_path) -> None:
     def spoil(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)
-        if name != "poet" or reply.kind != "step" or reply.round != 1:
+        if name != "poet" or reply.kind != "step" or reply.turn != 1:
             return data
         message = Message.decode(body)
         tensors = dict(message["adapter"])
@@ -247,7 +247,7 @@ def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, mon
 
     def spoil(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.round) != ("poet", "step", 1) or spoiled:
+        if (name, reply.kind, reply.turn) != ("poet", "step", 1) or spoiled:
             return data
         spoiled.append(name)
         message = Message.decode(body)
@@ -264,7 +264,7 @@ def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, mon
 def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None:
     class Failing(Worker):
         def _obey(self, order: Order, body: bytes) -> bytes:
-            if order.kind == "step" and order.round == 1:
+            if order.kind == "step" and order.turn == 1:
                 raise CoterieError("no")
             return super()._obey(order, body)
 
@@ -276,7 +276,7 @@ def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None
 
 
 def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -> None:
-    loop = Loop(workers(run, tmp_path), lose=lambda name, order: (name, order.round) == ("poet", 1))
+    loop = Loop(workers(run, tmp_path), lose=lambda name, order: (name, order.turn) == ("poet", 1))
 
     complete: list[str] = []
 
@@ -292,13 +292,13 @@ def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -
     leader = server(deployed(run, quorum=2, deadline=0.001), tmp_path / "server", loop, Gone())
     leader.rounds()
     assert len(complete) == 1
-    asked = [(order.kind, order.round) for name, order in loop.orders if name == "poet"]
+    asked = [(order.kind, order.turn) for name, order in loop.orders if name == "poet"]
     assert asked == [("join", 0), ("step", 0), ("step", 1), ("step", 2), ("finish", 3)]
 
 
 def test_orders_that_no_client_obeys(run, tmp_path) -> None:
     worker = Worker(site(run, "poet", tmp_path))
-    order = Order(run="0" * 16, client="poet", kind="step", round=0)
+    order = Order(run="0" * 16, client="poet", kind="step", turn=0)
     assert unseal(Reply, worker.answer(seal(order)))[0].fault == "unknown run"
     other = order.model_copy(update={"client": "whaler"})
     assert unseal(Reply, worker.answer(seal(other)))[0].fault == "refused"
@@ -322,7 +322,7 @@ def test_a_client_whose_disk_is_full_is_left_out_and_keeps_its_state(
     monkeypatch.setattr(RunFolder, "save", saves)
     quorum = deployed(run, quorum=2, deadline=0.001)
     loop = deploy(quorum, tmp_path)
-    counted = {o.round: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
+    counted = {o.turn: o.counted for n, o in loop.orders if n == "poet" and o.kind == "step"}
     assert counted[1] == 0
     assert "finish" in {o.kind for n, o in loop.orders if n == "poet"}
 
@@ -349,7 +349,7 @@ def test_a_client_with_another_base_is_not_let_in(run, bases, tmp_path) -> None:
 def test_no_bytes_make_an_envelope_or_a_worker_fail_but_in_our_way(run, tmp_path) -> None:
     worker = Worker(site(run, "poet", tmp_path))
     chance = np.random.default_rng(0)
-    order = Order(run="0" * 16, client="poet", kind="step", round=3, counted=2, protocol=0)
+    order = Order(run="0" * 16, client="poet", kind="step", turn=3, counted=2, protocol=0)
     whole = np.frombuffer(seal(order, b"body" * 20), dtype=np.uint8)
     for _ in range(100_000):
         data = whole.copy()

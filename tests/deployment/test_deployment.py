@@ -248,7 +248,7 @@ def test_a_client_that_is_killed_goes_on_from_its_last_counted_round(long_run, t
     rope = here.hold("poet")
     last, before = here.counted("poet")[-1], len(here.tape("poet"))
     here.kill("poet")
-    assert about(here.client("poet"))["round"] == last
+    assert about(here.client("poet"))["turn"] == last
     shutil.copytree(here.folder / "site-poet", tmp_path / "copy")
     here.rounds_more(1)
     assert max(here.counted("diarist")) > max(here.counted("poet")) == last
@@ -312,7 +312,7 @@ def test_a_client_whose_disk_is_full_is_left_out_until_there_is_room(long_run) -
     finally:
         room()
     took = here.until_counted(name)
-    assert about(here.client(name))["round"] > last
+    assert about(here.client(name))["turn"] > last
     printed = here.programs[name].text[said:]
     assert re.search(r"could not process the server's request: Could not write .*", printed)
     assert "Traceback" not in printed

@@ -223,7 +223,7 @@ def test_a_federation_that_is_stopped_and_started_again_ends_with_the_local_bits
 ) -> None:
     server = RunFolder(tmp_path / "server")
     first = federation.run()
-    federation.wait(lambda: server.checkpoints() and server.rounds() >= 1)
+    federation.wait(lambda: server.checkpoints() and server.turns() >= 1)
     federation.flwr("stop", first, *federation.target())
     federation.wait(lambda: not is_running(server))
     assert server.result is None

@@ -25,7 +25,7 @@ def orders(seed: int, count: int) -> list[bytes]:
     """Orders to join, in each of which one to three things are not what they should be."""
     rng = random.Random(seed)
     clients = [{"name": "poet", "path": "-"}]
-    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
+    header = {"run": RUN, "client": "poet", "kind": "join", "turn": 0, "protocol": PROTOCOL}
     good = [
         {**header, "config": parse({"method": name, "clients": clients}).visible_to("poet")}
         for name in METHODS

@@ -44,7 +44,7 @@ class Notes(ServerWatch):
 
 
 def steps(loop: Loop, name: str) -> list[int]:
-    return [order.round for to, order in loop.orders if to == name and order.kind == "step"]
+    return [order.turn for to, order in loop.orders if to == name and order.kind == "step"]
 
 
 def expelling(folder: Path, name: str, round: int, after: str | None = None) -> Any:
@@ -54,7 +54,7 @@ def expelling(folder: Path, name: str, round: int, after: str | None = None) -> 
     def change(client: str, data: bytes) -> bytes:
         reply = unseal(Reply, data)[0]
         when = (name, "step", round) if after is None else (after, "finish", round)
-        if (client, reply.kind, reply.round) == when:
+        if (client, reply.kind, reply.turn) == when:
             RunFolder(folder).expel(name)
         return data
 

@@ -51,7 +51,7 @@ def kill_every_round_once(point: str, patch: pytest.MonkeyPatch) -> None:
         return False
 
     def appended(self: RunFolder, entries: list[Line]) -> None:
-        round = self.rounds()
+        round = self.turns()
         if not passes("before append", round):
             raise Killed
         if not passes("in append", round):
@@ -73,7 +73,7 @@ def kill_every_round_once(point: str, patch: pytest.MonkeyPatch) -> None:
             raise Killed
 
     def finished(self: RunFolder, result: Any) -> None:
-        if not passes("in finish", self.rounds()):
+        if not passes("in finish", self.turns()):
             raise Killed
         finish(self, result)
 
@@ -155,7 +155,7 @@ def spoilt_once(run: int) -> Callable[[str, bytes], bytes]:
 
     def change(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.round) != ("poet", "step", run) or spoilt:
+        if (name, reply.kind, reply.turn) != ("poet", "step", run) or spoilt:
             return data
         spoilt.append(name)
         message = Message.decode(body)
@@ -188,7 +188,7 @@ def test_figures_of_an_upload_that_is_refused_do_not_count(
 ) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     loop = deploy(shared(config, "fedavg"), tmp_path, change=spoilt_once(1))
-    assert sum((n, o.kind, o.round) == ("poet", "step", 1) for n, o in loop.orders) == 2
+    assert sum((n, o.kind, o.turn) == ("poet", "step", 1) for n, o in loop.orders) == 2
     assert without_the_end(learnt(RunFolder(tmp_path / "server"))) == learnt(undisturbed("fedavg"))
 
 
@@ -225,7 +225,7 @@ def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) 
         {"round": 0, "client": "poet", "name": "loss/early", "value": 1},
         {"round": 0, "client": "poet", "name": "seconds", "value": 10**9},
         {"round": 0, "client": "poet", "name": "server/aggregated", "value": "best"},
-        {"round": 0, "client": "poet", "name": "bytes/up", "value": "none"},
+        {"round": 0, "client": "poet", "name": "bytes/up", "value": 10**9},
         {"round": 0, "name": "server/aggregated", "value": "best"},
         {"round": 0, "client": "whaler", "name": "loss/other", "value": 1},
     ]
@@ -248,6 +248,7 @@ def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) 
     # The last is of the end, after the last round.
     assert rounds["loss/late"] == [0, 1, 2, 2]
     assert rounds["loss/early"] == rounds["loss/other"] == [0, 0, 1, 2]
+    assert 10**9 not in [m["value"] for m in found]
     told = [m for m in found if m["name"] not in rounds and m["client"] in NAMES]
     mine = [m for m in told if not m["name"].startswith(("bytes/", CHANGE))]
     assert sorted(without_the_end(mine), key=json.dumps) == learnt(undisturbed("fedavg"))
@@ -266,7 +267,7 @@ def scored(run: coterie.RunConfig, out: Path, name: str) -> dict[tuple[str, int]
 
 def test_who_did_not_count_in_a_round_has_no_score_of_its_aggregate(config, tmp_path) -> None:
     run = shared(config, "fedavg", quorum=2, deadline=0.001)
-    deploy(run, tmp_path, lose=lambda name, order: (name, order.round) == ("poet", 1))
+    deploy(run, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 1))
     everything = {(p, r) for p in ("trained", "aggregated") for r in range(3)}
     assert scored(run, tmp_path, "whaler").keys() == everything
     # That of round 0 came up in the step that was undone.
@@ -281,7 +282,7 @@ def test_who_did_not_count_in_a_round_has_no_score_of_its_aggregate(config, tmp_
 def test_who_missed_the_last_round_is_scored_at_the_end(method, config, tmp_path) -> None:
     run = shared(config, method, quorum=2, deadline=0.001)
     lost = {("poet", "step", 2)}
-    deploy(run, tmp_path, lose=lambda name, order: (name, order.kind, order.round) in lost)
+    deploy(run, tmp_path, lose=lambda name, order: (name, order.kind, order.turn) in lost)
     mine, others = (scored(run, tmp_path, name) for name in ("poet", "whaler"))
     assert {("trained", 2), ("aggregated", 2)} <= mine.keys()
     assert mine["trained", 2] == mine["trained", 1]  # the model of the last step that counted

@@ -41,7 +41,7 @@ def test_no_round_is_trained_beyond_those_agreed(round, kind, sent, config, tmp_
     assert worker.run is not None
     before = worker.run.folder.digest()
     told, body = unseal(Order, first)
-    changed = told.model_copy(update={"round": round, "kind": kind})
+    changed = told.model_copy(update={"turn": round, "kind": kind})
     if (kind, round) != ("finish", 2):  # which is the run's end
         assert fault(worker, seal(changed, body)) == "refused"
         assert worker.run.folder.digest() == before

@@ -1,8 +1,9 @@
-"""Servers that are started again: clients that joined later, and other settings."""
+"""Servers that are started again: clients that joined later, other settings, finished runs."""
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from coterie.deployment.seats import Seat
 from coterie.deployment.start import Serving, serve, serve_again
 from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
+from coterie.messages.envelope import Order
 from coterie.network.keys import Keys
 from coterie.network.link import Link
-from coterie.runs import RunFolder
+from coterie.runs import RECEIVED, RunFolder
 from coterie.testing.loop import Loop, workers
 
 NAMES = ("diarist", "poet", "whaler")
@@ -34,11 +36,13 @@ class Killed(Exception):
 
 @dataclass
 class Watch(ServerWatch):
-    """Kills the server after a number of rounds."""
+    """Keeps the server's events, and kills the server after a number of rounds."""
 
     rounds: int | None = None
+    notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
+        self.notes.append(text)
         if text.startswith(f"round {self.rounds}/"):
             raise Killed
 
@@ -91,7 +95,7 @@ def test_a_client_that_joined_later_can_be_expelled_and_forgotten(joined, loop) 
     assert forget(folder, "diarist").rounds == []
     serve_again(out, Looped(Watch(), loop=loop), update=run)
     assert folder.result is not None
-    steps = [order.round for name, order in loop.orders if (name, order.kind) == ("poet", "step")]
+    steps = [order.turn for name, order in loop.orders if (name, order.kind) == ("poet", "step")]
     assert steps == [0, 1, 2, 3]
 
 
@@ -109,14 +113,25 @@ def test_the_command_expels_a_client_that_joined_later(joined, values, monkeypat
     assert RunFolder(out).expelled() == {"diarist"}
 
 
+def test_expelling_a_name_that_nobody_has_says_so(joined, loop) -> None:
+    run, out = joined
+    with pytest.raises(Killed):
+        serve_again(out, Looped(Watch(3), loop=loop), update=with_deployment(run, anyone=True))
+    said: list[str] = []
+    for name in ("diarists", "diarist"):  # the first is misspelt
+        result = CliRunner().invoke(app, ["expel", str(out), "--client", name])
+        assert result.exit_code == 0, result.output
+        said.append(" ".join(result.output.split()))
+    assert "No client called diarists has joined this run so far; check the name." in said[0]
+    assert "No client called" not in said[1]
+
+
 def test_a_run_goes_on_with_the_client_that_joined_later(joined, loop) -> None:
     run, out = joined
     without = ["poet", "whaler"]
     finished = serve_again(out, Looped(Watch(), loop=loop), without=without, update=run)
     assert finished.result is not None
-    steps = [
-        order.round for name, order in loop.orders if (name, order.kind) == ("diarist", "step")
-    ]
+    steps = [order.turn for name, order in loop.orders if (name, order.kind) == ("diarist", "step")]
     assert steps == [0, 1, 2, 3]
 
 
@@ -174,3 +189,87 @@ def test_settings_that_a_resumed_run_would_ignore_are_refused(
     with pytest.raises(CoterieError, match="cannot change when a run is resumed") as raised:
         serve_again(out, serving, update=update)
     assert text in str(raised.value)
+
+
+def status(out: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["status", str(out)])
+    return result.exit_code, result.output
+
+
+def test_a_finished_run_ends_at_once_when_it_is_resumed(config, loop, tmp_path) -> None:
+    run, watch = config(method={"name": "fedavg"}, rounds=2), Watch()
+    folder = serve(run, tmp_path / "server", Looped(watch, loop=loop))
+    loop.away, turns, result = set(NAMES), loop.turns, folder.result
+    for _ in range(2):
+        serve_again(folder.path, Looped(watch, loop=loop), update=run)
+        assert loop.turns == turns
+        assert folder.result == result
+        code, text = status(folder.path)
+        assert (code, "The run has ended" in text) == (0, True)
+    assert not [note for note in watch.notes if "did not receive" in note]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
+def test_only_clients_without_the_result_are_waited_for(
+    stop, config, loop, tmp_path, monkeypatch
+) -> None:
+    """The server ends while whaler is away, by itself or with Ctrl-C; whaler then returns."""
+    monkeypatch.setattr("coterie.deployment.server.GRACE", 0.5 if stop is None else 60.0)
+    run = config(method={"name": "fedavg"}, rounds=1, deployment={"deadline": 0.5})
+    out = tmp_path / "server"
+
+    def leave(name: str, order: Order) -> bool:
+        if (name, order.kind) == ("whaler", "finish"):
+            loop.away |= {*NAMES}
+            loop.events = {loop.turns + 5: end}
+        return (name, order.kind) == ("whaler", "finish")
+
+    def end(_: Loop) -> None:
+        if stop is not None:
+            raise stop
+        time.sleep(0.6)
+
+    loop.lose = leave
+    with pytest.raises(stop) if stop else nullcontext():
+        serve(run, out, Looped(Watch(), loop=loop))
+    loop.lose = lambda *_: False
+    watch = Watch()
+    loop.events = {loop.turns + 5: end}
+    with pytest.raises(stop) if stop else nullcontext():
+        serve_again(out, Looped(watch, loop=loop), update=run)
+    if stop is None:
+        missing = [note for note in watch.notes if "did not receive" in note]
+        assert missing == [
+            "whaler did not receive the result; use --resume when whaler is connected"
+        ]
+        assert status(out)[0] == 0
+    loop.events = {loop.turns + 5: lambda loop: loop.reconnect("whaler")}
+    watch = Watch()
+    assert serve_again(out, Looped(watch, loop=loop), update=run).result is not None
+    assert not [note for note in watch.notes if "did not receive" in note]
+
+
+def test_a_run_that_has_ended_stays_so_while_a_client_is_waited_for(config, loop, tmp_path) -> None:
+    run = config(method={"name": "fedavg"}, rounds=1)
+    folder = serve(run, tmp_path / "server", Looped(Watch(), loop=loop))
+    folder.write_list(RECEIVED, ["diarist"])
+    loop.away, loop.events = {*NAMES}, {loop.turns + 3: raise_interrupt}
+    with pytest.raises(KeyboardInterrupt):
+        serve_again(folder.path, Looped(Watch(), loop=loop), update=run)
+    assert status(folder.path)[0] == 0
+
+
+def test_who_has_the_result_is_forgotten_with_the_client_and_with_the_last_round(
+    config, loop, tmp_path
+) -> None:
+    run = config(method={"name": "fedavg"}, rounds=2, deployment={"checkpoints": 3})
+    folder = serve(run, tmp_path / "server", Looped(Watch(), loop=loop))
+    assert folder.listed(RECEIVED) == {*NAMES}
+    forget(folder, "poet")
+    assert folder.listed(RECEIVED) == {"diarist", "whaler"}
+    folder.go_back(folder.turns())
+    assert folder.listed(RECEIVED) == set()
+
+
+def raise_interrupt(_: Loop) -> None:
+    raise KeyboardInterrupt

@@ -82,7 +82,7 @@ def test_a_round_begins_again_with_a_client_that_joined_later(
         server(run, tmp_path / "server", loop).rounds()
     done = RunFolder(tmp_path / "server")
     assert done.result is not None
-    sent = {n: [o.round for to, o in loop.orders if (to, o.kind) == (n, "step")] for n in NAMES}
+    sent = {n: [o.turn for to, o in loop.orders if (to, o.kind) == (n, "step")] for n in NAMES}
     assert sent["diarist"] == [0, 1]
     assert sent["poet"] == [0, 0, 1]
     assert "round 1: sent the stored upload again" in caplog.messages

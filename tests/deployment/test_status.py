@@ -25,6 +25,7 @@ from coterie.network import accepting
 from coterie.network.address import listen
 from coterie.runs import RunFolder
 from coterie.runs.progress import logged
+from coterie.turn import FIRST, Turn
 
 
 class Lines(ServerWatch):
@@ -57,33 +58,34 @@ def test_a_server_that_waits_says_so_at_once_and_ever_less_often(monitor, watch,
     said = []
     for second in range(4000):
         clock[0] = 1000.0 + second
-        monitor.waits("waiting for anna")
+        monitor.waits(FIRST, "anna")
         if len(watch.lines) > len(said):
             said.append(second)
             watch.lines[-1:] = [f"{second}"]
     assert said == [0, 60, 180, 420, 900, 1860, 3660]
-    assert monitor.status.waiting == "waiting for anna"
+    assert monitor.status.waiting == "round 1: waiting for anna"
 
 
 def test_a_round_that_takes_long_is_mentioned_after_a_minute(monitor, watch, clock) -> None:
-    monitor.opens()
+    monitor.opens(FIRST)
     for second in range(100):
         clock[0] = 1000.0 + second
-        monitor.waits("waiting for the upload of ben")
-    assert watch.lines == ["waiting for the upload of ben"]
-    monitor.closes(2)
-    assert monitor.status.waiting == "waiting for the upload of ben"
-    monitor.opens()
+        monitor.waits(FIRST, "the upload of ben")
+    assert watch.lines == ["round 1: waiting for the upload of ben"]
+    monitor.closes(FIRST, 2)
+    assert monitor.status.waiting == "round 1: waiting for the upload of ben"
+    monitor.opens(FIRST)
     assert monitor.status.waiting == ""
 
 
 def test_the_time_left_does_not_count_waiting(tmp_path, watch, clock) -> None:
     monitor = Monitor("fedavg", 5, RunFolder(tmp_path), watch)
-    for wait, work in ((5000, 10), (0, 12), (90_000, 11)):
+    for round, (wait, work) in enumerate(((5000, 10), (0, 12), (90_000, 11))):
+        turn = Turn(round, round, round)
         clock[0] += wait
-        monitor.opens()
+        monitor.opens(turn)
         clock[0] += work
-        monitor.closes(1)
+        monitor.closes(turn, 1)
     assert monitor.status.seconds_left == 2 * 11
     assert watch.lines[-1] == "round 3/5: 1 upload used, about 0:00:22 left"
 

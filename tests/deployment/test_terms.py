@@ -32,7 +32,7 @@ Change = Callable[[dict[str, Any]], None]
 def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
     told = json.loads(json.dumps(run.visible_to("poet")))
     change(told)
-    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
+    header = {"run": RUN, "client": "poet", "kind": "join", "turn": 0, "protocol": PROTOCOL}
     return Order.model_validate({**header, "config": told, **more})
 
 
@@ -321,4 +321,4 @@ def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
     place = site(config(), "poet", tmp_path)
     for told in ({}, {"data": []}, None):
         with pytest.raises(MessageError, match="contains no valid run"):
-            place.config(Order(run=RUN, client="poet", kind="join", round=0, config=told))
+            place.config(Order(run=RUN, client="poet", kind="join", turn=0, config=told))

@@ -34,8 +34,8 @@ def noisy(config: Any) -> coterie.RunConfig:
 
 
 def order_to_join(run: coterie.RunConfig, **changes: Any) -> Order:
-    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "protocol": PROTOCOL}
-    return Order(**header, **{**join_fields(run, "poet", None), **changes})
+    header = {"run": RUN, "client": "poet", "kind": "join", "turn": 0, "protocol": PROTOCOL}
+    return Order(**header, **{**join_fields(run, "poet", 3, None), **changes})
 
 
 @pytest.mark.parametrize(("limit", "fault"), [(8.0, None), (7.9, "budget"), (None, None)])

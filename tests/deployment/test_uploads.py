@@ -15,7 +15,8 @@ from torch import Tensor
 import coterie
 from coterie.deployment.client import Worker
 from coterie.deployment.status import ServerWatch
-from coterie.engines.uploads import Uploads
+from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.mean import Aggregation
 from coterie.messages import Message, formats
 from coterie.messages.envelope import FAULT_MESSAGES, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
@@ -95,7 +96,7 @@ def spoiling(spoil: Callable[[Message], bytes], round: int, times: int = 10**6) 
 
     def change(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.round) != ("poet", "step", round) or len(spoilt) == times:
+        if (name, reply.kind, reply.turn) != ("poet", "step", round) or len(spoilt) == times:
             return data
         spoilt.append(name)
         return seal(reply, spoil(Message.decode(body)))
@@ -167,7 +168,7 @@ def test_a_bad_upload_leaves_nothing_behind_when_its_round_is_opened_again(
     run = weighted(config, method)
     local = coterie.run(run, out=tmp_path / "local")
     loop = deploy(run, tmp_path, change=spoiling(narrow, 0, times=1))
-    asked = [name for name, order in loop.orders if (order.kind, order.round) == ("step", 0)]
+    asked = [name for name, order in loop.orders if (order.kind, order.turn) == ("step", 0)]
     assert {name: asked.count(name) for name in NAMES} == {"diarist": 1, "poet": 2, "whaler": 1}
     assert_as_local(run, tmp_path, RunFolder(local.path))
 
@@ -241,7 +242,7 @@ def test_an_order_of_another_protocol_may_hold_what_this_one_does_not_know(
     beside, config, tmp_path
 ) -> None:
     worker = workers(weighted(config), tmp_path)["poet"]
-    header = {"run": RUN, "client": "poet", "kind": "join", "round": 0, "config": {}, **beside}
+    header = {"run": RUN, "client": "poet", "kind": "join", "turn": 0, "config": {}, **beside}
     text = json.dumps(header).encode()
     reply = worker.answer(len(text).to_bytes(4, "big") + text)
     assert unseal(Reply, reply)[0].fault == "protocol"
@@ -269,7 +270,7 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
     run = weighted(config, method="local")
     folder = RunFolder.create(tmp_path / "run", {})
     before = {*folder.path.iterdir()}
-    waiting = Uploads(folder.path, ServerSide(), run.aggregating())
+    waiting = Exchange(folder.path, ServerSide(), Aggregation(run.method.schema()))
     for round in (0, 1):
         waiting.take("poet", Message(round).encode())
         assert {*folder.path.iterdir()} == before  # so that a kill leaves nothing of it
@@ -280,14 +281,14 @@ def test_uploads_that_are_sent_again_take_no_more_space(config, tmp_path) -> Non
     run = weighted(config)
     local = joined(run)
     local.server.start_round(0, sorted(local.clients))
-    uploads = Uploads(tmp_path, local.server, local.aggregation)
+    uploads = Exchange(tmp_path, local.server, local.aggregation)
     sent = {name: local.schema.send("up", step(local, name, 0)) for name in NAMES}
     for number in range(40):
         for name in NAMES if number % 7 == 0 else ("poet",):
             uploads.take(name, sent[name])
             waiting = sum(len(sent[each]) for each in uploads.counted)
-            assert os.fstat(uploads._file.fileno()).st_size <= 3 * waiting + len(sent[name])
+            assert os.fstat(uploads.store._file.fileno()).st_size <= 3 * waiting + len(sent[name])
             for each in uploads.counted:
-                assert uploads.message(each).encode() == sent[each]
+                assert uploads.store.get(each).encode() == sent[each]
     uploads.begin()
-    assert os.fstat(uploads._file.fileno()).st_size == 0
+    assert os.fstat(uploads.store._file.fileno()).st_size == 0

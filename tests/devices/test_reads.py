@@ -7,12 +7,14 @@ import pytest
 from device import Counts
 from every_method import METHODS, run_of, some
 from placed import counting
+from turns import nth
 
 from coterie.config.run import parse
 from coterie.evaluation.evaluate import evaluate
 from coterie.messages import Message
 from coterie.testing.rounds import down, joined, one_round
 from coterie.training.update import Updater
+from coterie.turn import FIRST
 
 TRAINED = [name for name in METHODS if name not in ("pretrained", "llm2slm")]
 
@@ -27,7 +29,7 @@ def opened(run: Any) -> tuple[Any, str]:
     """Return a run whose first client has applied its first download, and the client's name."""
     local = joined(run)
     client = next(iter(local.clients))
-    local.open(0, list(local.clients))
+    local.open(FIRST, list(local.clients))
     local.clients[client].receive(down(local, client))
     return local, client
 
@@ -53,7 +55,7 @@ def two_steps(monkeypatch) -> Callable[..., tuple[int, int]]:
         for steps in (4, 6):
             local, client = opened(make(steps))
             updates.clear()
-            reads = counted(lambda: local.clients[client].train(0)).reads.total()  # noqa: B023
+            reads = counted(lambda: local.clients[client].train(nth(0))).reads.total()  # noqa: B023
             counts.append((reads, len(updates)))
         (fewer, before), (more, after) = counts
         return more - fewer, after - before
@@ -102,7 +104,7 @@ def test_a_step_on_any_kind_of_data_reads_one_value(kind, micro_batch, two_steps
 
 def test_batches_are_copied_to_the_device_without_waiting(kind) -> None:
     local, client = opened(kind())
-    counts = counted(lambda: local.clients[client].train(0))
+    counts = counted(lambda: local.clients[client].train(nth(0)))
     assert not counts.writes.total(), counts.writes
 
 
@@ -123,8 +125,8 @@ def test_a_message_is_copied_at_once(name, values, teachers, gpu) -> None:
     """An upload needs one transfer for each dtype, and the state of a checkpoint needs one."""
     local, client = opened(run_of(METHODS[name], values, teachers, device=gpu))
     part = local.clients.part(client)
-    part.side.train(0)
-    upload = part.side.upload(0)
+    part.side.train(nth(0))
+    upload = part.side.upload(nth(0))
     kinds = {tensor.dtype for *_, tensor in upload.tensors() if tensor.device.type != "cpu"}
     assert counted(upload.on_host).reads.total() == len(kinds)
     assert counted(upload.on_host().encode).reads.total() == 0

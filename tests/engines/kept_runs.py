@@ -75,5 +75,5 @@ def trained(config, **changes) -> RunConfig:
 
 def files(run: RunFolder) -> dict[str, bytes]:
     """The newest checkpoint, byte for byte."""
-    newest = run.checkpoint(run.rounds())
+    newest = run.checkpoint(run.turns())
     return {path.name: path.read_bytes() for path in newest.iterdir()}

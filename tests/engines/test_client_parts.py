@@ -19,6 +19,7 @@ from coterie.errors import Diverged
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import joined, one_round
+from coterie.turn import Turn
 
 
 class Stop(Callback):
@@ -72,7 +73,7 @@ def test_one_client_in_memory_gives_the_same_bits(
     done = RunFolder(coterie.run(run, out=tmp_path / "one").path)
     assert_same(done, expected)
     assert not (done.path / STATES).exists()
-    if expected.rounds() > 2:
+    if expected.turns() > 2:
         assert_same(stopped(run, tmp_path / "stopped"), expected)
 
 
@@ -80,9 +81,9 @@ def test_one_client_in_memory_gives_the_same_bits(
 def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> None:
     run, step = config(method="fedavg", rounds=3), ClientPart.step
 
-    def diverging(self: ClientPart, at: int, *args: Any, **named: Any) -> bytes:
+    def diverging(self: ClientPart, at: Turn, *args: Any, **named: Any) -> bytes:
         upload = step(self, at, *args, **named)
-        if (self.name, at) == ("poet", round):
+        if (self.name, at.round) == ("poet", round):
             raise Diverged("the loss is not finite")
         return upload
 

@@ -21,6 +21,7 @@ from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.loop import Loop, assert_as_local, assert_equal, assert_same_states, deploy
 from coterie.testing.rounds import joined
+from coterie.turn import Turn
 
 WHO = "poet"
 ROUND = 1
@@ -35,14 +36,14 @@ class Broken(available()[{base!r}]):
         side = super().client(context)
         train = side.train
 
-        def broken(round):
+        def broken(turn):
             if {last}:
-                train(round)
-            if (context.name, round) in {when}:
+                train(turn)
+            if (context.name, turn.round) in {when}:
                 for part in side.parameters().values():
                     part.tensor.data.fill_(torch.nan)
             if not {last}:
-                train(round)
+                train(turn)
 
         side.train = broken
         return side
@@ -160,7 +161,7 @@ def test_a_deployment_has_the_same_bits(method, broken, tmp_path) -> None:
     assert result is not None
     assert local.result is not None
     assert result["left_out"] == local.result["left_out"]
-    asked = [name for name, order in network.orders if (order.kind, order.round) == ("step", ROUND)]
+    asked = [name for name, order in network.orders if (order.kind, order.turn) == ("step", ROUND)]
     assert len(asked) == len({*asked})  # asking again would change nothing
 
 
@@ -200,7 +201,7 @@ def test_a_run_without_a_client_ends_with_a_sentence(round, broken, tmp_path) ->
         assert worker.error == (
             "The server ended the run after an error; ask the server's operator for the cause."
         )
-    assert RunFolder(tmp_path / "server").rounds() == round
+    assert RunFolder(tmp_path / "server").turns() == round
 
 
 def test_a_client_that_always_diverges_stops_alike(broken, tmp_path) -> None:
@@ -228,10 +229,10 @@ def test_numbers_in_an_upload_that_are_not_finite_exclude_it(value, config, tmp_
     run = config(method="fedavg", rounds=2, aggregation={"weights": "tokens"})
     original = AdapterClient.upload
 
-    def upload(self: AdapterClient, round: int) -> Message:
-        message = original(self, round)
-        bad = {"loss": [1.0, value]} if (self.context.name, round) == (WHO, ROUND) else {}
-        return Message(round, message.groups, {**message.values, **bad})
+    def upload(self: AdapterClient, turn: Turn) -> Message:
+        message = original(self, turn)
+        bad = {"loss": [1.0, value]} if (self.context.name, turn.round) == (WHO, ROUND) else {}
+        return Message(turn.exchange, message.groups, {**message.values, **bad})
 
     monkeypatch.setattr(AdapterClient, "upload", upload)
     result = RunFolder(coterie.run(run, out=tmp_path / "run").path).result

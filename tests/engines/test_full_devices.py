@@ -46,7 +46,7 @@ PLACES = {
     ),
     "contributions": (
         {"name": "fedavg"},
-        "coterie.engines.uploads.contribution",
+        "coterie.exchanges.mean.Aggregation.contribution",
         f"the aggregation; set {SMALLER}",
     ),
     "aggregation": (
@@ -121,7 +121,7 @@ def test_a_run_continues_after_a_device_was_full(
     full.in_the_middle()
     with pytest.raises(CoterieError, match=f"^The GPU has too little memory for {sentence}"):
         coterie.run(run, out=tmp_path / "run")
-    complete = RunFolder(tmp_path / "run").rounds()
+    complete = RunFolder(tmp_path / "run").turns()
     resumed = coterie.resume(tmp_path / "run")
     assert 0 < complete < run.exchanges
     assert_same_states(RunFolder(resumed.path), RunFolder(whole.path))

@@ -16,9 +16,10 @@ from coterie.config.run import RunConfig
 from coterie.data.kinds.text import Tokens
 from coterie.engines import runtime as part
 from coterie.engines.session import Session
+from coterie.inference.kept import Best, Keeper
 from coterie.messages.names import JUMPED
 from coterie.methods.pretrained import bare
-from coterie.runs import Callback, RunFolder, folder
+from coterie.runs import Callback, RunFolder, describe, folder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
 
@@ -35,18 +36,18 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
         ranked = found.setdefault(name, [naive_order(one.base, bare(one.base), text, window)])
         ranked.append(naive_order(one.base, local.clients[name].model(), text, window))
 
-    for round in range(run.exchanges):
-        local.server.start_round(round, sorted(local.clients))
+    for turn in map(run.turn, range(run.exchanges)):
+        local.server.start_round(turn.exchange, sorted(local.clients))
         uploads = {}
         for name, client in sorted(local.clients.items()):
             client.receive(down(local, name))
-            if aggregated and round:
+            if aggregated and turn.first and turn.round:
                 note(name)
-            client.train(round)
-            uploads[name] = up(local, name, round)
-            if not aggregated:
+            client.train(turn)
+            uploads[name] = up(local, name, turn.number)
+            if not aggregated and turn.last:
                 note(name)
-        close(local, round, uploads)
+        close(local, turn.number, uploads)
     if aggregated:
         take(local)
         for name in local.clients:
@@ -124,7 +125,7 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
         with pytest.raises(KeyboardInterrupt):
             coterie.run(again(), out=tmp_path / "run", callbacks=[Stop()])
     stopped_run = RunFolder(tmp_path / "run")
-    assert 2 <= stopped_run.rounds() <= 3
+    assert 2 <= stopped_run.turns() <= 3
     coterie.resume(stopped_run.path)
     assert files(stopped_run) == files(whole)
     assert (stopped_run.result or {}) | {"seconds": 0} == (whole.result or {}) | {"seconds": 0}
@@ -150,7 +151,7 @@ def test_a_round_that_did_not_count_is_not_kept(config, tmp_path) -> None:
     quorum = {"quorum": 2, "deadline": 0.001}
     run = config(method="local", rounds=3, deployment=quorum)
     assert coterie.run(run, out=tmp_path / "run").results["local"]["kept"]["poet"] == 3
-    loop.deploy(run, tmp_path, lose=lambda name, order: (name, order.round) == ("poet", 2))
+    loop.deploy(run, tmp_path, lose=lambda name, order: (name, order.turn) == ("poet", 2))
     mine = loop.folder(run, tmp_path, "poet")
     kept, before = mine.load("kept-poet"), RunFolder(tmp_path / "run")
     assert (mine.result or {})["kept"] == {"poet": 2}
@@ -254,6 +255,26 @@ def test_the_kept_model_is_scored_once_unless_it_is_the_last(
     assert scored == {name: 2 + (round < ROUNDS) for name, round in kept.items()}
 
 
+def test_runs_of_a_session_score_the_untrained_base_once(config, tmp_path, monkeypatch) -> None:
+    scored: list[int] = []
+    original = Keeper._scored
+
+    def counted(self: Keeper, model: Any, round: int, since: int) -> Best:
+        scored.append(round)
+        return original(self, model, round, since)
+
+    monkeypatch.setattr(Keeper, "_scored", counted)
+    run = config(method="fedavg", baselines=["local"], rounds=1)
+    coterie.run(run, out=tmp_path / "run")
+    assert Counter(scored) == {0: len(run.clients), 1: 2 * len(run.clients)}
+    session = Session(run)
+    for number, samples in enumerate([1, 2, 2]):
+        scored.clear()
+        other = config(method="local", rounds=1, evaluation={"validation_samples": samples})
+        session.start(other, RunFolder.create(tmp_path / str(number), describe({}, {}, {}))).run()
+        assert scored.count(0) == (0 if number == 2 else len(run.clients))
+
+
 @pytest.mark.slow
 def test_a_pooled_run_keeps_one_model_by_all_validation_texts(config, tmp_path) -> None:
     run = config(method="centralized", rounds=4, training=HIGH)
@@ -282,7 +303,7 @@ def test_so_many_validation_samples_choose(config, tmp_path) -> None:
         if count == 1:
             text = type(text)(text.ids[:window], 0)
         local = joined(run)  # the model after training, whether or not it is the best
-        local.clients[participant.name].train(0)
+        local.clients[participant.name].train(run.turn(0))
         model = local.clients[participant.name].model()
         expected = naive_loss(participant.base, model, text, window)
         [loss] = [

@@ -12,12 +12,12 @@ import torch
 import yaml
 
 import coterie
-from coterie.aggregation.mean import Aggregation
 from coterie.bases import load_skeleton
 from coterie.engines.local import local_run
-from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.mean import Aggregation
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
 from coterie.runs import Callback, RunFolder
@@ -138,8 +138,8 @@ answer(schema.send("hello", side.hello()))
 while size := sys.stdin.buffer.read(8):
     message = schema.receive("down", sys.stdin.buffer.read(struct.unpack("<Q", size)[0]))
     side.receive(message)
-    side.train(message.round)
-    upload = side.upload(message.round)
+    side.train(config.turn(message.round))
+    upload = side.upload(config.turn(message.round))
     store.write_bytes(side.state().encode())
     answer(schema.send("up", upload))
 """
@@ -194,17 +194,15 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     skeleton = load_skeleton(run.base)
     context = ServerContext(0, skeleton, tuple(names), lambda *_: None, run.training)
     server, schema = run.method.server(context), run.method.schema()
-    aggregation = Aggregation(schema)
+    exchange = Exchange(tmp_path, server, Aggregation(schema), strict=True)
     for name in names:
         server.join(name, schema.receive("hello", workers[name].hello))
     for round in range(run.rounds):
         server.start_round(round, names)
-        given = []
+        exchange.begin()
         for name in names:
-            upload = workers[name].step(schema.send("down", server.download(name)))
-            message = schema.receive("up", upload)
-            given.append(contribution(server, aggregation, name, message))
-        mean = aggregation.mean(round, given)
+            exchange.take(name, workers[name].step(schema.send("down", server.download(name))))
+        mean = exchange.mean(run.turn(round))
         server.end_round(mean, mean.values["held"])
         if round == 0:  # a client's process ends and another takes its place
             workers["poet"].stop()
@@ -307,7 +305,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CoterieError, match=r"client-poet.* is damaged .* --from-round 1\."):
+    with pytest.raises(CoterieError, match=r"client-poet.* is damaged .* --from-round\."):
         coterie.resume(folder.path)
     with pytest.raises(
         CoterieError, match=r"No unfinished run in .* has a checkpoint later than round 7"

@@ -78,7 +78,7 @@ def stopping(run: RunConfig):
             local.clients[name].receive(down(local, name))
             if aggregated and round:
                 compare(name)
-            local.clients[name].train(round)
+            local.clients[name].train(run.turn(round))
             uploads[name] = up(local, name, round)
             if not aggregated:
                 compare(name)
@@ -106,7 +106,7 @@ def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
     run = trained(config, evaluation={"patience": 1})
     network = loop.deploy(run, tmp_path)
     loop.assert_as_local(run, tmp_path, patient)
-    steps = Counter(order.round for _, order in network.orders if order.kind == "step")
+    steps = Counter(order.turn for _, order in network.orders if order.kind == "step")
     assert steps[0] == 3 > steps[max(steps)] > 0  # the quorum, all three, does not hold it up
     # One word tells of it, and only where a client stops.
     replies = [
@@ -120,7 +120,7 @@ def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
 def test_a_run_with_patience_continues_to_the_same_bits(config, patient, tmp_path) -> None:
     class Stop(Callback):
         def on_round_end(self, round: int, scores: str) -> None:
-            if round == patient.rounds() - 2:
+            if round == patient.turns() - 2:
                 raise KeyboardInterrupt
 
     run = trained(config, evaluation={"patience": 1})
@@ -137,13 +137,13 @@ def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
     runs = (config(method="local", seed=seed, **settings) for seed in range(20))
     ended = ((run, coterie.run(run, out=tmp_path / f"run{run.seed}")) for run in runs)
     # Which rounds are good is chance.
-    run, done = next((run, done) for run, done in ended if RunFolder(done.path).rounds() < 9)
-    kept, rounds = done.results["local"]["kept"], RunFolder(done.path).rounds()
+    run, done = next((run, done) for run, done in ended if RunFolder(done.path).turns() < 9)
+    kept, rounds = done.results["local"]["kept"], RunFolder(done.path).turns()
     assert rounds == max(kept.values()) + 2 < 9
     assert coterie.resume(done.path).results == done.results  # nothing is left to do
     (done.path / "result.json").unlink()
     assert coterie.resume(done.path).results["local"]["kept"] == kept
-    assert RunFolder(done.path).rounds() == rounds
+    assert RunFolder(done.path).turns() == rounds
     loop.deploy(run, tmp_path)
     loop.assert_as_local(run, tmp_path, RunFolder(done.path))
 
@@ -160,7 +160,7 @@ def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, m
         deployment=deployment,
     )
     loop.deploy(run, tmp_path, events={2: lambda network: network.away.add("whaler")})
-    assert RunFolder(tmp_path / "server").rounds() < 9
+    assert RunFolder(tmp_path / "server").turns() < 9
     assert loop.folder(run, tmp_path, "poet").result is not None
 
 
@@ -183,7 +183,7 @@ def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
     )
     late = {6: lambda network: network.reconnect("whaler")}
     network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
-    first = min(o.round for name, o in network.orders if (name, o.kind) == ("whaler", "step"))
+    first = min(o.turn for name, o in network.orders if (name, o.kind) == ("whaler", "step"))
     assert first > 1
     kept = loop.folder(run, tmp_path, "whaler").load("kept-whaler").values
     assert kept["since"] >= first
@@ -198,7 +198,7 @@ def test_patience_needs_a_best_model() -> None:
 def test_patience_counts_rounds_and_not_the_phases_of_transforms(
     in_memory, config, tmp_path, monkeypatch
 ) -> None:
-    """With a phase before each round's training, eight exchanges are four rounds."""
+    """With a phase before each round's training, eight turns are four rounds."""
     load_plugin(PLUGIN)
     monkeypatch.setattr("coterie.engines.local.IN_MEMORY", in_memory)
     run = config(
@@ -207,7 +207,7 @@ def test_patience_counts_rounds_and_not_the_phases_of_transforms(
         evaluation={"patience": 4},
         aggregation={"transforms": ["masked_sum"]},
     )
-    assert run.exchanges == 8
+    assert (run.exchanges, run.turns) == (4, 8)
     done = coterie.run(run, out=tmp_path / "run")
     uploads = Counter(
         m["client"] for m in RunFolder(done.path).metrics() if m["name"] == "bytes/up"

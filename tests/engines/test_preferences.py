@@ -21,6 +21,7 @@ from coterie.methods.registry import available
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, deploy
 from coterie.testing.rounds import joined
+from coterie.turn import FIRST
 
 NAMES = ("diarist", "poet", "whaler")
 TRAINING = {"steps": 6, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
@@ -152,7 +153,7 @@ def test_pieces_of_a_batch_learn_the_same(run) -> None:
     found = []
     for micro in (None, 1, 3):
         local = joined(run(method="local", training=TRAINING | {"micro_batch": micro, "steps": 1}))
-        local.clients["poet"].train(0)
+        local.clients["poet"].train(FIRST)
         found.append(local.clients["poet"].state()["adapter"])
     for other in found[1:]:
         for name, tensor in found[0].items():

@@ -31,7 +31,7 @@ def test_the_results_are_those_of_one_process_even_after_an_interruption(config,
     expected = coterie.run(run, out=tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=tmp_path / "more", jobs=3, callbacks=[StopAfterFirstRound()])
-    assert RunFolder(tmp_path / "more").rounds() == 1
+    assert RunFolder(tmp_path / "more").turns() == 1
     lines: list[str] = []
     resumed = coterie.resume(tmp_path / "more", jobs=3, report=lines.append)
     assert scores(tmp_path / "more") == scores(tmp_path / "one")

@@ -167,7 +167,7 @@ def test_a_run_stopped_in_mid_round_continues_to_the_same_bits(
         working = [p for p in left if number != signal.SIGKILL or "Agent" not in p.name()]
         assert psutil.wait_procs(working, timeout=60)[1] == []
     folder = RunFolder(out)
-    assert (folder.rounds(), folder.result) == (1, None)
+    assert (folder.turns(), folder.result) == (1, None)
     if engine is None:
         monkeypatch.setattr(LocalClients, "step", None)
     coterie.resume(out, engine=engine)
@@ -182,20 +182,28 @@ def session(process: psutil.Process) -> int:
         return 0
 
 
-def named(name: str) -> list[psutil.Process]:
-    """Ray's processes with this text in their command lines."""
-    return [process for process in family() if name in " ".join(process.cmdline())]
+def workers() -> list[psutil.Process]:
+    """The processes of Ray's workers; their command lines do not always name them."""
+    actors = import_module("ray._private.state").actors().values()
+    return [psutil.Process(actor["Pid"]) for actor in actors if actor["State"] == "ALIVE"]
+
+
+def gcs_servers() -> list[psutil.Process]:
+    """The processes without which a cluster is dead."""
+    return [process for process in family() if "gcs_server" in " ".join(process.cmdline())]
 
 
 class Kill(Callback):
     """Kill processes when the first client of the second round has finished."""
 
-    def __init__(self, name: str, count: int | None = None) -> None:
-        self.name, self.count, self.killed = name, count, 0
+    def __init__(
+        self, processes: Callable[[], list[psutil.Process]], count: int | None = None
+    ) -> None:
+        self.processes, self.count, self.killed = processes, count, 0
 
     def on_client_end(self, round: int, client: str) -> None:
         if round == 1 and not self.killed:
-            for process in named(self.name)[: self.count]:
+            for process in self.processes()[: self.count]:
                 process.kill()
                 self.killed += 1
 
@@ -213,7 +221,7 @@ def two_workers(monkeypatch) -> ModuleType:
 def test_a_lost_workers_clients_are_executed_again(
     count, config, local, tmp_path, two_workers
 ) -> None:
-    run, kill = three_rounds(config), Kill("ray::Work", count)
+    run, kill = three_rounds(config), Kill(workers, count)
     done = coterie.run(run, out=tmp_path / "run", engine=RAY, callbacks=[kill])
     assert kill.killed == count
     assert_same(RunFolder(done.path), local)
@@ -225,7 +233,7 @@ def test_a_client_that_loses_every_worker_ends_the_run_with_a_sentence(
     config, local, tmp_path, two_workers, monkeypatch
 ) -> None:
     monkeypatch.setattr(two_workers, "TRIES", 1)
-    run, kill = three_rounds(config), Kill("ray::Work")
+    run, kill = three_rounds(config), Kill(workers)
     with pytest.raises(CoterieError, match=r"Client '\w+' failed: 1 workers were lost.*ray\.log"):
         coterie.run(run, out=tmp_path, engine=RAY, callbacks=[kill])
     assert "died" in (tmp_path / "ray.log").read_text()
@@ -238,13 +246,13 @@ def test_a_dead_cluster_ends_the_run_with_a_sentence_and_resume_continues(
     config, local, tmp_path, two_workers, monkeypatch
 ) -> None:
     monkeypatch.setattr(two_workers, "CHECK", 0.01)
-    run, kill = three_rounds(config), Kill("gcs_server")
+    run, kill = three_rounds(config), Kill(gcs_servers)
     with pytest.raises(
         CoterieError, match=r"cluster at 127\.0\.0\.1:\d+ does not answer.*--resume"
     ):
         coterie.run(run, out=tmp_path, engine=RAY, callbacks=[kill])
     stopped = RunFolder(tmp_path)
-    assert stopped.rounds() >= 1  # workers that already had an order may complete a round
+    assert stopped.turns() >= 1  # workers that already had an order may complete a round
     assert stopped.result is None
     coterie.resume(tmp_path, engine=RAY)
     assert_same(RunFolder(tmp_path), local)
@@ -269,7 +277,7 @@ def test_workers_share_a_gpu_and_a_run_that_needs_more_is_refused(
 
     class Count(Callback):
         def on_client_end(self, round: int, client: str) -> None:
-            seen.update(process.pid for process in named("ray::Work"))
+            seen.update(process.pid for process in workers())
 
     def with_gpu(**options: Any) -> None:
         init(**options, num_gpus=1)

@@ -7,15 +7,15 @@ from typing import ClassVar
 import pytest
 from pydantic import Field, PrivateAttr
 
-from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.reductions import Median
-from coterie.aggregation.registry import register
-from coterie.aggregation.transform import Context, Transform, mapped
-from coterie.aggregation.weights import TokenWeights
 from coterie.config.plugins import load_plugin
+from coterie.exchanges.optimiser import ServerOptimiser
+from coterie.exchanges.weights import TokenWeights
 from coterie.messages import Groups
 from coterie.testing import TransformContract
 from coterie.testing.small import small_run
+from coterie.transforms.contract import Context, Transform, mapped
+from coterie.transforms.reductions import Median
+from coterie.transforms.registry import register
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 KINDS = {file.stem: load_plugin(file)[0] for file in sorted(EXAMPLES.glob("*.py"))}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import coterie
-from coterie.aggregation.transform import Transform, TransformFacts
 from coterie.config.plugins import load_plugin
 from coterie.deployment.client import Worker
 from coterie.engines.session import Session
@@ -18,6 +17,7 @@ from coterie.privacy import secrets
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, site
 from coterie.testing.loop import workers as clients_of
+from coterie.transforms.contract import Transform, TransformFacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 TRANSFORMS: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_whoever_is_not_asked_again_counts_as_in_the_first_attempt(
 
     def spoil(name: str, data: bytes) -> bytes:
         reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.round) != ("poet", "step", round) or spoilt:
+        if (name, reply.kind, reply.turn) != ("poet", "step", round) or spoilt:
             return data
         spoilt.append(name)
         message = Message.decode(body)
@@ -285,8 +285,8 @@ def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why
 
 
 def test_median_and_trimmed_mean_are_their_definitions() -> None:
-    from coterie.aggregation.reductions import Median, TrimmedMean
-    from coterie.aggregation.transform import Contribution, Memory
+    from coterie.transforms.contract import Contribution, Memory
+    from coterie.transforms.reductions import Median, TrimmedMean
 
     rows = torch.randn(7, 9)
     stream = [Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows)]

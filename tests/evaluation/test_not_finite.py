@@ -18,6 +18,7 @@ from coterie.messages import Json
 from coterie.methods.adapter import AdapterClient
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_as_local, deploy
+from coterie.turn import Turn
 
 WHO = "poet"
 BROKEN = [math.nan, math.inf]
@@ -93,8 +94,8 @@ def test_a_figure_that_is_not_finite_is_not_recorded(config, tmp_path, monkeypat
     """By a run in one process, or by a client, which shares the others."""
     original = AdapterClient.train
 
-    def train(self: AdapterClient, round: int) -> None:
-        original(self, round)
+    def train(self: AdapterClient, turn: Turn) -> None:
+        original(self, turn)
         figures: Json = {"mean": math.nan}
         self.context.log("mine", figures)
         self.context.log("trust", {"diarist": math.inf})

@@ -177,7 +177,7 @@ def too_small(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunConfig, int], Non
     return limit
 
 
-NO_TRAINING = "coterie.training.local.LocalTraining.round"
+NO_TRAINING = "coterie.training.local.LocalTraining.run"
 FITS = "the limit is .* it fits with at most 2 clients instead of 3"
 
 

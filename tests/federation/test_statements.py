@@ -91,7 +91,7 @@ def passed_on(local: LocalRun, exchanges: int) -> tuple[set[str], set[str]]:
                     uploaded.add(others[value])
 
     for exchange in range(exchanges):
-        local.open(exchange, names)
+        local.open(local.config.turn(exchange), names)
         compare()
         uploads = {name: step(local, name, exchange) for name in names}
         for name, upload in uploads.items():
@@ -135,7 +135,7 @@ def after(run: RunConfig, group: str, change: bool) -> Mapping[str, dict[str, An
     local, exchange = joined(run), 0
     names = sorted(local.clients)
     for exchange in range(run.exchanges):
-        local.open(exchange, names)
+        local.open(local.config.turn(exchange), names)
         uploads = {name: step(local, name, exchange) for name in names}
         is_uploaded = bool(uploads[names[0]].groups.get(group))
         if is_uploaded and change:
@@ -143,7 +143,7 @@ def after(run: RunConfig, group: str, change: bool) -> Mapping[str, dict[str, An
         close(local, exchange, uploads)
         if is_uploaded:
             break
-    local.open(exchange + 1, names)
+    local.open(local.config.turn(exchange + 1), names)
     return {name: by_field(down(local, name)) for name in names[1:]}
 
 

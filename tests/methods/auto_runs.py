@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from turns import nth
 
 from coterie.messages import Message
 from coterie.testing.rounds import close, step
@@ -47,7 +48,7 @@ def forged_round(
         The clients' downloads and uploads.
     """
     names = sorted(present or local.clients)
-    local.open(round, names)
+    local.open(nth(round), names)
     downloads = {n: local.schema.receive("down", local.download(n)) for n in names}
     uploads = {n: step(local, n, round, downloads[n]) for n in names}
     for name, change in (forge or {}).items():

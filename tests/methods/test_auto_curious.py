@@ -8,10 +8,11 @@ import torch
 from auto_runs import auto, chosen, equal, forged_round
 from hypothesis import given
 from hypothesis import strategies as st
+from turns import nth
 
-from coterie.aggregation.choice import row_from_slopes, with_least_others
 from coterie.errors import CoterieError
 from coterie.messages import Message
+from coterie.methods.choice import row_from_slopes, with_least_others
 from coterie.testing.rounds import down, joined
 
 NAMES = ("ann", "ben", "eve", "ida")
@@ -67,7 +68,7 @@ def test_pairs_are_not_sent_again_to_a_client_whose_upload_never_counts(make) ->
     local, seen = make(), []
     forged_round(local, 0)
     for r in range(1, 5):
-        local.open(r, NAMES)
+        local.open(nth(r), NAMES)
         seen.append(bool(down(local, "eve").peers))
         others = [name for name in NAMES if name != "eve"]
         forged_round(local, r, present=others)
@@ -77,11 +78,11 @@ def test_pairs_are_not_sent_again_to_a_client_whose_upload_never_counts(make) ->
 def test_pairs_are_not_sent_again_if_another_client_leaves_during_the_exchange(make) -> None:
     local = make()
     forged_round(local, 0)
-    local.open(1, NAMES)
+    local.open(nth(1), NAMES)
     assert down(local, "eve").peers
     local.server.leave("ida")
     forged_round(local, 1, present=["ann", "ben"])
-    local.open(2, ["ann", "ben", "eve"])
+    local.open(nth(2), ["ann", "ben", "eve"])
     assert not down(local, "eve").peers
 
 

@@ -17,6 +17,7 @@ from auto_runs import (
     whole,
     window_losses,
 )
+from turns import nth
 
 from coterie.messages import Message, State
 from coterie.messages.names import TRUST
@@ -63,13 +64,13 @@ def observed(client: Any) -> tuple[list[int], list[tuple[str, Any]]]:
     """Return two lists to which a client's trainings and its metrics are appended from now on."""
     trainings: list[int] = []
     metrics: list[tuple[str, Any]] = []
-    train = client.training.round
+    train = client.training.run
 
     def counted(round: int) -> None:
         trainings.append(round)
         train(round)
 
-    client.training.round = counted
+    client.training.run = counted
     client.log = lambda metric, value: metrics.append((metric, value))
     return trainings, metrics
 
@@ -91,7 +92,7 @@ def branch(client: Any, download: Message, start: str) -> list[tuple[str, Any]]:
     client.receive(whole(client, copies(tensors), round))
     client.stage = ""
     trainings, metrics = observed(client)
-    client.train(round)
+    client.train(nth(round))
     assert trainings == [round]
     return metrics
 
@@ -114,11 +115,11 @@ def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
     assert client.stage == "undecided"
     assert equal(client.adapter.tensors(), own)
     assert metrics == []
-    client.train(2)
+    client.train(nth(2))
     alone = better == "own"
     assert trainings == [2, 2]
     assert client.row == ({name: 1.0} if alone else row)
-    assert client.upload(2).values["choice"]["row"] == client.row
+    assert client.upload(nth(2)).values["choice"]["row"] == client.row
     kept, other = (before_decision(config, *start, every=every) for _ in range(2))
     expected = branch(*kept, better)
     branch(*other, "mean" if alone else "own")
@@ -140,9 +141,9 @@ def test_a_client_whose_mean_is_better_at_once_trains_once(every, config) -> Non
     assert client.stage == ""
     assert metrics == [(TRUST, row)]
     assert equal(client.shared, {**own, **download["adapter"]})
-    client.train(2)
+    client.train(nth(2))
     assert trainings == [2]
-    assert client.row == row == client.upload(2).values["choice"]["row"]
+    assert client.row == row == client.upload(nth(2)).values["choice"]["row"]
     other = before_decision(config, "own", 5, every=every)
     expected = branch(*other, "mean")
     assert_equal(private(client.state()), private(other[0].state()), "client")
@@ -154,7 +155,7 @@ def test_a_client_whose_mean_is_equally_good_trains_twice_and_keeps_the_mean(con
     (trainings, metrics), row = observed(client), dict(client.row)
     client.receive(whole(client, copies(client.shared), round=2))
     assert client.stage == "undecided"
-    client.train(2)
+    client.train(nth(2))
     assert trainings == [2, 2]
     assert (client.stage, client.row, rows(metrics)) == ("", row, [row])
 
@@ -180,7 +181,7 @@ def test_the_difference_is_compared_with_its_standard_error(name, size, alone, c
         client.method = client.method.model_copy(update={"patience": patience})
         client.receive(download)
         assert client.stage == "undecided"
-        client.train(2)
+        client.train(nth(2))
         assert client.row == ({name: 1.0} if errors > patience else row)
 
 
@@ -194,9 +195,9 @@ def test_a_decision_has_the_same_bits_after_a_restart(damaged, config) -> None:
     resumed: Any = after(config, 0).clients["poet"]
     resumed.restore(saved)
     for each in (client, resumed):
-        each.train(2)
+        each.train(nth(2))
     assert_equal(resumed.state(), client.state(), "client")
-    assert resumed.upload(2).encode() == client.upload(2).encode()
+    assert resumed.upload(nth(2)).encode() == client.upload(nth(2)).encode()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_a_worse_mean_is_replaced_if_the_download_has_all_parameters_or_is_the_l
     assert equal(client.buffers["own"], own)
     assert equal(client.buffers["mean"], mean)
     trainings, metrics = observed(client)
-    client.train(complete)
+    client.train(nth(complete))
     assert trainings == [complete]  # a client that is not undecided trains from the mean
     assert rows(metrics) == []
 
@@ -249,7 +250,7 @@ def test_a_better_mean_decides_no_trial_whose_weights_were_not_applied(config) -
     trainings, metrics = observed(client)
     client.receive(download)
     assert equal(client.shared, download["adapter"])
-    client.train(1)
+    client.train(nth(1))
     assert client.stage == "proposed"
     assert trainings == [1]
     assert rows(metrics) == []
@@ -270,7 +271,7 @@ def test_a_client_that_stays_alone_keeps_its_parameters(config) -> None:
     assert set(download["adapter"]) < poet.shared.keys()  # the second expert is not due
     poet.receive(download)
     assert equal(poet.adapter.tensors(), before)
-    poet.train(3)
+    poet.train(nth(3))
     assert equal(poet.buffers["mean"], {n: before[n] for n in poet.shared})
 
 
@@ -284,6 +285,6 @@ def test_a_worse_mean_is_not_the_model_that_is_scored_but_is_trained_from(config
     client.receive(download)
     assert client.stage == ""
     assert equal(client.adapter.tensors(), own)
-    client.train(4)
+    client.train(nth(4))
     branch(twin, download, "mean")
     assert_equal(private(client.state()), private(twin.state()), "client")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from auto_runs import NAMES, auto, chosen, copies, equal, forged_round
+from turns import nth
 
 from coterie.config.run import parse
 from coterie.errors import CoterieError
@@ -140,8 +141,8 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize("choice", WRONG, ids=str)
 def test_an_invalid_choice_is_refused(choice, make) -> None:
     local = make(["poet", "whaler"], 17)
-    local.open(0, ["poet"])
-    upload = local.clients["poet"].upload(0)
+    local.open(nth(0), ["poet"])
+    upload = local.clients["poet"].upload(nth(0))
     local.server.receive("poet", upload)
     before = local.server.state()
     wrong = local.schema.receive("up", local.schema.send("up", chosen(upload, **choice)))
@@ -156,13 +157,13 @@ def test_numbers_that_are_not_plain_are_never_sent(key, number, make) -> None:
     local = make(["poet", "whaler"], 17)
     value = {"whaler": number} if key == "row" else number
     with pytest.raises(MessageError, match="non-finite numbers or integers beyond 64"):
-        local.schema.send("up", chosen(local.clients["poet"].upload(0), **{key: value}))
+        local.schema.send("up", chosen(local.clients["poet"].upload(nth(0)), **{key: value}))
 
 
 @pytest.mark.parametrize("sent", [{}, {"choice": None}, {"choice": {"row": {}}}], ids=str)
 def test_a_missing_choice_is_refused(sent, make) -> None:
     local = make(["poet", "whaler"], 17)
-    upload = replace(local.clients["poet"].upload(0), values=sent)
+    upload = replace(local.clients["poet"].upload(nth(0)), values=sent)
     with pytest.raises(MessageError, match="sent an invalid choice"):
         local.server.receive("poet", upload)
     assert local.server.choices == {}
@@ -188,9 +189,9 @@ def test_a_row_without_weight_concerns_its_sender_only(row, make) -> None:
 def test_huge_weights_cannot_stop_a_run(make) -> None:
     """The sum of two weights, or the product with a tensor, would be infinite."""
     local = make(validation=17)
-    upload = local.clients["poet"].upload(0)
+    upload = local.clients["poet"].upload(nth(0))
     row = dict.fromkeys(NAMES, 1.7e308)
-    local.open(0, ["poet"])
+    local.open(nth(0), ["poet"])
     with pytest.raises(MessageError):
         local.server.receive("poet", chosen(upload, row=row))
 

@@ -10,6 +10,7 @@ from auto_runs import altered, auto, chosen, copies, equal, forged_round, judgin
 from auto_runs import window_losses as losses_of
 from every_method import some
 from torch import Tensor
+from turns import nth
 
 from coterie.messages import Message, State
 from coterie.testing.loop import assert_equal
@@ -103,7 +104,7 @@ def test_a_copied_upload_has_the_weight_of_its_original(run) -> None:
     local = run()
 
     def repeated(upload: Message) -> Message:
-        original = local.clients["ann"].upload(upload.round)["adapter"]
+        original = local.clients["ann"].upload(nth(upload.round))["adapter"]
         return altered(upload, lambda n, t: original[n])
 
     for r in range(2):
@@ -119,7 +120,7 @@ def counted_round(local: Any, round: int, by: float, names: list[str]) -> dict[s
 
     If `by` is not 1, the liar uploads ann's change times `by`.
     """
-    local.open(round, names)
+    local.open(nth(round), names)
     local.uploads.begin()
     changes: dict[str, Tensor] = {}
     for name in names:
@@ -131,7 +132,7 @@ def counted_round(local: Any, round: int, by: float, names: list[str]) -> dict[s
             forged = {n: start[n] + by * change for n, change in changes.items()}
             upload = replace(upload, groups={"adapter": forged})
         local.uploads.take(name, local.schema.send("up", upload))
-    mean = local.uploads.mean(round)
+    mean = local.uploads.mean(nth(round))
     local.close(mean, local.uploads.counted)
     return dict(local.uploads.refused)
 
@@ -182,7 +183,7 @@ def test_a_client_that_stays_alone_is_measured_from_its_own_parameters(run) -> N
     forged_round(local, 0)
     _, uploads = forged_round(local, 1)
     before, means = uploads["ann"]["adapter"], down(local, "ann")["adapter"]
-    local.open(2, sorted(TEXTS))
+    local.open(nth(2), sorted(TEXTS))
     upload = step(local, "ann", 2)
     assert upload.values["choice"]["row"] == {"ann": 1.0}
     reference = local.server.reference("ann", upload)["adapter"]
@@ -197,7 +198,7 @@ def test_a_client_that_stays_alone_is_measured_from_its_own_parameters(run) -> N
     forged_round(local, 2)
     experts = {n for n in before if n not in sent}
     assert local.server.before == {}
-    local.open(3, sorted(TEXTS))
+    local.open(nth(3), sorted(TEXTS))
     reference = local.server.reference("ann", step(local, "ann", 3))["adapter"]
     assert equal({n: reference[n] for n in experts}, {n: before[n] for n in experts})
 
@@ -208,8 +209,8 @@ def test_a_client_that_returns_receives_all_parameters(back, run) -> None:
     local, names = run(rounds=12), sorted(TEXTS)
     for r in range(back):
         counted_round(local, r, 1, names if r < 2 else names[1:])
-    expected = local.server.reference("ann", local.clients["ann"].upload(back))["adapter"]
-    local.open(back, names)
+    expected = local.server.reference("ann", local.clients["ann"].upload(nth(back)))["adapter"]
+    local.open(nth(back), names)
     local.clients["ann"].receive(down(local, "ann"))
     assert equal(local.clients["ann"].buffers["mean"], expected)
     assert not counted_round(local, back, 1, names)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from turns import nth
 
 from coterie.testing.rounds import down, joined, one_round
 
@@ -29,11 +30,11 @@ def test_the_personal_adapter_follows_algorithm_1(config) -> None:
         return seen["loss"]
 
     client.personal_training._loss = kept
-    client.train(1)
+    client.train(nth(1))
     for name, tensor in client.personal.tensors().items():
         expected = v[name] - 0.1 * (seen["grads"][name] + 0.3 * (v[name] - w[name]))
         assert torch.allclose(tensor, expected, atol=1e-7)
-    upload = client.upload(1)["adapter"]
+    upload = client.upload(nth(1))["adapter"]
     assert upload.keys() == client.adapter.tensors().keys()
     assert all(torch.equal(upload[n], t) for n, t in client.adapter.tensors().items())
     assert any(not torch.equal(upload[n], t) for n, t in client.personal.tensors().items())

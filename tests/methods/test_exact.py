@@ -49,7 +49,7 @@ def play(run: LocalRun, round: int) -> dict[str, Message]:
     for seed, name in enumerate(sorted(run.clients)):
         client = run.clients[name]
         assert isinstance(client, AdapterClient)
-        client.training.round = lambda _, c=client, s=seed: move(c, 10 * round + s)  # pyright: ignore
+        client.training.run = lambda _, c=client, s=seed: move(c, 10 * round + s)  # pyright: ignore
         uploads[name] = step(run, name, round)
     return uploads
 
@@ -202,7 +202,7 @@ def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, B
     run.server.start_round(0, ["poet"])
     client = run.clients["poet"]
     assert isinstance(client, AdapterClient)
-    client.training.round = lambda round: move(client, round)  # pyright: ignore
+    client.training.run = lambda round: move(client, round)  # pyright: ignore
     close(run, 0, {"poet": step(run, "poet", 0)})
     assert not run.server.download("poet")["residual"]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from turns import nth
 
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss
@@ -134,7 +135,7 @@ def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
     for number in range(3):
         noise = {n: torch.full_like(t, 0.01) for n, t in seen[0][0].items()}
         again.receive(Message(number, {"adapter": noise}))
-        again.train(number)
+        again.train(nth(number))
     assert same(values_of(again.private), seen[-1][0])
 
 
@@ -241,7 +242,7 @@ def test_both_are_weighed_anew_after_the_last_round_alone(config) -> None:
     trained = client.weights
     client.receive(down(local, "poet"))
     assert client.weights == trained  # not where a round is still to come
-    client.train(1)
+    client.train(nth(1))
     trained = client.weights
     local.server.start_round(1, [])
     close(local, 1, {})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from naive_lora import ONE_STEP, with_outputs
 from torch import Tensor
+from turns import nth
 
 from coterie.testing.rounds import close, down, joined, one_round, take, up
 
@@ -59,7 +60,7 @@ def close_to(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 def test_one_exchange_follows_the_equations(config) -> None:
     local: Any = joined(config(method="fedalt", rounds=2, training=ONE_STEP))
     clients, trained, uploads = local.clients, {}, {}
-    local.open(0, sorted(clients))
+    local.open(nth(0), sorted(clients))
     for name, client in clients.items():
         fill(client)
         start = values(client)
@@ -68,7 +69,7 @@ def test_one_exchange_follows_the_equations(config) -> None:
         with with_outputs(client.context.base.model, mixtures(client, start)) as model:
             loss = batch.loss(model)[0]
         grads = torch.autograd.grad(loss, list(leaves.values()))
-        client.train(0)
+        client.train(nth(0))
         trained[name], uploads[name] = values(client), up(local, name, 0)
         steps = {n: start[n] - 0.1 * g for n, g in zip(leaves, grads, strict=True)}
         assert close_to({n: trained[name][n] for n in leaves}, steps)

@@ -10,14 +10,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from coterie.aggregation.assignment import assign_all
 from coterie.config.run import parse
 from coterie.engines.local import LocalRun
-from coterie.engines.server_part import contribution
 from coterie.errors import CoterieError
 from coterie.losses.tokens import Batch
 from coterie.messages import Message, MessageError
 from coterie.methods.contract import RunFacts
+from coterie.methods.fedamole.assignment import assign_all
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.registry import method_from
 from coterie.privacy.ledger import Ledger
@@ -253,8 +252,9 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     for round in range(5):
         local.server.start_round(round, [*WRITERS])
         other.receive(down(local, "poet"))
-        other.train(round)
-        theirs, uploads = other.upload(round), {n: step(local, n, round) for n in WRITERS}
+        other.train(local.config.turn(round))
+        turn = local.config.turn(round)
+        theirs, uploads = other.upload(turn), {n: step(local, n, round) for n in WRITERS}
         mine = uploads["poet"]
         assert all(torch.equal(t, theirs["adapter"][n]) for n, t in mine["adapter"].items())
         moved.append((whole(mine) - whole(theirs)).norm().item())
@@ -321,7 +321,7 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
             client.receive(Message(0, {"adapter": adapter}, told))
     upload = step(local, "poet", 0, good)
     with pytest.raises(MessageError, match="was not expected"):
-        contribution(local.server, local.aggregation, "whaler", upload)
+        close(local, 0, {"whaler": upload})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from naive_lora import ONE_STEP, with_outputs
 from torch import Tensor
+from turns import nth
 
 import coterie
 from coterie.testing.rounds import close, down, joined, one_round, take, up
@@ -67,10 +68,10 @@ def logits(model: Any) -> Tensor:
 def test_one_exchange_follows_the_equations(config) -> None:
     local: Any = joined(run_of(config))
     clients, uploads, personal = local.clients, {}, {}
-    local.open(1, sorted(clients))
+    local.open(nth(1), sorted(clients))
     for seed, (name, client) in enumerate(sorted(clients.items())):
         g, v = fill(client.adapter, seed), fill(client.personal, 10 + seed)
-        client.train(1)
+        client.train(nth(1))
         expected = step(client, client.personal_training, v, (WEIGHT, v), (1 - WEIGHT, g))
         personal[name] = values(client.personal)
         assert close_to(personal[name], expected)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from coterie.adapters.layout import Layout
 from coterie.adapters.lease import LeaseLinear
 from coterie.adapters.lora import pairs_in
-from coterie.aggregation.clusters import clusters, cosine_distances, silhouette
+from coterie.methods.clusters import clusters, cosine_distances, silhouette
 from coterie.testing.rounds import down, joined, one_round, take
 
 METHOD = {"name": "fedlease", "warmup": 1}

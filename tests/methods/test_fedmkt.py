@@ -119,7 +119,7 @@ def test_a_client_learns_from_the_server_before_it_trains(teachers, monkeypatch)
     assert not equal(taught, before["adapter"])
     client.restore(before)
     begun = {}
-    monkeypatch.setattr(client.training, "round", lambda round: begun.update(values_of(client)))
+    monkeypatch.setattr(client.training, "run", lambda round: begun.update(values_of(client)))
     step(both.run, "diarist", 1, download)  # begins with the same
     assert equal(taught, begun)
     client.restore(before)
@@ -189,11 +189,12 @@ def test_in_the_homogeneous_setting_clients_learn_and_then_their_adapters_are_av
 
 
 def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monkeypatch) -> None:
-    client: Any = joined(teachers(method={"name": "fedmkt-fedavg"})).clients["poet"]
+    run = teachers(method={"name": "fedmkt-fedavg"})
+    client: Any = joined(run).clients["poet"]
     trained: list[int] = []
-    monkeypatch.setattr(client.training, "round", trained.append)
+    monkeypatch.setattr(client.training, "run", trained.append)
     for exchange in range(4):
-        client.train(exchange)
+        client.train(run.turn(exchange))
     assert trained == [0, 1]
 
 

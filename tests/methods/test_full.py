@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from turns import nth
 
 import coterie
 from coterie.adapters import detach, merge
@@ -30,7 +31,7 @@ def trained(run) -> Any:
     local.server.start_round(0, ["poet"])
     client: Any = local.clients["poet"]
     client.receive(down(local, "poet"))
-    client.train(0)
+    client.train(nth(0))
     return client
 
 

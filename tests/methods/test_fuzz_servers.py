@@ -14,11 +14,11 @@ from hostile import NAMES, replace_one
 from torch import Tensor
 
 from coterie.engines.local import LocalRun
-from coterie.engines.server_part import contribution
 from coterie.errors import CoterieError
 from coterie.messages import Message, State
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import close, down, joined, step
+from coterie.turn import FIRST
 
 ROGUE = "diarist"
 Groups = dict[str, dict[str, Tensor]]
@@ -137,9 +137,9 @@ def say_hello(local: LocalRun, data: bytes) -> None:
 
 
 def upload(local: LocalRun, data: bytes) -> None:
-    message = local.schema.receive("up", data)
-    local.aggregation.transforms.measure(ROGUE, message, local.server.reference(ROGUE, message))
-    contribution(local.server, local.aggregation, ROGUE, message)
+    local.uploads.begin()
+    local.uploads.take(ROGUE, data)
+    local.uploads.mean(FIRST)
 
 
 @pytest.fixture(params=each_method())

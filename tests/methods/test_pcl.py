@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from turns import nth
 
 import coterie
 from coterie.config.run import parse
@@ -72,7 +73,7 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
     # The second time, the updates count from the mixture, which training leaves as it is.
     poet, name = local.clients["poet"], "dense/transformer.h.0.attn.c_attn.B"
     mixed = adapter(poet)[name]
-    poet.train(1)
+    poet.train(nth(1))
     assert torch.equal(poet.buffers["start"][name], mixed)
     assert not torch.equal(adapter(poet)[name], mixed)
 
@@ -124,7 +125,7 @@ def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) 
     ).softmax(0)
     poet = local.clients["poet"]
     download = down(local, "poet")
-    uploads = {"poet": poet.upload(0)} | {n: download.from_peer(n) for n in download.peers}
+    uploads = {"poet": poet.upload(nth(0))} | {n: download.from_peer(n) for n in download.peers}
     assert sorted(uploads) == sorted(NAMES)
     row = poet.method.row(poet, 1, {name: uploads[name] for name in NAMES})
     assert list(row.values()) == pytest.approx(expected.tolist(), abs=1e-3)

@@ -16,7 +16,6 @@ import coterie
 from coterie.adapters import of_roles, pairs_of
 from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun
-from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError, State, Tensors
@@ -228,7 +227,7 @@ def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., Lo
     ]
     for bad_A, bad_B in wrong:
         with pytest.raises(MessageError, match="shape"):
-            contribution(run.server, run.aggregation, "whaler", sent(bad_A, bad_B))
+            close(run, 0, {"whaler": sent(bad_A, bad_B)})
     close(run, 0, {"whaler": sent(A[:4], B[:, :4])})
     got = run.server.download("whaler")["experts"]
     assert got[f"{UP}.A"].shape == (4, 32)
@@ -300,7 +299,7 @@ def test_hetlora_prunes_where_the_tail_has_shrunk(start: Callable[..., LocalRun]
                     "exp_avg_sq": torch.ones_like(p),
                 }
 
-    client.training.round = train  # pyright: ignore
+    client.training.run = train  # pyright: ignore
     sent = step(run, "whaler", 0, download)["experts"]
     assert before
     shared = client.shared

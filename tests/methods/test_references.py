@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from every_method import some
+from turns import nth
 
 from coterie.testing.rounds import joined, step
 
@@ -42,7 +43,7 @@ def counted_round(local: Any, round: int, names: list[str], times: float = 1) ->
         times: A factor that multiplies the change of the client dora, measured from the start of
             its training.
     """
-    local.open(round, names)
+    local.open(nth(round), names)
     local.uploads.begin()
     for name in names:
         upload = step(local, name, round)
@@ -51,7 +52,7 @@ def counted_round(local: Any, round: int, names: list[str], times: float = 1) ->
                 for n, tensor in upload.groups.get(group, {}).items():
                     tensor.copy_(starts[n] + times * (tensor - starts[n]))
         local.uploads.take(name, local.schema.send("up", upload))
-    mean = local.uploads.mean(round)
+    mean = local.uploads.mean(nth(round))
     local.close(mean, local.uploads.counted)
     return dict(local.uploads.refused)
 

@@ -10,7 +10,6 @@ from every_method import METHODS, each_method, run_of, some
 from torch import Tensor
 
 import coterie
-from coterie.aggregation.reductions import Median
 from coterie.config.run import RunConfig
 from coterie.data.kinds.text import Tokens
 from coterie.engines.local import LocalRun
@@ -21,6 +20,7 @@ from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.runs import RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
+from coterie.transforms.reductions import Median
 
 TOKENS = {"diarist": 500, "poet": 2000, "whaler": 1250}
 

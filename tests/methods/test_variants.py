@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from turns import nth
 
 from coterie.adapters import of_roles
 from coterie.data.windows import sample_batch
@@ -37,7 +38,7 @@ def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
     client.training._update = watched
     local.server.start_round(0, ["poet"])
     client.receive(down(local, "poet"))
-    client.train(0)
+    client.train(nth(0))
     return found
 
 
@@ -137,7 +138,7 @@ def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
 def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config) -> None:
     local = joined(config(method={"name": "fedprox", "mu": 0.3}))
     client: Any = local.clients["poet"]
-    client.training.round(0)
+    client.training.run(0)
     (level,) = client.training.levels
     start = client.training.start
     parameters = client.adapter.tensors()

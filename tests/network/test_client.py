@@ -274,7 +274,7 @@ def test_a_client_ends_when_its_worker_has_finished_and_the_reply_was_sent(post:
 
 
 def order(kind: Kind) -> Order:
-    return Order(run="0123456789abcdef", client="anna", kind=kind, round=0)
+    return Order(run="0123456789abcdef", client="anna", kind=kind, turn=0)
 
 
 def test_the_first_order_to_join_is_returned_and_not_replied_to(post: Post) -> None:

@@ -274,3 +274,19 @@ def test_waiting_ends_when_a_reply_arrives(post: Post, monkeypatch: pytest.Monke
         waits = pool.submit(post.mailbox.wait)
         assert put(post, ticket) == 204
         waits.result(10)
+
+
+def test_after_a_reply_the_next_wait_ends_at_once(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(post.mailbox.lock, "wait", waits.append)
+    ticket = send(post)
+    post.mailbox.wait()
+    assert waits == [mailbox_module.WAIT_SECONDS]
+    assert put(post, ticket) == 204
+    assert replies(post, ticket) == [(ticket, REPLY)]
+    post.mailbox.wait()  # the reply may be a round's last: nothing more would arrive
+    assert waits == [mailbox_module.WAIT_SECONDS]
+    post.mailbox.wait()
+    assert waits == 2 * [mailbox_module.WAIT_SECONDS]

@@ -8,14 +8,13 @@ import pytest
 import torch
 import yaml
 
-from coterie.aggregation.ends import ClientTransforms
-from coterie.aggregation.pipeline import Pipeline
-from coterie.aggregation.transform import Context, Transform, mapped
 from coterie.cli import deploy as deploy_cli
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError
+from coterie.exchanges.ends import ClientTransforms
+from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Field, Message, Schema
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
@@ -24,6 +23,7 @@ from coterie.privacy.ledger import Budget, Ledger
 from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private_mean
 from coterie.testing.loop import RUN, deploy, site
 from coterie.testing.rounds import down, joined
+from coterie.transforms.contract import Context, Transform, mapped
 
 NOISE = noise_for(8.0, 10, 1e-5)
 
@@ -171,7 +171,7 @@ def private(config) -> RunConfig:
 
 def join(run: RunConfig) -> bytes:
     told = run.visible_to("poet")
-    return seal(Order(run=RUN, client="poet", kind="join", round=0, protocol=PROTOCOL, config=told))
+    return seal(Order(run=RUN, client="poet", kind="join", turn=0, protocol=PROTOCOL, config=told))
 
 
 def test_a_round_opened_25_times_spends_no_more_than_was_promised(
@@ -198,7 +198,7 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
             assert unseal(Reply, worker.answer(join(private)))[0].fault is None
         adapter = {name: t + opening / 1000 for name, t in download["adapter"].items()}
         changed = Message(0, {"adapter": adapter}, download.values)
-        order = Order(run=RUN, client="poet", kind="step", round=0)
+        order = Order(run=RUN, client="poet", kind="step", turn=0)
         reply, body = unseal(Reply, worker.answer(seal(order, schema.send("down", changed))))
         assert reply.fault is None
         uploads.append(schema.receive("up", body))

@@ -107,7 +107,7 @@ def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
     with pytest.raises(Killed):
         coterie.run(run, out=path, callbacks=[Stop()])
     folder = RunFolder(path)
-    assert folder.rounds() == rounds
+    assert folder.turns() == rounds
     return folder
 
 

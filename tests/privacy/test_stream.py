@@ -9,11 +9,11 @@ import pytest
 import torch
 from scipy import stats
 
-from coterie.aggregation.context import Context, Memory
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.mechanisms import private_mean
 from coterie.privacy.secrets import KEY_BYTES, Secrets, draw
 from coterie.privacy.stream import SPACING, Stream, rounded, spacing_of
+from coterie.transforms.context import Context, Memory
 
 NORM, DEVIATION, SIZE = 1.0, 2.0, 64
 

@@ -81,7 +81,7 @@ def test_a_hook_stops_a_run_which_then_continues(config, tmp_path) -> None:
     begin = ("begin", "comigs-1g1s", 3, 0, NAMES)
     assert noted.calls == [begin, *rounds(0), ("end", KeyboardInterrupt)]
     assert second.calls == [begin, *rounds(0)[:-1], ("end", KeyboardInterrupt)]
-    assert RunFolder(tmp_path / "run").rounds() == 1
+    assert RunFolder(tmp_path / "run").turns() == 1
     rest = Noted()
     coterie.resume(tmp_path / "run", callbacks=[rest])
     assert rest.calls == [("begin", "comigs-1g1s", 3, 1, NAMES), *rounds(1, 2), ("end", None)]

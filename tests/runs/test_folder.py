@@ -11,9 +11,10 @@ import torch
 from coterie import CoterieError
 from coterie.deployment.forgetting import check_participant
 from coterie.files import write_json, write_text
-from coterie.messages import State
+from coterie.messages import State, names
 from coterie.messages.formats import version_fields
 from coterie.runs import Recorder, RunFolder
+from coterie.turn import Turn
 from tests.written_runs import CONFIG, DESCRIPTION
 
 
@@ -49,7 +50,7 @@ def test_a_run_is_not_overwritten_unless_forced(folder) -> None:
     folder.keep_items("trained", "ada", {"nats": [1.5]})
     with pytest.raises(CoterieError, match=r"already contains a run.*--resume .*--out.*--force"):
         RunFolder.create(folder.path, DESCRIPTION)
-    assert folder.rounds() == 1
+    assert folder.turns() == 1
     (folder.path / "thesis.txt").write_text("mine")
     RunFolder.create(folder.path, DESCRIPTION | {"threads": 2}, force=True)
     assert content(folder.path) == {".lock", "run.json", "thesis.txt"}
@@ -153,7 +154,7 @@ def test_a_recorder_deletes_all_figures_by_default() -> None:
 
 def test_a_recorder_says_when_a_figure_of_another_round_came_up(folder) -> None:
     recorder = Recorder(lambda *figure: None)
-    recorder.round = 2
+    recorder.turn = Turn(2, 2, 2)
     recorder.log("poet", "x", 1.0)
     recorder.log("poet", "x", 2.0, 2)
     recorder.log("poet", "x", 3.0, 1)
@@ -174,7 +175,7 @@ def save(folder, *rounds: int) -> None:
 
 def test_the_newest_checkpoint_counts_and_the_one_before_it_is_kept(folder) -> None:
     save(folder, 8, 9, 10)
-    assert folder.rounds() == 10
+    assert folder.turns() == 10
     assert folder.load("server")["g"]["w"][0] == 10
     assert [path.name for path in folder.checkpoints()] == ["00009", "00010"]
     with pytest.raises(CoterieError, match="has no state for 'client-zed'"):
@@ -189,7 +190,8 @@ def test_no_flipped_bit_of_a_checkpoint_is_read(folder, file) -> None:
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         with pytest.raises(
-            CoterieError, match=rf"{file} is damaged .* go back with --from-round 1"
+            CoterieError,
+            match=rf"{file} is damaged .* go back to an earlier round with --from-round",
         ):
             folder.read(file)
     path.write_bytes(whole)
@@ -236,7 +238,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:
     with pytest.raises(CoterieError, match=r"no checkpoint of round 3 \(kept: 4, 5\)"):
         folder.go_back(3)
     folder.go_back(4)
-    assert (folder.rounds(), folder.result) == (4, None)
+    assert (folder.turns(), folder.result) == (4, None)
     assert folder.load("server")["g"]["w"][0] == 4
 
 
@@ -313,3 +315,16 @@ def test_a_lock_is_not_what_a_link_in_its_place_names(tmp_path) -> None:
     with pytest.raises(CoterieError, match=r"\.lock is a symbolic link"):
         RunFolder.create(tmp_path / "run", {})
     assert (tmp_path / "diary.txt").read_text() == "Dear diary"
+
+
+METRICS = {value for name, value in vars(names).items() if name.isupper()}
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_a_metric_with_a_value_of_another_kind_is_refused(name: str, folder: RunFolder) -> None:
+    """Reports compute with the values of every metric that has a name of its own."""
+    wrong = 1.5 if name == names.LEFT_OUT else "x"
+    full = f"{name}1" if name.endswith("/") else name
+    folder.append([{"round": 0, "client": "poet", "name": full, "value": wrong}])
+    with pytest.raises(CoterieError, match=r"metrics\.jsonl, line 1, is damaged"):
+        list(folder.metrics())

@@ -74,7 +74,7 @@ def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
             parameter.grad = None
     training = LocalTraining(client.context, client.adapter, client.training.levels)
     for round in range(ROUNDS):
-        training.round(round)
+        training.run(round)
     for name, parameter in client.adapter.tensors().items():
         torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-5, rtol=1e-4)
 
@@ -84,17 +84,17 @@ def test_what_is_left_goes_with_the_state(run) -> None:
     client = run.clients["poet"]
     training = client.training
     for round in range(2):  # step 3, the first of round 1, is a phase; step 4 clears what it left
-        training.round(round)
+        training.run(round)
     state, before = training.state(), adapter_state(client)
     assert state.groups["leftover"]
-    training.round(2)
+    training.run(2)
     after = adapter_state(client)
     again = LocalTraining(client.context, client.adapter, training.levels)
     with torch.no_grad():
         for name, parameter in client.adapter.tensors().items():
             parameter.copy_(before[name])
     again.restore(state)
-    again.round(2)
+    again.run(2)
     assert all(torch.equal(value, after[name]) for name, value in adapter_state(client).items())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
+from turns import nth
 
 from coterie.adapters import of_roles
 from coterie.engines.local import local_run
@@ -52,7 +53,7 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
     monkeypatch.setattr(local.LocalTraining, "_update", update)
     run.server.start_round(0, sorted(run.clients))
     client.receive(run.server.download("poet"))
-    client.train(0)
+    client.train(nth(0))
     experts = {"dense", "generalist", "specialist"}
     assert seen == [("train", experts), ("train", experts), ("valid", {"router"})]
 
@@ -234,7 +235,7 @@ def test_updates_beside_the_local_steps_have_the_schedule_if_it_restarts() -> No
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 def test_turns_are_those_of_the_levels_exchanges(every: int) -> None:
     steps = 4
-    level = Level("x", of_roles(), "train", lambda _: 0.1, every, exchanges=lambda e: e % 2 == 0)
+    level = Level("x", of_roles(), "train", lambda _: 0.1, every, active=lambda e: e % 2 == 0)
     turns = [s // steps for s in range(12 * steps) if (s + 1) % every == 0]
     for exchanges in range(12):
         wanted = sum(e < exchanges and e % 2 == 0 for e in turns)

@@ -165,6 +165,9 @@ def scoring_bytes(model: PreTrainedModel, size: Pass) -> int:
     # The layer's input, the residual, the norm's output, a block's output, and a cast copy of it.
     cast = size.working if size.working != size.residual else 0
     in_layer = size.tokens * width(model) * (4 * size.residual + cast)
+    if sum(isinstance(module, nn.Embedding) for module in model.modules()) > 1:
+        # The embeddings of tokens and of positions, whose sum is the first layer's input.
+        in_layer += (size.rows + 1) * size.window * width(model) * size.residual
     in_layer += max(block.forward for block in blocks)
     return int(max(in_layer, _head(model, size, gradients=False)))
 

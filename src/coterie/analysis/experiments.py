@@ -251,9 +251,11 @@ class Experiment:
         default, server = config["base"], config.get("server")
         by_client = config.get("bases") or {}
         bases = [by_client.get(client, default) for client in self.clients] or [default]
-        clients = list(dict.fromkeys(str(validated(BaseSpec, base, ("base",))) for base in bases))
-        served = str(validated(BaseSpec, server["base"] or default, ("base",))) if server else None
-        return clients, served
+        bases += [server["base"] or default] if server else []
+        with RunFolder(self.all[0].path).naming_versions():
+            described = [str(validated(BaseSpec, base, ("base",))) for base in bases]
+        served = described.pop() if server else None
+        return list(dict.fromkeys(described)), served
 
     @property
     def first(self) -> list[tuple[str, ReportedRun]]:

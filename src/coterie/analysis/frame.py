@@ -6,6 +6,8 @@ from typing import Any
 import pandas as pd
 from pandas import DataFrame, MultiIndex
 
+from coterie.runs import turn_of
+
 Result = Mapping[str, Any]
 """The content of a run's result.json, with the fields that `RunFolder.outcome` adds."""
 Frame = Any
@@ -20,10 +22,11 @@ Column = Any
 def metrics(lines: Iterable[Mapping[str, Any]]) -> Frame:
     """Return the lines of metrics.jsonl as a frame.
 
-    The columns are `round` (counted from 1), `client` (None for a metric of the whole run), `name`
-    and `value`.
+    The columns are `round` (counted from 1), `client` (None for a metric of the whole run), `name`,
+    `value`, and `turn`, the number of the turn in which the metric was recorded.
     """
-    frame = DataFrame(list(lines), columns=["round", "client", "name", "value"])
+    numbered = [{**line, "turn": turn_of(line)} for line in lines]
+    frame = DataFrame(numbered, columns=["round", "client", "name", "value", "turn"])
     return frame.assign(round=frame["round"] + 1)
 
 

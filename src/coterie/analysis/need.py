@@ -191,7 +191,7 @@ class Shapes:
 
     def _size(self, config: RunConfig, count: int, device: str) -> Pass:
         """Return the sizes of a pass; a preference pair has two rows, any other sample has one."""
-        window, half = config.data.window, config.training.precision == "bf16"
+        window, half = config.data.window, config.precision == "bf16"
         quantised = config.base_of(self.client).weights
         return Pass(
             rows=count * config.data.declared.rows,
@@ -229,8 +229,8 @@ def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
     if not is_known(skeleton):
         return None
     kept = kept_dtype(skeleton)
-    prepare(skeleton.to(_dtype(spec, kept, training)), training.precision, config.data.window)
-    base = Base(skeleton, tokenizer, training.precision, torch.device("meta"))
+    prepare(skeleton.to(_dtype(spec, kept, training)), config.precision, config.data.window)
+    base = Base(skeleton, tokenizer, config.precision, torch.device("meta"))
     make = cache(partial(_side, config, base))
     try:
         side = make(client)

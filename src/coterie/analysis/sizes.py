@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import TypeVar
 
-from coterie.aggregation.mean import HELD
 from coterie.config.run import RunConfig
 from coterie.data.divide import names_of_clients
+from coterie.exchanges.mean import HELD
 from coterie.federation.participants import server_context
 from coterie.federation.sizes import message_sizes
 from coterie.messages import Groups, Message, MessageError, Schema
@@ -124,11 +124,12 @@ def _rehearse(
         server.prepare(name, hello)
         server.join(name, hello)
     exchanges = EXCHANGES + getattr(method, "warmup", 0)
-    for exchange in range(min(exchanges, method.exchanges(config.rounds))):
+    for exchange in range(min(exchanges, config.exchanges)):
         server.start_round(exchange, [*names])
         for name in names:
             sizes = _with_download(sizes, server.download(name), side_of(name))
-        uploads = {name: side_of(name).upload(exchange) for name in names}
+        turn = config.turn((exchange + 1) * len(config.phases) - 1)
+        uploads = {name: side_of(name).upload(turn) for name in names}
         sizes = replace(sizes, up=max(sizes.up, *map(_size, uploads.values())))
         aggregate = _aggregated(server, schema, exchange, uploads)
         sizes = _with_server(sizes, server, aggregate)

@@ -3,15 +3,16 @@
 import time
 from dataclasses import dataclass
 
-from coterie.aggregation.transform import TRAIN
 from coterie.analysis.need import process_memory
 from coterie.config.run import RunConfig
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
+from coterie.errors import Diverged
 from coterie.messages import Message
 from coterie.messages.schema import Way
 from coterie.runs import RunFolder
 from coterie.training.context import ClientId
+from coterie.turn import TRAIN
 
 Messages = dict[ClientId, dict[Way, Message]]
 """For each client, the hello (the client's first message), an upload and the next download."""
@@ -49,12 +50,16 @@ def first_exchange(run: LocalRun) -> Messages:
         name: {"hello": schema.receive("hello", run.clients.part(name).hello())}
         for name in run.clients
     }
-    for round in range(run.config.exchanges if schema.up else 1):
-        run.exchange(round, run.names)
-        for name in names:
-            messages[name]["up"] = run.uploads.message(name)
-        trained = run.config.turn(round)[1] == TRAIN
-        if trained and any(m["up"].groups or m["up"].values for m in messages.values()):
+    for turn in map(run.config.turn, range(run.config.turns if schema.up else 1)):
+        run.open(turn, names)
+        run.uploads.begin()
+        for name, upload in run.clients.step(turn, names, run.download, run.lost):
+            if isinstance(upload, Diverged):
+                raise upload
+            messages[name]["up"] = schema.receive("up", upload)
+            run.uploads.take(name, upload)
+        run.close(run.uploads.mean(turn), run.uploads.counted)
+        if turn.phase == TRAIN and any(m["up"].groups or m["up"].values for m in messages.values()):
             break
     for name in names:
         messages[name]["down"] = schema.receive("down", run.download(name))
@@ -91,6 +96,6 @@ def run_trial(session: Session, config: RunConfig) -> Trial:
     )
     started = time.monotonic()
     for side in run.clients.values():
-        side.train(min(1, config.exchanges - 1))
+        side.train(config.turn(min(1, config.turns - 1)))
     step = (time.monotonic() - started) / len(run.clients)
     return Trial(up, down, step, process_memory())

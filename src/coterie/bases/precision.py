@@ -17,6 +17,36 @@ def autocast(precision: Precision, device_type: str) -> torch.autocast:
     return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bf16")
 
 
+SLOW_PRECISION = (
+    "The run computes in bf16, in which this machine is far slower than in fp32; the server's "
+    "operator can set training.precision to fp32."
+)
+"""The warning of a client whose machine is slow in the run's precision."""
+
+
+def fast_precision(device_type: str) -> Precision:
+    """Return bf16 if a type of device computes fast in it, and fp32 otherwise.
+
+    On this machine's CPU, oneDNN must have kernels for bfloat16: it needs AVX-512, or an ARM
+    processor with bfloat16. On other processors, matrix products in bf16 take about 40 times as
+    long as in fp32. The answer is not measured, because it must be the same in all processes.
+
+    Args:
+        device_type: The type of the device, such as `cuda`. A GPU that this machine lacks is
+            assumed to be fast.
+    """
+    if device_type == "cpu":
+        has_kernels = torch.backends.mkldnn.is_available() and _onednn_supports_bf16()
+        return "bf16" if has_kernels else "fp32"
+    if device_type == "cuda" and torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16"
+
+
+def _onednn_supports_bf16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 SHORT_WINDOW = 256
 """Maximum window in tokens for which a base on a CPU uses eager attention in bf16. The backward
 pass of fused attention is slow on CPUs (6 % of a GPT-2 step at 128 tokens), but eager attention

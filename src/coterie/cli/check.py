@@ -132,7 +132,7 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         for subject, text in protection(config):
             _line("", "-", f"{subject}: {text}")
         seconds = step.step * config.training.steps
-        round, run = (timedelta(seconds=int(s)) for s in (seconds, seconds * config.exchanges))
+        round, run = (timedelta(seconds=int(s)) for s in (seconds, seconds * config.turns))
         estimate = f"{step.step:.2f} s per step, {round} per round, {run} in all"
         _line("time", "ok", f"{estimate}, without transfers and evaluation")
     terminal.say(

@@ -28,6 +28,7 @@ from coterie.federation.sizes import MiB
 from coterie.federation.statements import protection, statements
 from coterie.messages.envelope import Order
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
+from coterie.turn import Turn
 
 WIDEST = 40
 """The greatest width of the subjects of a description, in characters."""
@@ -157,7 +158,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self._say(f"{value}; retrying")
                 self.live.update("connecting to the server")
             case "joined":
-                self.rounds, self.done = value.config.exchanges, 0
+                self.config, self.done = value.config, 0
                 self.began, self.durations = None, []
                 self._say(f"joined the run {value.config.name}: {value.config.label}")
                 for adapter in value.part.covered:
@@ -211,10 +212,10 @@ class ClientBoard(LiveDisplay[Status]):
         except EOFError:
             return "n"
 
-    def _step(self, round: int) -> None:
-        """Print a line about a round for which the client has completed its training.
+    def _step(self, turn: Turn) -> None:
+        """Print a line about a turn for which the client has completed its training.
 
-        The client has not sent its upload for this round yet.
+        The client has not sent its upload for this turn yet.
         """
         self.done += 1
         items = [f"loss {sum(self.losses) / len(self.losses):.3f}"] if self.losses else []
@@ -223,9 +224,9 @@ class ClientBoard(LiveDisplay[Status]):
         self.durations.append(now - (self.began or now))
         self.began = now
         # The lower median ignores one of two rounds, which may have waited for other clients.
-        seconds = median_low(self.durations) * (self.rounds - round - 1)
+        seconds = median_low(self.durations) * (self.config.turns - turn.number - 1)
         items += [f"about {clock(seconds)} left"] if seconds else []
-        self._say(f"round {round + 1}/{self.rounds}: {', '.join(items)}")
+        self._say(f"round {turn.round + 1}/{self.config.rounds}: {', '.join(items)}")
         self.losses = []
         self.live.update("waiting for the server")
 
@@ -283,7 +284,7 @@ def traffic_in_words(config: RunConfig, estimate: Estimate) -> str:
     """Describe the sizes of a client's messages; the result is empty if they are unknown."""
     if estimate.up is None or estimate.down is None:
         return ""
-    schema = config.aggregating().schema
+    schema = config.pipeline().schema
     up, down = estimate.up / MiB, estimate.down / MiB
     texts = [f"at most {up:,.1f} MiB up and {down:,.1f} MiB down"] if up or down else []
     if any(not isinstance(field.dtype, str) for field in (*schema.up, *schema.down)):

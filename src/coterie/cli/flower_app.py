@@ -83,6 +83,8 @@ class GridLink(Link):
         """Nodes that are not used because another node has the same name."""
         self.lost: set[str] = set()
         """Tickets of orders that could not be sent."""
+        self.handed_out = False
+        """Whether `replies` has returned a reply since the last call of `wait`."""
 
     def present(self) -> Mapping[str, str]:
         now = time.monotonic()
@@ -112,13 +114,16 @@ class GridLink(Link):
     def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
         tickets = list(tickets)
         for ticket, data in self._pull(tickets, ORDER):
+            self.handed_out = True
             yield ticket, data if isinstance(data, bytes) else None
         for ticket in self.lost.intersection(tickets):
             self.lost.remove(ticket)
             yield ticket, None
 
     def wait(self) -> None:
-        time.sleep(POLL_SECONDS)
+        if not self.handed_out:
+            time.sleep(POLL_SECONDS)
+        self.handed_out = False
 
     def _push(
         self, node: int, kind: str, data: bytes | None, seconds: float, group: str = ""

@@ -57,13 +57,16 @@ def expel(run: ServersRun, client: ClientName) -> None:
         coterie expel runs/us --client mallory
     """
     check_run(run)
-    from coterie.deployment.forgetting import check_participant, quorum_change
+    from coterie.deployment.forgetting import check_participant, participants, quorum_change
     from coterie.runs import RunFolder
 
     folder = RunFolder(run)
     check_participant(folder, client)
+    is_known = client in participants(folder)
     folder.expel(client)
     terminal.say(f"{client} is expelled from {run}.")
+    if not is_known:
+        terminal.say(f"No client called {client} has joined this run so far; check the name.")
     if change := quorum_change(folder):
         terminal.say(change)
     terminal.say(

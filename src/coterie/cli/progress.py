@@ -86,7 +86,7 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
                 self._say(line)
         clients = len(run.clients)
         self.task = self.live.add_task(
-            self.title, total=run.rounds * clients, completed=run.done * clients, status=""
+            self.title, total=run.turns * clients, completed=run.turns_done * clients, status=""
         )
         if not self.console.is_terminal:
             line = f"{self.title}: {plural(run.rounds, 'round')}, {plural(clients, 'client')}"

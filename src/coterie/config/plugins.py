@@ -14,17 +14,17 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from coterie.aggregation.registry import TRANSFORMS
 from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS
 from coterie.files import read_file
 from coterie.methods.registry import METHODS
 from coterie.registry import Registry
+from coterie.transforms.registry import TRANSFORMS
 
 KINDS: Mapping[str, Registry[Any]] = {
     "coterie.methods.contract:Method": METHODS,
-    "coterie.aggregation.transform:Transform": TRANSFORMS,
+    "coterie.transforms.contract:Transform": TRANSFORMS,
     "coterie.evaluation.metrics:Metric": METRICS,
     "coterie.data.kind:DataKind": DATA_KINDS,
 }

@@ -1,6 +1,7 @@
 """The configuration of a run: a run file whose method is an object of the method's class."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -8,13 +9,9 @@ from typing import Any, cast
 
 from pydantic import field_serializer
 
-from coterie.aggregation.defaults import with_defaults
-from coterie.aggregation.hooks import run_hook
-from coterie.aggregation.mean import Aggregation
-from coterie.aggregation.registry import TRANSFORMS
-from coterie.aggregation.spec import TransformSpec
-from coterie.aggregation.transform import TRAIN, Transform
+from coterie.bases.devices import device_type
 from coterie.bases.lora import lora_digest
+from coterie.bases.precision import Precision, fast_precision
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
 from coterie.config.plugins import plugins_of, version_of
@@ -23,12 +20,19 @@ from coterie.data.kind import DATA_KINDS
 from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS, Metric
+from coterie.exchanges.defaults import with_defaults
+from coterie.exchanges.pipeline import Pipeline
+from coterie.exchanges.spec import TransformSpec
 from coterie.files import expanded
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
 from coterie.privacy.ledger import Budget
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
+from coterie.transforms.contract import Transform
+from coterie.transforms.hooks import run_hook
+from coterie.transforms.registry import TRANSFORMS
+from coterie.turn import TRAIN, Turn
 
 NOT_IN_DIGEST = ("name", "baselines", "deployment", "device", "trackers")
 """Keys that do not affect the results of a run."""
@@ -61,8 +65,14 @@ class RunConfig(Sections[Method]):
 
     @property
     def exchanges(self) -> int:
-        """The number of exchanges in the whole run, including those that transforms add."""
-        return self.method.exchanges(self.rounds) * len(self.phases)
+        """The number of the method's exchanges in the whole run."""
+        return self.method.exchanges(self.rounds)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of computations, which `resolve` determines if the run file does not."""
+        assert self.training.precision is not None, "resolve() sets it"
+        return self.training.precision
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -83,37 +93,55 @@ class RunConfig(Sections[Method]):
         """The phases of one exchange of the method, in order.
 
         The phases that transforms add come first, and training is the last phase. Each phase has
-        its own download and upload, so the run counts each phase as an exchange of its own.
+        its own download and upload.
         """
         return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
 
-    def turn(self, exchange: int) -> tuple[int, str]:
-        """Find the method's exchange, and the phase within it, for an exchange of the run.
+    @property
+    def turns(self) -> int:
+        """The number of turns in the whole run."""
+        return self.exchanges * len(self.phases)
 
-        The method and the run count exchanges differently. An exchange of the method consists of
-        one or more phases. The run counts each of these phases as a separate exchange; see
-        `phases`.
+    def turn(self, number: int) -> Turn:
+        """Return a turn of the run.
 
         Args:
-            exchange: The number of the run's exchange, counted from 0.
+            number: The number of the turn, counted from 0. If it is the number of turns of the
+                run, the result is the turn that would follow the last round.
 
         Returns:
-            A pair. The first item is the number of the method's exchange, counted from 0. The
-            second item is the name of the phase.
+            The turn, with the numbers of its round and of its exchange.
         """
-        number, phase = divmod(exchange, len(self.phases))
-        return number, self.phases[phase]
+        exchange, phase = divmod(number, len(self.phases))
+        until = self.method.exchanges
+        round = bisect_right(range(1, self.rounds + 1), exchange, key=until)
+        return Turn(
+            round,
+            exchange,
+            number,
+            self.phases[phase],
+            first=exchange == (until(round) if round else 0),
+            last=phase + 1 == len(self.phases) and exchange + 1 == until(round + 1),
+        )
 
-    def aggregating(self) -> Aggregation:
-        """Create the object that aggregates this run's uploads.
+    def turns_in(self, rounds: int) -> int:
+        """Return the number of turns in the first rounds of the run.
+
+        Args:
+            rounds: A number of rounds, at most that of the run.
 
         Returns:
-            An aggregation that computes the mean of each field that the method reduces by `mean`,
-            and applies the run's transforms.
+            The number of turns; 0 without rounds.
         """
-        exchanges = self.method.exchanges(self.rounds)
-        least_others = self.aggregation.least_others
-        return Aggregation(self.method.schema(), self.every_transform, exchanges, least_others)
+        return self.method.exchanges(rounds) * len(self.phases) if rounds else 0
+
+    def pipeline(self) -> Pipeline:
+        """Create the pipeline of the run's transforms.
+
+        Returns:
+            The pipeline. Its attribute `schema` contains the fields that may be sent.
+        """
+        return Pipeline(self.every_transform, self.method.schema(), self.exchanges)
 
     @property
     def budgets(self) -> list[Budget]:
@@ -122,8 +150,7 @@ class RunConfig(Sections[Method]):
         The noise mechanisms are those of the transforms and, if the method itself adds noise, the
         method's noise mechanism. The run spends all of these budgets on every client.
         """
-        exchanges = self.method.exchanges(self.rounds)
-        budgets = (run_hook(transform, "budget", exchanges) for transform in self.transforms)
+        budgets = (run_hook(transform, "budget", self.exchanges) for transform in self.transforms)
         return [budget for budget in (self.method.budget, *budgets) if budget is not None]
 
     def base_of(self, name: str) -> BaseSpec:
@@ -150,8 +177,7 @@ class RunConfig(Sections[Method]):
         Raises:
             CoterieError: A folder contains no LoRA adapter.
         """
-        server = () if self.server is None or self.server.base is None else (self.server.base,)
-        paths = {spec.adapter for spec in (self.base, *self.bases.values(), *server)}
+        paths = {spec.adapter for spec in self.all_bases}
         folders = sorted(path for path in paths if path is not None)
         digests = {path: lora_digest(self.root / expanded(path)) for path in folders}
         return {"adapters": digests} if digests else {}
@@ -293,6 +319,10 @@ def resolve(file: RunFile, method: Method | None = None) -> RunConfig:
         "method": method,
         "aggregation": file.aggregation.model_copy(update={"transforms": tuple(transforms)}),
     }
+    if file.training.precision is None:
+        stored = any(base.weights == "bf16" for base in file.all_bases)
+        precision = "bf16" if stored else fast_precision(device_type(file.device))
+        sections["training"] = file.training.model_copy(update={"precision": precision})
     if isinstance(given := file.data.kind, KindSpec):
         kind = validated(DATA_KINDS.get(given.name), given.settings, ("data", "kind"))
         sections["data"] = file.data.model_copy(update={"kind": kind})

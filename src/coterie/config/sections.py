@@ -9,11 +9,11 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from coterie.aggregation.spec import AggregationSpec
 from coterie.bases.spec import BaseSpec
 from coterie.data.divide_spec import DivideSpec
 from coterie.data.spec import ClientSpec, DataSpec
 from coterie.evaluation.metrics import metric_named
+from coterie.exchanges.spec import AggregationSpec
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
 from coterie.names import RunName, check_distinct
@@ -225,12 +225,15 @@ class Sections(Section, Generic[M]):
         check_distinct((client.name for client in self.clients), "clients")
         return self
 
+    @property
+    def all_bases(self) -> tuple[BaseSpec, ...]:
+        """The bases that the run file names: the run's, single clients', and the server's."""
+        server = () if self.server is None or self.server.base is None else (self.server.base,)
+        return self.base, *self.bases.values(), *server
+
     @model_validator(mode="after")
     def _check_precision(self) -> Self:
-        server = () if self.server is None or self.server.base is None else (self.server.base,)
-        if self.training.precision == "fp32" and any(
-            base.weights == "bf16" for base in (self.base, *self.bases.values(), *server)
-        ):
+        if self.training.precision == "fp32" and any(b.weights == "bf16" for b in self.all_bases):
             raise ValueError(
                 "`training.precision: fp32` contradicts `weights: bf16` of a base; remove one "
                 "of the two"

@@ -1,7 +1,7 @@
 """The client's process in a deployment. Each order of the server takes effect once or not at all.
 
 The process has a run folder, which contains only this client. A step is the client's part of one
-round; its result is an upload. The newest checkpoint contains the state after the last step. Only
+turn; its result is an upload. The newest checkpoint contains the state after the last step. Only
 the server's next order shows whether the server accepted the upload of that step, so the previous
 checkpoint is not deleted until that order arrives:
 
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from coterie.bases import Base, load_base
-from coterie.bases.devices import names_of
+from coterie.bases.devices import device_type, names_of
+from coterie.bases.precision import SLOW_PRECISION, fast_precision
 from coterie.config.run import RunConfig
 from coterie.data.quality import AT_START, sentences
 from coterie.deployment import terms
-from coterie.deployment.orders import Orders, check_round
+from coterie.deployment.orders import Orders, check_turn
 from coterie.deployment.site import Declined, Site, ledger_of, run_folder
 from coterie.engines.results import result
 from coterie.engines.runtime import ClientPart
@@ -42,6 +43,7 @@ from coterie.messages.names import SECONDS
 from coterie.network.link import Seen
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder, describe, read
+from coterie.turn import Turn
 
 log = logging.getLogger(__name__)
 Entries = list[dict[str, Any]]
@@ -86,7 +88,7 @@ class Worker:
         if order.kind == "join" and not isinstance(error, MessageError | Unwritable):
             self.error = str(error)  # this machine lacks what the run needs, so a retry would fail
             return self._refuse(order, "unable", f"cannot be joined: {error}")
-        log.error("round %d: %s", order.round + 1, error)
+        log.error("order to %s: %s", order.kind, error)
         self.seen("fault", str(error))
         stops = fault == "diverged" and self.run is not None and self.run.ends_with(order)
         return self._reply(order, fault=fault, stops=stops)
@@ -111,7 +113,7 @@ class Worker:
             )
             self.finished = True
             return self._reply(order)
-        check_round(order, self.run.config.exchanges)
+        check_turn(order, self.run.config)
         if order.kind == "step":
             upload, entries = self.run.step(order, body, self.orders)
             return self._reply(order, upload, entries, stops=self.run.ends_with(order))
@@ -175,7 +177,7 @@ class Worker:
         return self._reply(order, fault=fault)
 
     def _base(self, config: RunConfig) -> Base:
-        key = (config.base, config.training.precision, config.data.window)
+        key = (config.base, config.precision, config.data.window)
         if key not in self.bases:
             self.bases = {key: load_base(*key, config.root, config.device)}
             log.info("loaded the base %s: %s", config.base, self.bases[key].digest)
@@ -198,7 +200,7 @@ class Worker:
             run=order.run,
             client=self.site.name,
             kind=order.kind,
-            round=order.round,
+            turn=order.turn,
             fault=fault,
             base=base,
             stops=stops or None,
@@ -221,12 +223,14 @@ class SiteRun:
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(lambda _, __, name, value: seen(name, value))
         self.part = ClientPart(config, base, participant, self.recorder, ledger)
+        if config.precision == "bf16" and fast_precision(device_type(config.device)) == "fp32":
+            seen("warning", SLOW_PRECISION)
         sizes = message_sizes(config, self.part.side.parameters(), order.clients or 1)
         check_messages(sizes, config.deployment.largest_message * MiB)
         if self.folder.checkpoints():
             self._restore()
         else:
-            self._save(read.About(round=-1, digest="", entries=[]))
+            self._save(read.About(turn=-1, digest="", entries=[]))
 
     def close(self) -> None:
         """Release the lock on the folder."""
@@ -261,35 +265,35 @@ class SiteRun:
         return folder
 
     def step(self, order: Order, download: bytes, orders: Orders) -> tuple[bytes, Entries]:
-        """Execute this client's part of a round, and return the upload and the recorded metrics.
+        """Execute this client's part of a turn, and return the upload and the recorded metrics.
 
         If the client has executed the same order before, the stored upload and metrics are returned
         without training again.
         """
-        digest = blake2b(download, digest_size=8).hexdigest()
+        digest, turn = blake2b(download, digest_size=8).hexdigest(), self.config.turn(order.turn)
         newest = self._settle(order, digest)
-        if (newest.round, newest.digest) == (order.round, digest):
-            log.info("round %d: sent the stored upload again", order.round + 1)
+        if (newest.turn, newest.digest) == (turn.number, digest):
+            log.info("round %d: sent the stored upload again", turn.round + 1)
             return self.folder.read("upload"), newest.entries
-        orders.count_training(order, self.folder)
-        with self._transaction(order.round) as began:
-            counted = order.counted == order.round - 1
-            upload = self.part.step(order.round, download, counted=counted)
-            entries = self._complete(order.round, digest, began, upload=upload)
-        self.seen("step", order.round)
+        orders.count_training(turn, self.folder)
+        with self._transaction(turn) as began:
+            counted = order.counted == turn.number - 1
+            upload = self.part.step(turn, download, counted=counted)
+            entries = self._complete(turn.number, digest, began, upload=upload)
+        self.seen("step", turn)
         if self.ends_with(order):
             self.seen("stopped", self.config.evaluation.patience)
         return upload, entries
 
     def finish(self, order: Order, download: bytes) -> Entries:
         """Apply the last download, write the result, and return the recorded metrics."""
-        last = order.round - 1
-        if self._about().round <= last:
+        last = self.config.turn(order.turn - 1)
+        if self._about().turn <= last.number:
             self._settle(order, "")
             with self._transaction(last) as began:
                 kept = self.folder.find(f"kept-{self.part.name}")
-                self.part.finish(download, kept, last, counted=order.counted == last)
-                self._complete(order.round, "", began)
+                self.part.finish(download, kept, last, counted=order.counted == last.number)
+                self._complete(order.turn, "", began)
         about = self._about()
         self._commit(about)
         self.folder.finish(result(self.config, self.folder))
@@ -297,11 +301,11 @@ class SiteRun:
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
-        """Return whether this client stops training after the round to which an order belongs."""
-        return self.part.stops(order.round + 1)
+        """Return whether this client stops training after the turn to which an order belongs."""
+        return self.part.stops(self.config.turn(order.turn + 1).round)
 
     @contextmanager
-    def _transaction(self, round: int) -> Iterator[float]:
+    def _transaction(self, turn: Turn) -> Iterator[float]:
         """Restore the client's saved state if the body of the with statement raises an exception.
 
         The body executes an order of the server, which the server can repeat after the exception.
@@ -309,7 +313,7 @@ class SiteRun:
         Yields:
             The time at which the body begins, in seconds of the monotonic clock.
         """
-        self.recorder.round = round
+        self.recorder.turn = turn
         try:
             yield time.monotonic()
         except BaseException:
@@ -317,29 +321,29 @@ class SiteRun:
             self._restore()
             raise
 
-    def _complete(self, round: int, digest: str, began: float, **files: bytes) -> Entries:
-        """Save the client's state after its part of a round, and return the recorded metrics.
+    def _complete(self, number: int, digest: str, began: float, **files: bytes) -> Entries:
+        """Save the client's state after its part of a turn, and return the recorded metrics.
 
         Args:
-            round: The round of the server's order.
-            digest: The digest of the download; empty for the download after the last round.
+            number: The number of the turn in the server's order.
+            digest: The digest of the download; empty for the download after the last turn.
             began: The time at which the client began its part, in seconds of the monotonic clock.
             files: The contents of files to save with the state.
         """
         self.part.keep_items(self.folder.keep_items)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
-        about = read.About(round=round, digest=digest, entries=self.recorder.take())
+        about = read.About(turn=number, digest=digest, entries=self.recorder.take())
         self._save(about, **files)
         return about.entries
 
     def _settle(self, order: Order, digest: str) -> read.About:
         """Commit the newest step if the server accepted its upload, and undo the step otherwise.
 
-        A step is this client's part of a round. If the server repeats the order of the newest step,
+        A step is this client's part of a turn. If the server repeats the order of the newest step,
         the step is not undone, so that the stored upload can be sent again.
 
         Args:
-            order: The server's new order; `counted` is this client's last round that was accepted.
+            order: The server's new order; `counted` is this client's last turn that was accepted.
             digest: The digest of the download in the new order.
 
         Returns:
@@ -347,31 +351,32 @@ class SiteRun:
         """
         newest = self._about()
         counted = -1 if order.counted is None else order.counted
-        if newest.round == counted:
+        if newest.turn == counted:
             self._commit(newest)
-        elif (newest.round, newest.digest) != (order.round, digest) and newest.round > counted:
+        elif (newest.turn, newest.digest) != (order.turn, digest) and newest.turn > counted:
             log.warning(
                 "the server did not accept the upload of round %d; the round has been undone",
-                newest.round + 1,
+                self.config.turn(newest.turn).round + 1,
             )
             if len(self.folder.checkpoints()) > 1:
-                self.folder.drop([self.folder.checkpoint(newest.round + 1)])
+                self.folder.drop([self.folder.checkpoint(newest.turn + 1)])
                 self._restore()
                 newest = self._about()
-        if newest.round < counted:
-            if self.part.aggregation.pipeline.down:
+        if newest.turn < counted:
+            missing = self.config.turn(counted).round + 1
+            if self.part.pipeline.down:
                 raise CoterieError(
-                    f"The state of round {counted + 1} is missing, but each download of this run "
+                    f"The state of round {missing} is missing, but each download of this run "
                     "contains only the differences from the previous download; ask the server's "
                     "operator to expel this client."
                 )
-            log.warning("the state of round %d is missing; continuing without it", counted + 1)
+            log.warning("the state of round %d is missing; continuing without it", missing)
         return newest
 
     def _commit(self, newest: read.About) -> None:
         """Append the metrics of the client's newest step to metrics.jsonl.
 
-        A step is this client's part of a round. All checkpoints except the newest are deleted.
+        A step is this client's part of a turn. All checkpoints except the newest are deleted.
         """
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
@@ -389,4 +394,4 @@ class SiteRun:
 
     def _save(self, about: read.About, **files: bytes) -> None:
         files = {"about.json": json.dumps(vars(about)).encode(), **files}
-        self.folder.save(about.round + 1, self.part.states(), files=files)
+        self.folder.save(about.turn + 1, self.part.states(), files=files)

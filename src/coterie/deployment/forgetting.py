@@ -11,7 +11,7 @@ from coterie.errors import CoterieError, plural
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
-from coterie.runs import RunFolder
+from coterie.runs import RECEIVED, RunFolder, turn_of
 
 LOGS = ("server.log", "server.log.1")
 BY_CLIENT = {"trained", "aggregated", "kept", "left_out"}
@@ -90,6 +90,8 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
         if folder.result is not None:
             remaining = {k: without(folder.result[k], client) for k in BY_CLIENT & {*folder.result}}
             folder.finish({**folder.result, **remaining})
+        if client in (received := folder.listed(RECEIVED)):
+            folder.write_list(RECEIVED, received - {client})
         for name in DERIVED:
             path = folder.path / name
             is_folder = path.is_dir() and not path.is_symlink()
@@ -99,9 +101,11 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
         deleted = [line for line in lines if line["client"] == client]
         folder.rewrite(_line_without(line, client) for line in lines if line["client"] != client)
     sent, left_out = (
-        {line["round"] for line in deleted if line["name"] == name} for name in (BYTES_UP, LEFT_OUT)
+        {turn_of(line): line["round"] for line in deleted if line["name"] == name}
+        for name in (BYTES_UP, LEFT_OUT)
     )
-    return Forgotten(len(deleted), log_lines, sorted(round + 1 for round in sent - left_out))
+    rounds = {round + 1 for turn, round in sent.items() if turn not in left_out}
+    return Forgotten(len(deleted), log_lines, sorted(rounds))
 
 
 def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, wait
+from functools import cached_property
 from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from coterie.deployment.orders import join_fields
 from coterie.engines.server_part import ServerPart
+from coterie.federation.participants import public_digest
 from coterie.federation.sizes import MiB, check_messages, message_sizes
 from coterie.messages import Message, MessageError, State
 from coterie.methods.adapter import AdapterServer
@@ -36,6 +40,15 @@ class Joins:
         self.base = ""
         """The digest of the clients' common base; empty until a client has joined."""
         self._pending: dict[str, tuple[Future[None], Message, bytes]] = {}
+
+    @cached_property
+    def _public(self) -> str | None:
+        """The digest of the run's public text, or None if the run has no public text."""
+        return public_digest(self.part.config)
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """Return the fields that are present only in the order to a client to join."""
+        return join_fields(self.part.config, name, self.count(name), self._public)
 
     def check_base(self, base: str) -> None:
         """Raise MessageError if a client's base differs from the base of earlier clients.

@@ -15,11 +15,12 @@ from coterie.files import write_json
 from coterie.messages import MessageError
 from coterie.messages.envelope import Order, PluginFile
 from coterie.runs import RunFolder, read
+from coterie.turn import Turn
 
 MAX_TRAININGS = 5
-"""The maximum number of times that a client trains in one round.
+"""The maximum number of times that a client trains in one turn.
 
-The server repeats a round if the server's process was killed, if too few uploads were valid, if a
+The server repeats a turn if the server's process was killed, if too few uploads were valid, if a
 client was expelled, or if the operator went back to an earlier checkpoint.
 """
 MAX_RUNS = 3
@@ -31,18 +32,19 @@ are counted on disk, so that a restart of the client does not permit more runs.
 MAX_UNFINISHED = 8
 """The maximum number of unfinished runs in a client's folder. Each run takes disk space."""
 TRAINED = "trained.json"
-"""The file in a client's run folder that stores how many times each round was trained."""
+"""The file in a client's run folder that stores how many times the client trained in each turn."""
 DELETE = (
     "move or delete the folders that are no longer needed, and start this client again to take part"
 )
 
 
-def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str, Any]:
+def join_fields(config: RunConfig, client: str, clients: int, public: str | None) -> dict[str, Any]:
     """Return the fields that are present only in orders to join.
 
     Args:
         config: The server's run.
         client: The name of the client that is to join.
+        clients: The number of the run's clients after this client has joined.
         public: The digest of the run's public text, or None if the run has no public text.
     """
     used = plugins_of(config.objects)
@@ -50,33 +52,38 @@ def join_fields(config: RunConfig, client: str, public: str | None) -> dict[str,
         key: PluginFile(file=Path(plugin.file).name, sha256=plugin.sha256)
         for key, plugin in used.items()
     }
-    return {"public": public, "config": config.visible_to(client), "plugins": files or None}
+    return {
+        "clients": clients,
+        "public": public,
+        "config": config.visible_to(client),
+        "plugins": files or None,
+    }
 
 
-def check_round(order: Order, exchanges: int) -> None:
-    """Raise MessageError if an order is for a round that the run does not have.
+def check_turn(order: Order, config: RunConfig) -> None:
+    """Raise MessageError if an order is for a turn that the run does not have.
 
     Args:
         order: An order for a step or for the end of the run.
-        exchanges: The number of exchanges in the run.
+        config: The run.
     """
-    last = exchanges - (order.kind == "step")
-    if order.round > last or (order.kind == "finish" and order.round < 1):
+    last, turn = config.turns - (order.kind == "step"), config.turn(order.turn)
+    if order.turn > last or (order.kind == "finish" and order.turn < 1):
         raise MessageError(
-            f"The server ordered {order.kind!r} in round {order.round + 1}, but the run has only "
-            f"{plural(exchanges, 'round')}."
+            f"The server ordered {order.kind!r} in round {turn.round + 1}, but the run has only "
+            f"{plural(config.rounds, 'round')}."
         )
-    if order.counted is not None and not -1 <= order.counted < order.round:
+    if order.counted is not None and not -1 <= order.counted < order.turn:
         raise MessageError(
-            f"The server's order for round {order.round + 1} says that this client's upload was "
-            f"accepted in round {order.counted + 1}, which is not over."
+            f"The server's order for round {turn.round + 1} says that this client's upload was "
+            f"accepted in round {config.turn(order.counted).round + 1}, which is not over."
         )
 
 
 class Orders:
-    """Limits how many runs a client begins, and how often the client trains in each round.
+    """Limits how many runs a client begins, and how often the client trains in each turn.
 
-    The client trains again in a round if the server repeats the round.
+    The client trains again in a turn if the server repeats the turn.
     """
 
     def __init__(self, site: Site) -> None:
@@ -118,25 +125,25 @@ class Orders:
         self.bases.add(config.base)
         return None
 
-    def count_training(self, order: Order, folder: RunFolder) -> None:
-        """Record in the run folder that the client trains once more in the round of an order.
+    def count_training(self, turn: Turn, folder: RunFolder) -> None:
+        """Record in the run folder that the client trains once more in a turn.
 
         Raises:
-            CoterieError: The client has already trained `MAX_TRAININGS` times in this round, or the
+            CoterieError: The client has already trained `MAX_TRAININGS` times in this turn, or the
                 run folders take too much disk space.
         """
         path = folder.path / TRAINED
         counts = read.read_json(folder.path, TRAINED, read.Trained) if os.path.lexists(path) else {}
-        count = counts.get(str(order.round), 0)
+        count = counts.get(str(turn.number), 0)
         if count >= MAX_TRAININGS:
             raise CoterieError(
                 f"The server has sent this client more than {MAX_TRAININGS} different downloads "
-                f"for round {order.round + 1}; ask the server's operator why. "
+                f"for round {turn.round + 1}; ask the server's operator why. "
                 f"To let this client continue, delete {path}."
             )
         if reason := self.disk_excess():
             raise CoterieError(f"This client has {reason}.")
-        write_json(path, {**counts, str(order.round): count + 1})
+        write_json(path, {**counts, str(turn.number): count + 1})
 
     def disk_excess(self) -> str | None:
         """Return a message if the run folders take too much disk space, and None otherwise."""

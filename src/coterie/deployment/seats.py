@@ -25,7 +25,7 @@ class Seat:
     failed: bool = False
     """Whether the client failed to carry out its last order."""
     counted: int | None = None
-    """The last round in which the client's upload was accepted; None if there is no such round."""
+    """The last turn in which the client's upload was accepted; None if there is no such turn."""
     declined: bool = False
     """Whether the client's user declined to take part when the client was last connected."""
     entries: list[Entry] = field(default_factory=list)

@@ -3,28 +3,27 @@
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import chain
 
 from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.deployment.joins import Joins
-from coterie.deployment.orders import join_fields
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, restore_seats, seats_state
 from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
 from coterie.engines.results import result
 from coterie.engines.server_part import ServerPart
-from coterie.engines.uploads import Uploads
 from coterie.errors import CoterieError, Diverged, plural
-from coterie.federation.participants import Participant, public_digest
+from coterie.exchanges.exchange import Exchange
+from coterie.federation.participants import Participant
 from coterie.messages import Message, MessageError, State
 from coterie.messages.envelope import LEAVES, Kind, Order, Reply, fault_in_words, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import Link
-from coterie.runs import Recorder, RunFolder
+from coterie.runs import RECEIVED, Recorder, RunFolder
 
 log = logging.getLogger(__name__)
 GRACE = 60.0
@@ -34,9 +33,8 @@ GRACE = 60.0
 class ServerRun(ServerPart):
     """The server of a deployed run. It starts or continues the run, and serves it to the end.
 
-    A run continues from its newest checkpoint. The server repeats an order (to join, to take part
-    in the round, or to end) until the client replies. Therefore, clients and this process can stop
-    and continue at any time.
+    A run continues from its newest checkpoint. The server repeats each order until the client
+    replies. Therefore, clients and this process can stop and continue at any time.
     """
 
     def __init__(
@@ -52,19 +50,17 @@ class ServerRun(ServerPart):
         super().__init__(config, skeleton, names, own, folder, Recorder(lambda *_: None))
         self.link, self.run = link, folder.description["run"]
         one_mean = bool(config.method.schema().reduced("mean"))
-        self.monitor = Monitor(config.label, config.exchanges, folder, watch, one_mean=one_mean)
-        self._note = self.monitor.note
+        self.monitor = Monitor(config.label, config.rounds, folder, watch, one_mean=one_mean)
+        self._note, self._tell = self.monitor.note, self.monitor.tell
         self.seats = {name: Seat() for name in names}
         self.quorum = Quorum(config, self.seats)
         self.leaving: list[str] = []  # expelled clients whose data are still in `server`
-        self.public = public_digest(config)
         self.joins = Joins(self, link.largest)
         self.joins.check_messages()
         self.kind: Kind = "step"  # the kind of the order that is sent to the clients in `waiting`
-        self.round = 0
         self.waiting: set[str] = set()  # clients that have not replied to the current order
         self.unlisted: set[str] = set()  # clients that have a key but are not part of the run
-        self.uploads = Uploads(folder.path, self.server, self.aggregation)
+        self.uploads = Exchange(folder.path, self.server, self.aggregation)
         self.late: set[str] = set()  # tickets of orders whose replies are to be discarded
 
     def rounds(self) -> None:
@@ -82,62 +78,62 @@ class ServerRun(ServerPart):
         for name in self.folder.expelled():
             self._expel(name)
         done = self._restore()
-        self.monitor.start(done)
-        for round in range(done, self.config.exchanges):
+        self.monitor.start(self.config.turn(done).round)
+        for turn in map(self.config.turn, range(done, self.config.turns)):
             if self._is_over():
                 break
             began = time.monotonic()
-            self.round = self.recorder.round = round
-            if (counted := self._round()) is None:
+            self.turn = self.recorder.turn = turn
+            if (counted := self._take()) is None:
                 break
             self.recorder.log(None, SECONDS, time.monotonic() - began)
             self.folder.append(lines := self.recorder.take())
-            self._save(round + 1)
-            self.monitor.closes(counted, lines)
+            self._save(turn.number + 1)
+            self.monitor.closes(turn, counted, lines)
         self._finish()
         self.folder.finish(result(self.config, self.folder))
         self.monitor.save(ended=True)
 
-    def _round(self) -> int | None:
-        """Run a round; return the number of accepted uploads, or None if all clients stopped."""
+    def _take(self) -> int | None:
+        """Take a turn; return the number of accepted uploads, or None if all clients stopped."""
         while members := self._gather():
             if (mean := self._count(members)) is not None:
                 return self._settle(mean)
         return None
 
     def _gather(self) -> list[str]:
-        """Wait for a quorum, and begin a round. Return its clients, or [] if all have stopped."""
+        """Wait for a quorum, and begin a turn. Return its clients, or [] if all have stopped."""
         while len(ready := self.quorum.ready()) < (needed := self.quorum.needed):
             missing = f"{self.quorum.missing()}; {len(ready)} of {needed} clients are ready"
-            self.monitor.waits(f"round {self.round + 1}: waiting for {missing}")
+            self.monitor.waits(self.turn, missing)
             self._poll()
             if self.quorum.all_stopped(self.joins.hellos):
                 return []
         self._remove_expelled()
         members = self.quorum.ready()
-        self.open(self.round, members)
+        self.open(self.turn, members)
         self.uploads.begin()
         self._ask("step", members)
-        self.monitor.opens()
+        self.monitor.opens(self.turn)
         return members
 
     def _count(self, members: list[str]) -> Message | None:
         """Wait for enough uploads; return their mean, or None if the round must begin again."""
         uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
-            uploads.require(self.round, self.waiting)
-            mean, counted = uploads.mean(self.round), len(uploads.counted)
+            uploads.require(self.turn.round, self.waiting)
+            mean, counted = uploads.mean(self.turn), len(uploads.counted)
             refused = {n: r for n, r in uploads.refused.items() if n not in uploads.diverged}
             for name, reason in sorted(refused.items()):
-                self._note(f"round {self.round + 1}: rejected the upload of {name}: {reason}")
+                self._tell(f"rejected the upload of {name}: {reason}")
             if self.quorum.suffice(counted, refused, uploads.asked_again, uploads.diverged):
                 return mean
-            self._note(f"round {self.round + 1}: too few uploads ({counted}); asking again")
+            self._tell(f"too few uploads ({counted}); asking again")
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
                 if not uploads.ask_again(name):
                     self.seats[name].fail()
-            self.open(self.round, members)  # aggregation starts from the beginning
+            self.repeat(members)
         return None
 
     def _uploaded(self, members: list[str], end: float) -> bool:
@@ -146,14 +142,12 @@ class ServerRun(ServerPart):
         again = False
         while not (self.leaving or again or self.quorum.complete(*replies)):
             uploads = awaited_uploads(self.waiting, end - time.monotonic())
-            self.monitor.waits(f"round {self.round + 1}: waiting for {uploads}")
+            self.monitor.waits(self.turn, uploads)
             self._poll()
             again = self.quorum.begins_again(*replies)
         self._check_expelled()
         if again:
-            self._note(
-                f"round {self.round + 1}: too few uploads; beginning again with more clients"
-            )
+            self._tell("too few uploads; begun again with more clients")
         if again or self.leaving:
             for name in self.waiting:
                 self._abandon(self.seats[name])
@@ -163,21 +157,21 @@ class ServerRun(ServerPart):
         """End the round with the mean of its uploads, and return the number of accepted uploads."""
         counted, diverged = self.uploads.counted, self.uploads.diverged
         for name in sorted(self.waiting | diverged):
-            self._note(f"round {self.round + 1}: {name} was excluded")
+            self._tell(f"{name} was excluded")
             self.monitor.excludes(name)
             self._abandon(self.seats[name])
         self.uploads.record(self.recorder)
         self.waiting = set()  # no orders are sent until the next round
         self._record_entries(counted)
         for name in counted:
-            self.seats[name].counted = self.round
+            self.seats[name].counted = self.turn.number
         for name in sorted({*counted} | diverged):
             if self.seats[name].stops:
                 self.seats[name].stopped = True
                 rounds = plural(self.config.evaluation.patience or 0, "round")
                 self._note(f"{name} stopped: no better validation score for {rounds}")
         self.close(mean, counted)
-        self.score(self.round)
+        self.score(self.turn)
         return len(counted)
 
     def _is_over(self) -> bool:
@@ -191,28 +185,36 @@ class ServerRun(ServerPart):
         return not self.quorum.ready()
 
     def _finish(self) -> None:
-        """Send the result to all clients that have joined, and wait a limited time for replies."""
-        self.round = self.folder.rounds()
+        """Send the result to all clients that have joined, and record which have received it."""
+        self.turn = self.config.turn(self.folder.turns())
         self._remove_expelled()
-        if self.round < self.config.exchanges:  # the run ends early
-            self.recorder.round = self.round - 1
-            self.score(self.round - 1, last=True)
-        self.recorder.round = self.round
+        if self.turn.number < self.config.turns:  # the run ends early
+            self.recorder.turn = self.config.turn(self.turn.number - 1)
+            self.score(self.recorder.turn, ends=True)
+        self.recorder.turn = self.turn
         self._ask("finish", self.joins.hellos)
+        received = self.folder.listed(RECEIVED)
+        try:
+            self._await_receipt(received)
+        finally:
+            self._record_entries(self.joins.hellos.keys() - self.waiting)
+            lines = list(self.folder.metrics())  # a killed process may have appended some of them
+            self.folder.append([line for line in self.recorder.take() if line not in lines])
+            self.folder.write_list(RECEIVED, self.joins.hellos.keys() - (self.waiting - received))
+
+    def _await_receipt(self, received: Set[str]) -> None:
+        """Wait a limited time for the clients that have not received the result."""
         began, longest = time.monotonic(), max(GRACE, self.config.deployment.deadline)
-        while self.waiting and time.monotonic() < began + longest:
-            present = any(self.seats[name].present for name in self.waiting)
-            if not present and time.monotonic() > began + GRACE:
+        while missing := sorted(self.waiting - received):
+            present = any(self.seats[name].present for name in missing)
+            if time.monotonic() > began + (longest if present else GRACE):
                 break
             self._poll()
             if self.leaving:
                 self._remove_expelled()
-                self._save(self.round)
-        for name in sorted(self.waiting):
+                self._save(self.turn.number)
+        for name in missing:
             self._note(f"{name} did not receive the result; use --resume when {name} is connected")
-        self._record_entries(self.joins.hellos.keys() - self.waiting)
-        lines = list(self.folder.metrics())  # a killed process may have appended some of them
-        self.folder.append([line for line in self.recorder.take() if line not in lines])
 
     def _ask(self, kind: Kind, names: Iterable[str]) -> None:
         """Set the next order for some clients; `_poll` then sends this order."""
@@ -237,8 +239,7 @@ class ServerRun(ServerPart):
                 self.unlisted.add(name)
                 self._note(f"{name} has a key but is not part of this run")
         for name, seat in sorted(self.seats.items()):
-            connection = present.get(name)
-            if connection != seat.present:
+            if (connection := present.get(name)) != seat.present:
                 self._note(f"{name} {'connected' if connection else 'disconnected'}")
                 self._abandon(seat)
                 seat.connect(connection)
@@ -283,16 +284,15 @@ class ServerRun(ServerPart):
             run=self.run,
             client=name,
             kind=kind,
-            round=self.round,
+            turn=self.turn.number,
             counted=seat.counted,
             protocol=PROTOCOL,
             base=self.joins.base,
-            clients=self.joins.count(name) if kind == "join" else None,
-            **(join_fields(self.config, name, self.public) if kind == "join" else {}),
+            **(self.joins.fields(name) if kind == "join" else {}),
         )
         body = self.download(name) if downloads else b""
         data = seal(order, body)
-        seat.ticket = self.link.send(name, data, self.round, 2 * self.config.deployment.deadline)
+        seat.ticket = self.link.send(name, data, order.turn, 2 * self.config.deployment.deadline)
         if downloads:
             self.recorder.log(name, BYTES_DOWN, len(body), self._metric_round)
         self.monitor.moved(name, down=len(data))
@@ -319,7 +319,7 @@ class ServerRun(ServerPart):
                     seat.retry_at = math.inf  # until the client reconnects
             elif reply.kind == "join":
                 self._join(name, reply, body)
-            elif (reply.kind, reply.round) == (self.kind, self.round) and name in self.waiting:
+            elif (reply.kind, reply.turn) == (self.kind, self.turn.number) and name in self.waiting:
                 self._complete_order(name, reply, body)
         except Exception as error:  # an error of one client must not stop the run
             self._refuse(f"rejected a message from {name}", error)
@@ -366,13 +366,13 @@ class ServerRun(ServerPart):
             for entry in self.seats[name].entries:
                 if entry.is_from_client:
                     # Clients send scores of the previous round with this round's upload.
-                    round = max(self.round - 1, min(entry.round, self._metric_round))
+                    round = max(self.turn.round - 1, min(entry.round, self._metric_round))
                     self.recorder.log(name, entry.name, entry.value, round)
 
     @property
     def _metric_round(self) -> int:
         """The round for which metrics are recorded; if the run is ending, it is the last round."""
-        return self.round - (self.kind == "finish")
+        return self.config.turn(self.turn.number - (self.kind == "finish")).round
 
     def _refuse(self, event: str, error: Exception) -> None:
         """Show why a client's message was refused; log the traceback if the error is unexpected."""
@@ -381,20 +381,19 @@ class ServerRun(ServerPart):
             error = CoterieError(f"{type(error).__name__} in the method")
         self._note(f"{event}: {error}")
 
-    def _save(self, rounds: int) -> None:
+    def _save(self, turns: int) -> None:
         values = seats_state(self.seats, self.joins.base)
         states = [("engine", State({"hellos": self.joins.tensors()}, values))]
         keep = self.config.deployment.checkpoints
-        self.folder.save(rounds, chain(self.states(), states), keep=keep)
+        self.folder.save(turns, chain(self.states(), states), keep=keep)
 
     def _restore(self) -> int:
-        done = self.folder.rounds()
-        if done:
+        if done := self.folder.turns():
             engine = self.folder.load("engine")
             restore_seats(self.seats, engine.values, self.quorum.expelled)
             self.joins.restore(engine, self.quorum.expelled)
             self.restore()
         # Keep metrics that were received at the end: their clients may have left.
-        ended = done == self.config.exchanges or self.quorum.all_stopped(self.joins.hellos)
+        ended = done == self.config.turns or self.quorum.all_stopped(self.joins.hellos)
         self.folder.forget_from(done + ended)
         return done

@@ -141,7 +141,7 @@ def serve_again(
             check_participant(folder, name)
     with folder.lock():
         if from_round is not None:
-            folder.go_back(from_round)
+            folder.go_back(from_round, config.turns_in)
         for name in without:
             folder.expel(name)
         description = folder.description

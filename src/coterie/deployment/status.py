@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from coterie.aggregation.bounds import AGAINST, OTHERS
 from coterie.deployment.seats import Seat
 from coterie.errors import CoterieError, Unwritable, plural
+from coterie.exchanges.bounds import AGAINST, OTHERS
 from coterie.files import read_inside, write_text
 from coterie.messages.names import CHANGE
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import RunFolder
+from coterie.turn import Turn
 
 log = logging.getLogger(__name__)
 State = Literal["away", "joining", "declined", "ready", "working", "stopped"]
@@ -81,7 +82,7 @@ class Status(BaseModel):
     updated: float = 0.0
     """The time of this status, in seconds since 1970."""
     ended: bool = False
-    """Whether the server has stopped."""
+    """Whether the run has ended."""
 
     @classmethod
     def read(cls, folder: RunFolder) -> "Status":
@@ -91,7 +92,7 @@ class Status(BaseModel):
             CoterieError: The folder contains no valid status.
         """
         try:
-            return cls.model_validate_json(read_inside(folder.path, FILE))
+            status = cls.model_validate_json(read_inside(folder.path, FILE))
         except FileNotFoundError:
             raise CoterieError(
                 f"{folder.path} contains no status. `coterie server` writes one when it starts; "
@@ -99,6 +100,8 @@ class Status(BaseModel):
             ) from None
         except (OSError, ValidationError) as error:
             raise CoterieError(f"{folder.path / FILE} cannot be read.") from error
+        status.ended = status.ended or folder.result is not None
+        return status
 
 
 def is_running(folder: RunFolder) -> bool:
@@ -150,8 +153,8 @@ class Monitor:
         self.saved, self.save_fault = float("-inf"), ""
         self.durations: list[float] = []
         """Seconds from the opening to the end of each round since the server started."""
-        self.opened = 0.0
-        """The time at which the current round was opened, on the monotonic clock."""
+        self.round, self.opened = -1, 0.0
+        """The current round, and the time at which it was opened, on the monotonic clock."""
         self.remind_at = self.interval = 0.0
 
     def note(self, text: str) -> None:
@@ -160,6 +163,10 @@ class Monitor:
         log.info(line)
         self.watch.note(line)
 
+    def tell(self, event: str) -> None:
+        """Log a line about an event in the current round, and display it."""
+        self.note(f"round {self.round + 1}: {event}")
+
     def start(self, done: int) -> None:
         """Record that the run starts, or resumes after `done` complete rounds."""
         self.status.done = done
@@ -167,17 +174,21 @@ class Monitor:
         self.note(f"{self.status.title}: {plural(self.status.rounds, 'round')}{resumed}")
         self.compares(self.folder.metrics())
 
-    def opens(self) -> None:
-        """Record that a round is opened."""
-        self.opened, self.status.waiting = time.monotonic(), ""
-        self.remind_at, self.interval = self.opened + REMIND_SECONDS, REMIND_SECONDS
+    def opens(self, turn: Turn) -> None:
+        """Record that a turn is opened."""
+        now, self.status.waiting = time.monotonic(), ""
+        if turn.round != self.round:
+            self.round, self.opened = turn.round, now
+        self.remind_at, self.interval = now + REMIND_SECONDS, REMIND_SECONDS
 
-    def waits(self, reason: str) -> None:
+    def waits(self, turn: Turn, missing: str) -> None:
         """Record that the server is waiting, and remind the operator at growing intervals.
 
         Args:
-            reason: A sentence, without its full stop, that names the clients.
+            turn: The turn in progress.
+            missing: What the server waits for, with the names of the clients.
         """
+        reason = f"round {turn.round + 1}: waiting for {missing}"
         now, self.status.waiting = time.monotonic(), reason
         if now >= self.remind_at:
             self.note(reason)
@@ -203,7 +214,7 @@ class Monitor:
         others is a power of two.
 
         Args:
-            lines: Metrics of one or more rounds.
+            lines: Metrics of one or more turns.
         """
         rounds: dict[int, dict[str, float]] = {}
         for line in lines if self.one_mean else ():
@@ -220,13 +231,20 @@ class Monitor:
                 if cosine < AGAINST and doubled and about.opposes:
                     self.note(f"{opposition(name, about)}; see the page on hostile clients")
 
-    def closes(self, counted: int, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Record that a round with `counted` accepted uploads is complete and saved.
+    def closes(self, turn: Turn, counted: int, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Record that a turn with `counted` accepted uploads is complete and saved.
 
         Args:
+            turn: The turn.
             counted: The number of accepted uploads.
-            lines: The metrics of the round.
+            lines: The metrics of the turn.
         """
+        if turn.last:
+            self._ends_round(counted)
+        self.remind_at = self.interval = 0.0
+        self.compares(lines)
+
+    def _ends_round(self, counted: int) -> None:
         status = self.status
         self.durations.append(time.monotonic() - self.opened)
         status.done += 1
@@ -235,8 +253,6 @@ class Monitor:
         status.seconds_left = median(self.durations) * remaining
         left = f", about {timedelta(seconds=round(status.seconds_left))} left" if remaining else ""
         self.note(f"round {status.done}/{status.rounds}: {plural(counted, 'upload')} used{left}")
-        self.remind_at = self.interval = 0.0
-        self.compares(lines)
 
     def shows(self, seats: Mapping[str, Seat], working: Collection[str]) -> None:
         """Display all clients' status; write the status file if it is older than `SAVE_SECONDS`.

@@ -39,10 +39,13 @@ def _terms(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run that need the client's agreement.
 
     In the section `deployment`, only `share_metrics` needs agreement. Outside this section, all
-    settings except the run's name need agreement.
+    settings need agreement except the run's name and `training.precision`, which each machine
+    chooses for itself if the run file does not contain it.
     """
     settings = {k: v for k, v in run.items() if k not in ("name", "deployment")}
     terms = json.loads(json.dumps(settings))
+    if isinstance(training := terms.get("training"), dict):
+        training.pop("precision", None)
     section = run.get("deployment")
     shares = section.get("share_metrics", False) if isinstance(section, Mapping) else False
     return {**terms, "share_metrics": shares}

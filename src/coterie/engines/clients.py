@@ -16,6 +16,7 @@ from coterie.inference.kept import best_of, stops
 from coterie.messages import State
 from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
+from coterie.turn import Turn
 
 STATES = "states"
 """The folder of `NewStates` in a run folder."""
@@ -69,7 +70,7 @@ class NewStates:
         Each of the two states is None if it has not been saved yet.
         """
         state = self._find(f"client-{client}")
-        if state is None and self.folder.rounds():
+        if state is None and self.folder.turns():
             state = self.folder.load(f"client-{client}")
         return state, self.kept(client)
 
@@ -143,16 +144,15 @@ class Clients(ABC):
 
     @abstractmethod
     def step(
-        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
+        self, turn: Turn, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        """Let clients execute an exchange.
+        """Let clients execute a turn.
 
-        A client that diverges returns to the state that it had before the exchange.
+        A client that diverges returns to the state that it had before the turn.
 
         Args:
-            round: The number of the exchange in the run; the first is 0. It is not the number of
-                the round if a round consists of several exchanges.
-            names: The clients of the exchange.
+            turn: The turn.
+            names: The clients that take part.
             download: A function that returns the server's download for a client.
             lost: The clients whose last upload was not accepted.
 
@@ -163,24 +163,23 @@ class Clients(ABC):
         """
 
     @abstractmethod
-    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        """Let every client apply the download after the last exchange.
+    def finish(self, turn: Turn, download: Download, lost: Collection[ClientId]) -> None:
+        """Let every client apply the download after the last turn.
 
         Args:
-            round: The number of the last exchange in the run; the first exchange is 0. It is not
-                the number of the round if a round consists of several exchanges.
+            turn: The last turn.
             download: A function that returns the server's download for a client.
             lost: The clients whose last upload was not accepted.
         """
 
-    def stops(self, name: ClientId, exchanges: int) -> bool:
+    def stops(self, name: ClientId, rounds: int) -> bool:
         """Return whether a client stops training early.
 
         Args:
             name: The client's name.
-            exchanges: The number of exchanges of the run that are complete.
+            rounds: The number of complete rounds.
         """
-        return stops(self.config, best_of(self.new.kept(name)), self.config.turn(exchanges)[0])
+        return stops(self.config, best_of(self.new.kept(name)), rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
         """Yield the clients' states for a checkpoint, as in `ClientPart.states`."""

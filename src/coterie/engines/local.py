@@ -17,6 +17,7 @@ from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId
+from coterie.turn import Turn
 
 IN_MEMORY = 8
 """The maximum number of clients in memory."""
@@ -76,12 +77,12 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         return hello
 
     def step(
-        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
+        self, turn: Turn, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
         for name in names:
             received, before = download(name), self.recorder.count
             try:
-                upload = self.part(name).step(round, received, counted=name not in lost)
+                upload = self.part(name).step(turn, received, counted=name not in lost)
             except Diverged as error:
                 self.recorder.undo(before)
                 self.undo(name)
@@ -95,15 +96,15 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self.scores[name] = {}
         self.part(name)
 
-    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
+    def finish(self, turn: Turn, download: Download, lost: Collection[ClientId]) -> None:
         for name in self:
             part, kept = self.part(name), self.new.kept(name)
-            part.finish(download(name), kept, round, counted=name not in lost)
+            part.finish(download(name), kept, turn, counted=name not in lost)
             part.keep_items(self.folder.keep_items)
 
-    def stops(self, name: ClientId, exchanges: int) -> bool:
+    def stops(self, name: ClientId, rounds: int) -> bool:
         part = self.parts.get(name)
-        return super().stops(name, exchanges) if part is None else part.stops(exchanges)
+        return super().stops(name, rounds) if part is None else part.stops(rounds)
 
     def _newer(self, name: ClientId) -> Mapping[str, State | None]:
         return dict(self.parts[name].states()) if name in self.parts else {}

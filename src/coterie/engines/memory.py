@@ -4,12 +4,11 @@ from contextlib import AbstractContextManager
 
 from coterie.config.run import RunConfig
 from coterie.errors import enough_memory
+from coterie.exchanges.exchange import SMALLER
 from coterie.training.context import ClientId
 
 EVALUATION = "the evaluation"
 """The task that uses `evaluation.batch`; other tasks use `training.micro_batch`."""
-SMALLER = ("`base` to a smaller one", "the LoRA rank to a smaller number")
-"""Changes that reduce the memory of every task."""
 
 
 def memory_for(task: str, config: RunConfig, client: ClientId) -> AbstractContextManager[None]:
@@ -32,8 +31,3 @@ def memory_for(task: str, config: RunConfig, client: ClientId) -> AbstractContex
         return [*settings, *SMALLER]
 
     return enough_memory(f"{task} of {client!r}", remedies)
-
-
-def memory_for_aggregation() -> AbstractContextManager[None]:
-    """Raise CoterieError if the server runs out of memory in the body of the `with` statement."""
-    return enough_memory("the aggregation", lambda: SMALLER)

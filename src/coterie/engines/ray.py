@@ -38,6 +38,7 @@ from coterie.messages.names import BYTES_DOWN
 from coterie.runs import Recorder
 from coterie.runs.progress import logged
 from coterie.training.context import ClientId
+from coterie.turn import FIRST, Turn
 
 log = logging.getLogger(__name__)
 LOG = "ray.log"
@@ -56,8 +57,7 @@ class Order(NamedTuple):
     client: ClientId
     do: str
     """The action: `hello`, `step`, `undo` (return to the state in the order) or `finish`."""
-    round: int
-    """The number of the exchange; the first is 0."""
+    turn: Turn
     counted: bool
     """Whether the client's last upload was accepted."""
     download: bytes
@@ -140,13 +140,13 @@ class RayClients(Clients):
             yield name, answer.message
 
     def step(
-        self, round: int, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
+        self, turn: Turn, names: Sequence[ClientId], download: Download, lost: Collection[ClientId]
     ) -> Iterator[tuple[ClientId, bytes | Diverged]]:
-        for name, answer in self._all(names, "step", round, download, lost):
+        for name, answer in self._all(names, "step", turn, download, lost):
             yield name, answer.message
 
-    def finish(self, round: int, download: Download, lost: Collection[ClientId]) -> None:
-        deque(self._all(self.participants, "finish", round, download, lost), maxlen=0)
+    def finish(self, turn: Turn, download: Download, lost: Collection[ClientId]) -> None:
+        deque(self._all(self.participants, "finish", turn, download, lost), maxlen=0)
 
     def undo(self, name: ClientId) -> None:
         self.new.drop(name)
@@ -162,7 +162,7 @@ class RayClients(Clients):
         self,
         names: Iterable[ClientId],
         do: str,
-        round: int = 0,
+        turn: Turn = FIRST,
         download: Download = lambda name: b"",
         lost: Collection[ClientId] = (),
     ) -> Iterator[tuple[ClientId, Answer]]:
@@ -175,7 +175,7 @@ class RayClients(Clients):
         def order(name: ClientId) -> Order:
             newest = (None, None) if do == "hello" else self.new.newest(name)
             state, kept = (state and state.encode() for state in newest)
-            return Order(name, do, round, name not in lost, download(name), state, kept)
+            return Order(name, do, turn, name not in lost, download(name), state, kept)
 
         names = list(names)
         for name, answer in zip(names, self.pool.answers(map(order, names)), strict=True):
@@ -318,7 +318,7 @@ class Worker:
             load_plugin(plugin["file"], expected=plugin["sha256"])
         torch.set_num_threads(threads)
         self.config = config = parse(values)
-        precision, window = config.training.precision, config.data.window
+        precision, window = config.precision, config.data.window
         self.bases = Bases(precision, window, config.root, device)
         self.participants = ray.get(texts[0])
 
@@ -331,14 +331,14 @@ class Worker:
             return Answer(message, covered=part.covered)
         if order.do == "step":
             try:
-                message = part.step(order.round, order.download, counted=order.counted)
+                message = part.step(order.turn, order.download, counted=order.counted)
             except Diverged as error:
                 part, _, metrics = self._client(order)
                 metrics.log(order.client, BYTES_DOWN, len(order.download))
                 message = error
         elif order.do == "finish":
             kept = _decoded(order.kept)
-            part.finish(order.download, kept, order.round, counted=order.counted)
+            part.finish(order.download, kept, order.turn, counted=order.counted)
         scores: list[tuple[Any, ...]] = []
         part.keep_items(lambda *arguments: scores.append(arguments))
         return Answer(message, metrics.take(), list(encoded(part.states())), scores)
@@ -350,7 +350,7 @@ class Worker:
             The client, the client's serialised first message, and the recorder of metrics.
         """
         metrics = Recorder(lambda *_: None)
-        metrics.round = order.round
+        metrics.turn = order.turn
         base = self.bases[self.config.base_of(order.client)]
         part = ClientPart(self.config, base, self.participants[order.client], metrics)
         self.participants[order.client] = part.participant  # its reference data are slow to compute

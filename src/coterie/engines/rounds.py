@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import fmean
-from tempfile import gettempdir
 from typing import Any, Generic, TypeVar
 
 from coterie.bases import Base, load_skeleton
@@ -20,15 +18,16 @@ from coterie.engines.clients import Clients
 from coterie.engines.results import result
 from coterie.engines.runtime import AT_THE_END
 from coterie.engines.server_part import ServerPart
-from coterie.engines.uploads import Uploads
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
+from coterie.exchanges.exchange import Exchange
 from coterie.federation.participants import Participant
 from coterie.messages import Json, State
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Callback, Recorder, RunFolder, RunStart
 from coterie.training.context import ClientId
+from coterie.turn import Turn
 
 C = TypeVar("C", bound=Clients)
 
@@ -64,7 +63,9 @@ class Rounds(ServerPart, Generic[C]):
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
         """The clients whose last upload was not accepted."""
-        self.uploads = Uploads(Path(gettempdir()), self.server, self.aggregation, strict=True)
+        self.entries: list[dict[str, Json]] = []
+        """The metrics that were recorded in the complete turns of the round in progress."""
+        self.uploads = Exchange(folder.path, self.server, self.aggregation, strict=True)
         by_name = {p.name: p for p in participants}
         self.clients = clients(config, base, by_name, folder, recorder)
         if self.clients.in_process:
@@ -77,7 +78,7 @@ class Rounds(ServerPart, Generic[C]):
             self.join(name, hello)
 
     def run(self) -> None:
-        """Run all remaining exchanges, and write the result to the run folder."""
+        """Run all remaining rounds, and write the result to the run folder."""
         config = self.config
         with self.clients.at_work():
             if not self.clients.in_process:
@@ -88,45 +89,45 @@ class Rounds(ServerPart, Generic[C]):
                 for callback in self.callbacks:
                     stack.push(partial(_end, callback))
                     callback.on_run_begin(start)
-                for round in range(complete, config.exchanges):
-                    if not (names := self._active(round)):
+                for turn in map(config.turn, range(complete, config.turns)):
+                    if not (names := self._active(turn)):
                         break
-                    self._round(round, names)
+                    self._take(turn, names)
             self.folder.finish(result(config, self.folder))
             self.folder.drop(self.folder.checkpoints()[:-1])
 
-    def exchange(self, round: int, names: Sequence[ClientId]) -> None:
-        """Execute an exchange: download, training, upload and aggregation.
+    def exchange(self, turn: Turn, names: Sequence[ClientId]) -> None:
+        """Execute a turn: download, training, upload and aggregation.
 
         Args:
-            round: The number of the exchange in the run; the first is 0. It is not the number of
-                the round if a round consists of several exchanges.
-            names: The clients of the exchange.
+            turn: The turn.
+            names: The clients that take part.
 
         Raises:
             Diverged: If all clients diverged.
         """
-        self.open(round, sorted(names))
+        self.open(turn, sorted(names))
         self.uploads.begin()
         errors: list[Diverged] = []
         spans: dict[ClientId, tuple[int, int]] = {}
         recorded = self.recorder.count
-        for name, upload in self.clients.step(round, names, self.download, self.lost):
+        for name, upload in self.clients.step(turn, names, self.download, self.lost):
             if isinstance(upload, Diverged):
                 errors.append(upload)
                 self.uploads.diverge(name)
                 for callback in self.callbacks:
                     callback.on_warning(
-                        f"Round {round + 1} goes on without {name}: {FAULT_MESSAGES['diverged']}."
+                        f"Round {turn.round + 1} goes on without {name}: "
+                        f"{FAULT_MESSAGES['diverged']}."
                     )
             else:
                 self.uploads.take(name, upload)
                 for callback in self.callbacks:
-                    callback.on_client_end(round, name)
+                    callback.on_client_end(turn.round, name)
             spans[name] = recorded, (recorded := self.recorder.count)
         if len(errors) == len(names):
-            raise no_client_left(round, errors[0])
-        mean, refused = self.uploads.mean(round), self.uploads.refused.keys()
+            raise no_client_left(turn.round, errors[0])
+        mean, refused = self.uploads.mean(turn), self.uploads.refused.keys()
         for name in reversed(spans):  # removing a later span does not move earlier ones
             if name in refused - self.uploads.diverged:
                 self.clients.undo(name)
@@ -135,56 +136,51 @@ class Rounds(ServerPart, Generic[C]):
         self.uploads.record(self.recorder)
         self.close(mean, self.uploads.counted)
 
-    def _round(self, round: int, names: Sequence[ClientId]) -> None:
-        """Execute an exchange, score models if evaluation is due, and write a checkpoint.
-
-        Args:
-            round: The number of the exchange, counted from the start of the run.
-            names: The clients of the exchange.
-        """
+    def _take(self, turn: Turn, names: Sequence[ClientId]) -> None:
+        """Execute a turn, score models if evaluation is due, and write a checkpoint."""
         began = time.monotonic()
-        self.recorder.round = round
-        self.exchange(round, names)
-        last = round + 1 == self.config.exchanges or not self._active(round + 1)
-        self.score(round, last=last)
-        if last:
-            self.clients.finish(round, self.download, self.lost)
+        self.recorder.turn, number = turn, turn.number + 1
+        self.exchange(turn, names)
+        ends = number == self.config.turns or not self._active(self.config.turn(number))
+        self.score(turn, ends=ends)
+        if ends:
+            self.clients.finish(turn, self.download, self.lost)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         entries = self.recorder.take()
         self.folder.append(entries)
-        self.folder.save(round + 1, self._states())
-        scores = score_summary(self.config, round, entries)
-        for callback in self.callbacks:
-            callback.on_round_end(round, scores)
+        self.folder.save(number, self._states())
+        self.entries += entries
+        if turn.last or ends:
+            scores, self.entries = score_summary(self.config, turn.round, self.entries), []
+            for callback in self.callbacks:
+                callback.on_round_end(turn.round, scores)
 
     def _start(self, complete: int) -> RunStart:
         """Return the argument of `Callback.on_run_begin`.
 
         Args:
-            complete: The number of exchanges of the run that are already complete.
+            complete: The number of turns of the run that are already complete.
         """
         adapters = tuple(line for kind in sorted(self.clients.covered()) for line in kind)
-        rounds, names = self.config.exchanges, tuple(self.names)
-        return RunStart(self.config.label, rounds, complete, names, self.tokens, adapters)
+        config, names = self.config, tuple(self.names)
+        done, turns = config.turn(complete).round, config.turns
+        return RunStart(
+            config.label, config.rounds, done, names, self.tokens, adapters, turns, complete
+        )
 
-    def _active(self, rounds: int) -> list[ClientId]:
-        """Return the clients that have not stopped training early.
-
-        Args:
-            rounds: The number of complete exchanges in the run. It is greater than the number of
-                complete rounds if a round consists of several exchanges.
-        """
+    def _active(self, turn: Turn) -> list[ClientId]:
+        """Return the clients that take part in a turn, as they have not stopped training early."""
         if self.config.evaluation.patience is None:
             return self.names
-        return [name for name in self.names if not self.clients.stops(name, rounds)]
+        return [name for name in self.names if not self.clients.stops(name, turn.round)]
 
     def _states(self) -> Iterator[tuple[str, State | None]]:
         yield from self.states()
         yield from self.clients.states()
 
     def _restore(self) -> int:
-        """Restore the newest checkpoint, and return the number of exchanges that are complete."""
-        complete = self.folder.rounds()
+        """Restore the newest checkpoint, and return the number of turns that are complete."""
+        complete = self.folder.turns()
         self.folder.forget_from(complete)
         if complete:
             self.restore()
@@ -224,16 +220,15 @@ def _lost(folder: RunFolder) -> set[ClientId]:
 
 
 def score_summary(config: RunConfig, round: int, entries: list[dict[str, Json]]) -> str:
-    """Return the mean score over all texts after an exchange, for progress messages.
+    """Return the mean score over all texts after a round, for progress messages.
 
     If the entries contain scores of clients' best models, the mean of these scores comes first, and
     the mean score of the clients' last models follows in brackets.
 
     Args:
         config: The run.
-        round: The number of the exchange in the run; the first is 0. It is not the number of the
-            round if a round consists of several exchanges.
-        entries: The metrics that were recorded in the exchange.
+        round: The number of the round; the first is 0.
+        entries: The metrics that were recorded in the turns of the round.
 
     Returns:
         The name of the metric and the score, or an empty string if no model was scored.

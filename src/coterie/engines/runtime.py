@@ -8,14 +8,13 @@ from functools import partial
 from transformers import PreTrainedModel
 
 from coterie.adapters.coverage import coverage
-from coterie.aggregation.ends import ClientTransforms
-from coterie.aggregation.transform import TRAIN
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.engines.floor import FLOOR, floor_items
 from coterie.engines.memory import EVALUATION, memory_for
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score, evaluate
+from coterie.exchanges.ends import ClientTransforms
 from coterie.federation.participants import (
     Participant,
     client_context,
@@ -30,6 +29,7 @@ from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder
+from coterie.turn import TRAIN, Turn
 
 AT_THE_END = "the client diverged while applying the last download, and kept its previous model"
 """The reason that is recorded for a client that diverged while applying the last download.
@@ -70,11 +70,11 @@ class ClientPart:
         self.name = participant.name
         with self._memory_for(EVALUATION):
             self.participant = participant = with_reference(config, self.base, participant)
-        self.aggregation = config.aggregating()
-        self.schema = self.aggregation.schema
+        self.pipeline = config.pipeline()
+        self.schema = self.pipeline.schema
         log = partial(self.log, self.name)
         ledger = ledger or Ledger()
-        self.transforms = ClientTransforms(self.aggregation.pipeline, self.name, ledger)
+        self.transforms = ClientTransforms(self.pipeline, self.name, ledger)
         context = client_context(config, self.base, participant, log, ledger)
         with self._memory_for("the adapter"):
             self.side = config.method.client(context)
@@ -100,14 +100,14 @@ class ClientPart:
         """Return the client's serialised first message."""
         return self._serialise("hello", self.side.hello())
 
-    def step(self, exchange: int, download: bytes, *, counted: bool = True) -> bytes:
-        """Execute an exchange: apply the download, train, and return the upload.
+    def step(self, turn: Turn, download: bytes, *, counted: bool = True) -> bytes:
+        """Execute a turn: apply the download, train, and return the upload.
 
         If evaluation is due, the aggregated model of the previous round and the trained model are
         scored.
 
         Args:
-            exchange: The number of the exchange; the first is 0.
+            turn: The turn.
             download: The serialised download.
             counted: Whether the client's last upload was accepted. If not, the aggregated model is
                 not scored.
@@ -118,50 +118,50 @@ class ClientPart:
         Raises:
             Diverged: If the loss, a trained parameter or the upload is not finite.
         """
-        round, phase = self.config.turn(exchange)
-        if phase != TRAIN:
-            return self._answer(phase, exchange, download)
+        if turn.phase != TRAIN:
+            return self._answer(turn, download)
+        round, follows = turn.round, turn.first and turn.round > 0
         if self.keeper is not None:
             with self._memory_for(EVALUATION):
                 self.keeper.begin(round)
-        self._apply(download)
-        if round and self.compares_aggregated:
+        self._apply(download, turn.number)
+        if follows and self.compares_aggregated:
             self._compare(round)
-        if counted and round and self.schema.down and due(self.config, round - 1):
+        if follows and counted and self.schema.down and due(self.config, round - 1):
             self._score("aggregated", round - 1)
         with self._memory_for("the local training"):
-            self.side.train(round)
+            self.side.train(turn)
         if not are_finite(p.tensor for p in self.side.parameters().values()):
             raise self._diverged("A parameter", round)
-        if not self.compares_aggregated:
+        if turn.last and not self.compares_aggregated:
             self._compare(round + 1)
-        if due(self.config, round):
+        if turn.last and due(self.config, round):
             self.score_trained(round)
         with self._memory_for("an upload"):
-            message = self.upload(round)
+            message = self.upload(turn)
         if not message.is_finite():
             raise self._diverged("The upload", round)
-        upload = self._serialise("up", message, exchange)
+        upload = self._serialise("up", message, turn.number)
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
-    def upload(self, exchange: int) -> Message:
+    def upload(self, turn: Turn) -> Message:
         """Return the method's upload of an exchange, copied to the CPU."""
-        return self.side.upload(exchange).on_host()
+        return self.side.upload(turn).on_host()
 
-    def _answer(self, phase: str, exchange: int, download: bytes) -> bytes:
+    def _answer(self, turn: Turn, download: bytes) -> bytes:
         """Apply a download and return the client's upload, in a phase without training.
 
         Every phase without training was added to the run by an aggregation transform.
         """
         self.log(self.name, metric.BYTES_DOWN, len(download))
-        self.transforms.receive(self.schema.receive("down", download), exchange)
-        upload = self.schema.send("up", self.transforms.answer(phase, exchange))
+        self.transforms.receive(self.schema.receive("down", download), turn.number)
+        upload = self.schema.send("up", self.transforms.answer(turn.phase, turn.number))
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
     def finish(
-        self, download: bytes, kept: State | None, exchange: int, *, counted: bool = True
+        self, download: bytes, kept: State | None, turn: Turn, *, counted: bool = True
     ) -> None:
         """Apply the download after the last round; score the aggregated model and the best model.
 
@@ -172,22 +172,22 @@ class ClientPart:
         Args:
             download: The serialised download.
             kept: The best model's state, read from the newest checkpoint; None if there is none.
-            exchange: The number of the last exchange.
+            turn: The last turn.
             counted: Whether the client's upload in the last exchange was accepted.
         """
-        round, _ = self.config.turn(exchange)
+        round, was_scored = turn.round, turn.last and due(self.config, turn.round)
         if self.keeper is not None:
             self.keeper.begin(round + 1)  # the client may have joined after the last round
-        if self._stops(round) or not counted or not due(self.config, round):
+        if self.stops(round) or not counted or not was_scored:
             self.score_trained(round)  # not scored yet
         if self.schema.down:
             trained = self.side.state()
             try:
-                self._apply(download)
+                self._apply(download, turn.number + 1)
             except Diverged:
                 self.side.restore(trained)
                 self.log(self.name, metric.LEFT_OUT, AT_THE_END)
-            if self.compares_aggregated and not self._stops(round + 1):
+            if self.compares_aggregated and not self.stops(round + 1):
                 self._compare(round + 1)
             self._score("aggregated", round)
             if self.config.method.reports != "aggregated":
@@ -201,15 +201,12 @@ class ClientPart:
             "training.learning_rate may help."
         )
 
-    def stops(self, exchanges: int) -> bool:
+    def stops(self, rounds: int) -> bool:
         """Return whether the client stops training early.
 
         Args:
-            exchanges: The number of exchanges of the run that are complete.
+            rounds: The number of complete rounds.
         """
-        return self._stops(self.config.turn(exchanges)[0])
-
-    def _stops(self, rounds: int) -> bool:
         return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
@@ -305,13 +302,13 @@ class ClientPart:
             self.log(text, metric.KEPT_SCORE, score.as_dict())
         self.side.restore(current)
 
-    def _apply(self, download: bytes) -> None:
+    def _apply(self, download: bytes, number: int) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
         with self._memory_for("a download"):
             message = self.schema.receive("down", download)
-            self.side.receive(self.transforms.receive(message, message.round))
+            self.side.receive(self.transforms.receive(message, number))
 
-    def _serialise(self, way: Way, message: Message, exchange: int = 0) -> bytes:
+    def _serialise(self, way: Way, message: Message, number: int = 0) -> bytes:
         """Check that a message contains no private parameters; then transform and serialise it."""
         parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
@@ -322,7 +319,7 @@ class ClientPart:
         tokens = len(self.participant.data.train.ids)
         message = self.transforms.declared(message, tokens)
         if way == "up":
-            message = self.transforms.send(message, exchange)
+            message = self.transforms.send(message, number)
         return self.schema.send(way, message)
 
     def _score(self, point: str, round: int) -> None:
@@ -368,6 +365,4 @@ def due(config: RunConfig, round: int) -> bool:
         round: The number of the round; the first is 0.
     """
     every = config.evaluation.every
-    return round + 1 == config.method.exchanges(config.rounds) or (
-        every is not None and (round + 1) % every == 0
-    )
+    return round + 1 == config.rounds or (every is not None and (round + 1) % every == 0)

@@ -1,23 +1,22 @@
 """The server's part of a run, independent of the engine."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
-from coterie.aggregation.mean import HELD, Aggregation
-from coterie.aggregation.transform import TRAIN, Contribution
 from coterie.config.run import RunConfig
-from coterie.engines.memory import memory_for_aggregation
 from coterie.engines.runtime import TRANSFORMS, due, scored
 from coterie.errors import CoterieError
+from coterie.exchanges.exchange import memory_for_aggregation
+from coterie.exchanges.mean import HELD, Aggregation
 from coterie.federation.participants import Participant, server_context
 from coterie.messages import Message, State
 from coterie.messages import names as metric
-from coterie.methods.contract import ServerSide
 from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
+from coterie.turn import TRAIN, Turn
 
 
 class ServerPart:
@@ -44,7 +43,12 @@ class ServerPart:
         recorder: Recorder,
     ) -> None:
         self.config, self.own, self.folder, self.recorder = config, own, folder, recorder
-        self.aggregation = config.aggregating()
+        self.turn = config.turn(0)
+        """The turn in progress or, between turns, the last one."""
+        least_others = config.aggregation.least_others
+        self.aggregation = Aggregation(
+            config.method.schema(), config.every_transform, config.exchanges, least_others
+        )
         self.schema = self.aggregation.schema
         log = partial(recorder.log, None)
         self.server = config.method.server(server_context(config, base, clients, own, log))
@@ -59,12 +63,18 @@ class ServerPart:
         self.server.leave(name)
         self.aggregation.transforms.leave(name)
 
-    def open(self, exchange: int, names: Sequence[ClientId]) -> None:
-        """Start or restart an exchange."""
-        round, phase = self.config.turn(exchange)
-        self.aggregation.transforms.begin(exchange, phase, names)
-        if phase == TRAIN:
-            self.server.start_round(round, list(names))
+    def open(self, turn: Turn, names: Sequence[ClientId]) -> None:
+        """Start or restart a turn."""
+        self.turn = turn
+        self.aggregation.transforms.begin(turn.number, turn.phase, names)
+        if turn.phase == TRAIN:
+            self.server.start_round(turn.exchange, list(names))
+
+    def repeat(self, names: Sequence[ClientId]) -> None:
+        """Restart the aggregation of a turn, with the uploads that have already arrived."""
+        self.aggregation.transforms.repeat()
+        if self.turn.phase == TRAIN:
+            self.server.start_round(self.turn.exchange, list(names))
 
     def download(self, name: ClientId) -> bytes:
         """Return the current download for a client."""
@@ -73,7 +83,7 @@ class ServerPart:
         return self.schema.send("down", transforms.download(name, message))
 
     def close(self, mean: Message, counted: Collection[ClientId]) -> None:
-        """Complete an exchange.
+        """Complete a turn.
 
         Args:
             mean: The mean of the uploads; empty in a phase that a transform added to the run.
@@ -90,7 +100,7 @@ class ServerPart:
 
     def _end_round(self, mean: Message) -> None:
         unusable = CoterieError(
-            f"The aggregate of round {self.server.exchange + 1} is not finite and was not saved; "
+            f"The aggregate of round {self.turn.round + 1} is not finite and was not saved; "
             "find the client that uploaded extremely large values, and continue without this "
             "client or from an earlier round."
         )
@@ -104,18 +114,16 @@ class ServerPart:
         if not finite:
             raise unusable
 
-    def score(self, round: int, *, last: bool = False) -> None:
-        """Score the server's model after an exchange, if there is a model and evaluation is due.
+    def score(self, turn: Turn, *, ends: bool = False) -> None:
+        """Score the server's model after a turn, if there is a model and evaluation is due.
 
         Args:
-            round: The number of the exchange in the run; the first is 0. It is not the number of
-                the round if a round consists of several exchanges.
-            last: Whether the run ends with this exchange, for example because all clients have
-                stopped early. Evaluation is then always due.
+            turn: The turn.
+            ends: Whether the run ends with this turn, for example because all clients have stopped
+                early. Evaluation is then always due.
         """
-        round, _ = self.config.turn(round)
-        own = self.own
-        if own is None or own.base is None or not (last or due(self.config, round)):
+        own, is_due = self.own, ends or (turn.last and due(self.config, turn.round))
+        if own is None or own.base is None or not is_due:
             return
         if (model := self.server.model()) is not None:
             for score in scored(self.config, own.base, model, own).values():
@@ -132,55 +140,3 @@ class ServerPart:
         self.server.restore(self.folder.load("server"))
         if self.aggregation.transforms.memories:
             self.aggregation.transforms.restore(self.folder.load(TRANSFORMS))
-
-
-def aggregate(
-    server: ServerSide,
-    aggregation: Aggregation,
-    round: int,
-    contributions: Callable[[bool], Iterable[Contribution]],
-) -> Message:
-    """Return the aggregate of an exchange: the mean, and the means that `rows` requests.
-
-    Args:
-        server: The method's server-side object.
-        aggregation: The run's aggregation.
-        round: The number of the exchange.
-        contributions: Function that yields the clients' contributions. It is called once for each
-            pass over the uploads, and passes its argument to `contribution` as `first`.
-    """
-    mean = aggregation.mean(round, contributions(True))
-    rows = server.rows()
-    return aggregation.with_rows(mean, contributions(False), rows) if rows else mean
-
-
-def contribution(
-    server: ServerSide, aggregation: Aggregation, name: str, upload: Message, *, first: bool = True
-) -> Contribution:
-    """Return the part of an upload that is averaged over clients.
-
-    Args:
-        server: The method's server-side object.
-        aggregation: The run's aggregation.
-        name: The client that sent the upload.
-        upload: The received upload, which has not been decoded yet.
-        first: Whether to call `server.receive` with the groups whose reduction is `each`. True
-            only for the first call with an upload.
-
-    Raises:
-        MessageError: If the upload is invalid.
-    """
-    upload = decoded(server, aggregation, name, upload)
-    reference = partial(server.reference, name, upload)
-    upload = aggregation.transforms.bounded(name, upload, reference)
-    result = aggregation.contribution(name, upload, server.expects(name))
-    if first:
-        server.receive(name, aggregation.each(upload))
-    return result
-
-
-def decoded(server: ServerSide, aggregation: Aggregation, name: str, upload: Message) -> Message:
-    """Return an upload after the run's transforms have decoded it."""
-    if not aggregation.pipeline.active:
-        return upload
-    return aggregation.transforms.upload(name, upload, server.download(name))

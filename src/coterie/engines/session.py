@@ -71,7 +71,7 @@ class Session:
     def bases(self) -> Bases:
         """A cache of the bases that the runs of this session use. Each base is loaded once."""
         config = self.config
-        return Bases(config.training.precision, config.data.window, config.root, config.device)
+        return Bases(config.precision, config.data.window, config.root, config.device)
 
     @property
     def base(self) -> Base:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
-from coterie.aggregation.defaults import check_once
-from coterie.aggregation.hooks import encoded_schema, run_hook
-from coterie.aggregation.optimiser import ServerOptimiser
-from coterie.aggregation.transform import Reduction, TransformFacts
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
+from coterie.exchanges.defaults import check_once
+from coterie.exchanges.optimiser import ServerOptimiser
 from coterie.methods.contract import SERVER, Method, RunFacts
 from coterie.training.context import ClientId
+from coterie.transforms.contract import Reduction, TransformFacts
+from coterie.transforms.hooks import encoded_schema, run_hook
 
 
 def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
@@ -87,11 +87,10 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
             f"method.exact needs the mean of uploads, which the transform {reduction.name!r} "
             "replaces; remove `exact: true` or the transform."
         )
-    exchanges = method.exchanges(config.rounds)
     for transform in transforms:
         decoded = isinstance(transform, Reduction) and not transform.sealed
         input_schema = method.schema() if decoded else schema
-        facts = TransformFacts(tuple(clients), method.name, input_schema, exchanges)
+        facts = TransformFacts(tuple(clients), method.name, input_schema, config.exchanges)
         run_hook(transform, "check", facts)
         schema = encoded_schema(transform, schema)
 

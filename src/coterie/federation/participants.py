@@ -219,7 +219,7 @@ def served(config: RunConfig) -> Participant | None:
     """
     if config.server is None:
         return None
-    precision, window = config.training.precision, config.data.window
+    precision, window = config.precision, config.data.window
     base = load_base(config.base_of(SERVER), precision, window, config.root, config.device)
     public = _public(config, {SERVER: base.tokenizer}, _public_items(config, None))
     server = _server(config, base.tokenizer, public[SERVER], None)

@@ -109,8 +109,7 @@ def message_sizes(
         clients: The number of the run's clients.
     """
     shared = {name: p for name, p in parameters.items() if config.method.shared(p)}
-    exchanges = config.method.exchanges(config.rounds)
-    return MessageSizes(config.aggregating().schema, shared, clients, exchanges)
+    return MessageSizes(config.pipeline().schema, shared, clients, config.exchanges)
 
 
 def check_run(

@@ -34,7 +34,7 @@ class Statement(NamedTuple):
 def statements(config: RunConfig) -> list[Statement]:
     """Return what a client sends in a run, what reaches other clients, and what noise protects."""
     schema = config.method.schema()
-    encoded = config.aggregating().schema  # with the values that transforms add
+    encoded = config.pipeline().schema  # with the values that transforms add
     texts = {
         SENT: "\n".join(_listed(encoded.described())) or "nothing",
         FORWARDED: "; ".join(_listed(encoded.forwarded())) or "nothing",

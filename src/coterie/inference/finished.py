@@ -29,10 +29,8 @@ from coterie.federation.participants import (
 )
 from coterie.inference.bundle import is_bundle, open_bundle
 from coterie.inference.kept import bring_back
-from coterie.messages.formats import VERSION
 from coterie.methods.contract import SERVER, ClientSide, Method
 from coterie.runs import RunFolder
-from coterie.runs.read import OUTDATED
 
 
 class Loaded(NamedTuple):
@@ -293,14 +291,8 @@ def parse_recorded(folder: RunFolder, changes: Mapping[str, Any]) -> RunConfig:
         CoterieError: The folder contains no run, or this version of Coterie does not understand the
             configuration.
     """
-    description = folder.description
-    try:
-        return parse({**description["config"], **changes})
-    except CoterieError as error:
-        raise CoterieError(
-            f"Coterie {VERSION} cannot use the configuration in {folder.path / 'run.json'}, which "
-            f"Coterie {description.get('coterie', 'unknown')!s:.20} wrote: {error} {OUTDATED}"
-        ) from error
+    with folder.naming_versions():
+        return parse({**folder.description["config"], **changes})
 
 
 def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:

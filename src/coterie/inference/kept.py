@@ -10,15 +10,16 @@ untrained base.
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.evaluation.evaluate import evaluate
-from coterie.federation.participants import Participant
+from coterie.federation.participants import Participant, text_digest
 from coterie.messages import State
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
@@ -65,6 +66,13 @@ class Best:
         return -(self.accuracy or 0.0), self.loss
 
 
+_untrained: WeakKeyDictionary[PreTrainedModel, dict[object, Best]] = WeakKeyDictionary()
+"""The scores of untrained bases, because a method and its baselines all begin with the same base.
+
+The keys are the bases' models. The keys of an inner mapping identify a validation text and the
+settings with which it is scored."""
+
+
 class Keeper:
     """A selector of a client's best model.
 
@@ -85,8 +93,11 @@ class Keeper:
         self.window = config.data.window
         self.samples = validation.few(limit, self.window, base.context_token)
         dpo = config.training.dpo or DPOSpec()
-        self.is_reference = config.data.declared.referenced and dpo.reference == "base"
+        referenced = config.data.declared.referenced
+        self.is_reference = referenced and dpo.reference == "base"
         """Whether the untrained base is the reference model of DPO."""
+        key = type(validation), text_digest(validation, self.window), limit, self.batch
+        self._key = None if referenced else (*key, base.precision)
         self.best: Best | None = None
         """The best model so far; None before the client's first round."""
         self.unsaved: State | None = None
@@ -102,7 +113,7 @@ class Keeper:
             if self.is_reference:  # all margins are exactly 0; computed ones have rounding errors
                 self._keep(Best(0, math.log(2), 0.5, rounds))
             else:
-                self._keep(self._scored(bare(self.base), 0, rounds))
+                self._keep(replace(self._base_score(), since=rounds))
 
     def compare(self, rounds: int) -> Best:
         """Score the client's current model, and record it if it is the best so far.
@@ -118,6 +129,14 @@ class Keeper:
         if current.order() < self.best.order():
             self._keep(current, {SIDE: self.side.state()})
         return current
+
+    def _base_score(self) -> Best:
+        """Score the untrained base; return the earlier score if the text was scored before."""
+        # With a reference model, the loss also depends on that model.
+        scores = {} if self._key is None else _untrained.setdefault(self.base.model, {})
+        if self._key not in scores:
+            scores[self._key] = self._scored(bare(self.base), 0, 0)
+        return scores[self._key]
 
     def _keep(self, best: Best, parts: dict[str, State] | None = None) -> None:
         self.best, self.unsaved = best, State(values=asdict(best), parts=parts or {})

@@ -103,7 +103,7 @@ def reference_digest(config: RunConfig) -> str | None:
 
 def _run_folder(config: RunConfig, path: str) -> RunFolder:
     folder = RunFolder(config.root / path)
-    if not folder.is_run or not folder.rounds():
+    if not folder.is_run or not folder.turns():
         raise CoterieError(
             f"training.dpo.reference: {folder.path} is not the folder of a run with a finished "
             "round; correct the path, or set the reference to base."
@@ -121,7 +121,7 @@ def _earlier(config: RunConfig, path: str, client: str) -> PreTrainedModel:
             f"training.dpo.reference: the model of {client!r} in {folder.path} has the base "
             f"{earlier_base}, but this run uses {base}; choose a run with the same base."
         )
-    training = earlier.training.model_copy(update={"precision": config.training.precision})
+    training = earlier.training.model_copy(update={"precision": config.precision})
     update = {"training": training, "device": available(config.device)}
     return model_of(folder, earlier.model_copy(update=update), client, merge=False)
 

@@ -71,6 +71,8 @@ def fault_in_words(client: str, kind: Kind, fault: Fault) -> str:
 
 SERVER_METRICS = (metric.BYTES, metric.SECONDS, metric.SERVER, metric.CHANGE, metric.LEFT_OUT)
 """Prefixes of the metrics that only the server records."""
+MOST_EXPERTS = 1 << 16
+"""An upper bound of the indices of experts in metrics."""
 
 
 class PluginFile(BaseModel):
@@ -90,13 +92,14 @@ class _Header(BaseModel):
     """Coterie's run id."""
     client: str = Field(max_length=64)
     kind: Kind
-    round: int = Field(ge=0, le=LAST_ROUND)
+    turn: int = Field(ge=0, le=LAST_ROUND)
+    """The number of the turn; see `coterie.turn.Turn`."""
 
 
 class Order(_Header):
     """The header of an envelope with a server's order to a client.
 
-    The kind of the order is `join` (join the run), `step` (take part in a round), `finish` (receive
+    The kind of the order is `join` (join the run), `step` (take part in a turn), `finish` (receive
     the result of the finished run) or `end` (abandon the run, because it failed). The envelope's
     body is a download if the kind is `step` or `finish`, and empty if it is `join` or `end`.
 
@@ -107,7 +110,7 @@ class Order(_Header):
     model_config = ConfigDict(extra="ignore")
 
     counted: int | None = None
-    """The last round in which the server used this client's upload."""
+    """The last turn in which the server used this client's upload."""
     protocol: int = 1
     """The server's protocol version; see messages/formats.py."""
     base: str = ""
@@ -167,6 +170,14 @@ def _is_array(value: Json) -> bool:
     return isinstance(value, list) and all(_is_number(v) or _is_array(v) for v in value)
 
 
+def _is_assignment(value: Json) -> bool:
+    """Return whether a value maps each client to a list of the indices of experts."""
+    return isinstance(value, dict) and all(
+        isinstance(ids, list) and all(type(i) is int and 0 <= i < MOST_EXPERTS for i in ids)
+        for ids in value.values()
+    )
+
+
 def _is_score(value: Json) -> bool:
     """Return whether a value maps metrics to numbers, and includes perplexity and bits per byte."""
     return (
@@ -178,6 +189,11 @@ def _is_score(value: Json) -> bool:
 
 VALUE_CHECKS: dict[str, Callable[[Json], bool]] = {
     metric.LOSS: _is_number,
+    metric.BYTES: _is_number,
+    metric.CHANGE: _is_mapping_of_numbers,
+    metric.LEFT_OUT: lambda value: isinstance(value, str),
+    metric.VALIDATION: lambda value: _is_number(value) or _is_mapping_of_numbers(value),
+    metric.ASSIGNMENT: _is_assignment,
     metric.REWARDS: _is_mapping_of_numbers,
     metric.SECONDS: _is_number,
     metric.KEPT: _is_round,

@@ -3,7 +3,7 @@
 A method determines the adapter (by its settings, or by overriding `adapter`), which parameters are
 shared (`shared`), which shared parameters an upload contains (`sends`), when each parameter is
 updated (`levels`), and the term that is added to the loss (`penalty`). The client and server
-classes are the same for all of these methods. The engine computes the mean (aggregation/mean.py).
+classes are the same for all of these methods. The engine computes the mean (exchanges/mean.py).
 """
 
 from collections.abc import Mapping
@@ -32,6 +32,7 @@ from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
+from coterie.turn import Turn
 
 S = TypeVar("S", bound=Settings)
 M = TypeVar("M", bound="AdapterMethod", default="AdapterMethod", covariant=True)
@@ -217,8 +218,7 @@ class AdapterClient(ClientSide, Generic[M]):
     def __init__(self, method: M, context: ClientContext) -> None:
         self.method, self.context = method, context
         self.adapter = method.adapter(context.base.model, context.seed, context.name)
-        parameters = self.adapter.parameters()
-        self.shared = {n: p.tensor for n, p in parameters.items() if method.shared(p)}
+        self.shared = {n: p.tensor for n, p in self.parameters().items() if method.shared(p)}
         """A mapping from the name of each shared parameter to the parameter's tensor."""
         self.buffers: dict[str, dict[str, Tensor]] = {}
         """Groups of tensors, other than the adapter, that must survive a restart.
@@ -244,16 +244,17 @@ class AdapterClient(ClientSide, Generic[M]):
         if self.method.averages_exactly:
             self.adapter.set_residual(residual)
 
-    def train(self, exchange: int) -> None:
-        self.training.round(exchange)
+    def train(self, turn: Turn) -> None:
+        self.training.run(turn.exchange)
         log_routing(self.context, self.adapter.routing())
 
-    def upload(self, exchange: int) -> Message:
-        parameters, method = self.parameters(), self.method
-        sent = [name for name in self.shared if method.sends(parameters[name], exchange)]
-        up = {field.name for field in method.schema().up}
-        groups = {g: t for g, t in {"adapter": self.shared, **self.buffers}.items() if g in up}
-        return Message(exchange, {g: copied({n: t[n] for n in sent}) for g, t in groups.items()})
+    def upload(self, turn: Turn) -> Message:
+        parameters, sends = self.parameters(), self.method.sends
+        sent = [name for name in self.shared if sends(parameters[name], turn.exchange)]
+        up = {field.name for field in self.method.schema().up}
+        tensors = {"adapter": self.shared, **self.buffers}.items()
+        groups = {g: copied({n: t[n] for n in sent}) for g, t in tensors if g in up}
+        return Message(turn.exchange, groups)
 
     def model(self) -> PreTrainedModel:
         return self.adapter.attach(self.context.base.model)
@@ -304,8 +305,7 @@ class AdapterServer(ServerSide, Generic[M]):
         self.buffers: dict[str, dict[str, Tensor]] = {}
         """Groups of tensors, other than the shared parameters, that must survive a restart.
 
-        Downloads contain the groups that `Schema.down` names; the tensors of these groups have the
-        names of the shared parameters.
+        Downloads contain the groups in `Schema.down`; tensors have the shared parameters' names.
         """
         self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
         """For each client, a mapping from the names of the shared tensors to their shapes."""

@@ -40,7 +40,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from coterie.adapters import Parameter, Role
-from coterie.aggregation.choice import (
+from coterie.errors import CoterieError
+from coterie.evaluation.evaluate import mean_loss
+from coterie.messages import Field as MessageField
+from coterie.messages import Groups, Json, Message, Schema, State, Tensors, check_shapes
+from coterie.messages.host import on_host
+from coterie.messages.names import TRUST
+from coterie.methods.adapter import AdapterClient
+from coterie.methods.choice import (
     Choice,
     checked_choice,
     checked_sizes,
@@ -53,15 +60,7 @@ from coterie.aggregation.choice import (
     standard_error,
     with_no_change,
 )
-from coterie.aggregation.clusters import nearest
-from coterie.aggregation.context import Row, Rows
-from coterie.errors import CoterieError
-from coterie.evaluation.evaluate import mean_loss
-from coterie.messages import Field as MessageField
-from coterie.messages import Groups, Json, Message, Schema, State, Tensors, check_shapes
-from coterie.messages.host import on_host
-from coterie.messages.names import TRUST
-from coterie.methods.adapter import AdapterClient
+from coterie.methods.clusters import nearest
 from coterie.methods.comigs import Mixture
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.grouped import PersonalServer
@@ -70,6 +69,8 @@ from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.privacy.ledger import Budget
 from coterie.training.probe import divided, probe_batch, sample_losses, sample_slopes
+from coterie.transforms.context import Row, Rows
+from coterie.turn import Turn
 
 
 class Auto(Mixture):
@@ -220,26 +221,24 @@ class AutoClient(AdapterClient[Auto]):
             self.stage = ""
             self.log(TRUST, self.row)
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         copy(self.buffers["mean"], self.shared)
-        if self.stage == "undecided":
-            self._decide(exchange)
-        else:
-            super().train(exchange)
+        train = self._decide if self.stage == "undecided" else super().train
+        train(turn)
         for name, value in self._logged:
             self.log(name, value)
         self._logged.clear()
 
-    def _decide(self, exchange: int) -> None:
+    def _decide(self, turn: Turn) -> None:
         """Train from both, and keep the result from the mean unless the other is clearly better."""
         before = super().state()
         copy(self.buffers["own"], self.shared)
-        super().train(exchange)
+        super().train(turn)
         alone, logged = super().state(), [*self._logged]
         losses = sample_losses(self.context, self.model(), self.judging)
         super().restore(before)
         self._logged.clear()
-        super().train(exchange)
+        super().train(turn)
         gain = losses - sample_losses(self.context, self.model(), self.judging)
         if gain.mean() < -self.method.patience * standard_error(gain):
             super().restore(alone)
@@ -247,9 +246,9 @@ class AutoClient(AdapterClient[Auto]):
         self.stage = ""
         self.log(TRUST, self.row)
 
-    def upload(self, exchange: int) -> Message:
+    def upload(self, turn: Turn) -> Message:
         choice = {"row": self.row, "tokens": self.tokens}
-        return replace(super().upload(exchange), values={"choice": choice})
+        return replace(super().upload(turn), values={"choice": choice})
 
     def _mean_loss(self, tensors: Tensors) -> float:
         """Return the mean loss on the samples for judging, after setting the shared parameters."""

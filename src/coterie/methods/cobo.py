@@ -27,7 +27,6 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import trained
-from coterie.aggregation.context import Row
 from coterie.bases.precision import autocast
 from coterie.data.windows import sample_batch
 from coterie.messages import Field as MessageField
@@ -43,6 +42,8 @@ from coterie.privacy.ledger import Budget
 from coterie.seeding import generator
 from coterie.training.passes import training_pass
 from coterie.training.schedule import Penalty
+from coterie.transforms.context import Row
+from coterie.turn import Turn
 
 
 class CoBo(FedIT):
@@ -116,15 +117,15 @@ class CoBoClient(AdapterClient[CoBo]):
         self.peers = {peer: download.from_peer(peer)["adapter"] for peer in download.peers}
         self.context.log(TRUST, weights)
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         own = copied(self.shared)
         self.gradients: dict[ClientId, Tensor] = {}
         for peer, other in self.peers.items():
             midpoint = {n: (x + other[n].to(x.device)) / 2 for n, x in own.items()}
             copy(midpoint, self.shared)
-            self.gradients[peer] = self._gradient(peer, exchange)
+            self.gradients[peer] = self._gradient(peer, turn.exchange)
         copy(own, self.shared)
-        super().train(exchange)
+        super().train(turn)
 
     def _gradient(self, peer: ClientId, exchange: int) -> Tensor:
         """Return the gradient of the loss on a batch of training text, flattened.
@@ -160,8 +161,8 @@ class CoBoClient(AdapterClient[CoBo]):
         squares = [(x - self.mean[n]).square().sum().to(device) for n, x in self.shared.items()]
         return self.method.proximity / 2 * self.weight * torch.stack(squares).sum()
 
-    def upload(self, exchange: int) -> Message:
-        message = super().upload(exchange)
+    def upload(self, turn: Turn) -> Message:
+        message = super().upload(turn)
         return replace(message, groups={**message.groups, "gradients": self.gradients})
 
 

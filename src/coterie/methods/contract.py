@@ -206,13 +206,12 @@ class Method(Section):
         return ServerSide()
 
     def exchanges(self, rounds: int) -> int:
-        """Return the number of exchanges in a run.
+        """Return the number of exchanges in the first rounds of a run.
 
         In one exchange, every participating client receives a download and sends an upload.
-        Clients, the server and logs count exchanges, not rounds.
 
         Args:
-            rounds: The number of rounds in the run file.
+            rounds: A number of rounds, from 1 to the number in the run file.
 
         Returns:
             The number of exchanges. By default, there is one exchange per round.

@@ -22,6 +22,7 @@ from coterie.methods.contract import ClientContext
 from coterie.methods.tensors import copied, copy
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Penalty
+from coterie.turn import Turn
 
 
 class Ditto(FedIT):
@@ -61,7 +62,7 @@ class PersonalClient(AdapterClient[M]):
         self.personal = personal
         [level] = method.levels(self)
         level = replace(
-            level, name="personal", penalty=penalty, exchanges=lambda exchange: exchange >= first
+            level, name="personal", penalty=penalty, active=lambda number: number >= first
         )
         self.personal_training = LocalTraining(context, personal, [level])
 
@@ -87,10 +88,10 @@ class DittoClient(PersonalClient[Ditto]):
         personal = method.adapter(context.base.model, context.seed, context.name)
         super().__init__(method, context, personal, penalty=self._distance)
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         self.received = copied(self.shared)
-        self.training.round(exchange)
-        self.personal_training.round(exchange)
+        self.training.run(turn.exchange)
+        self.personal_training.run(turn.exchange)
 
     def _distance(self) -> Tensor:
         device, personal = self.context.base.device, self.personal.tensors()

@@ -15,10 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import Parameter, pairs_of
-from coterie.aggregation.low_rank import LowRankSum, product_norm
-from coterie.aggregation.weights import TOKENS
+from coterie.exchanges.weights import TOKENS
 from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Message, Schema, Shapes, Tensors
+from coterie.methods.low_rank import LowRankSum, product_norm
 
 SETTING: Any = Field(
     default=False,

@@ -55,8 +55,8 @@ class RoLora(FedIT):
     def levels(self, client: AdapterClient) -> list[Level]:
         rate = learning_rate(client.context.training, client.context.rounds)
         return [
-            Level("B", lambda p: p.factor == "B", "train", rate, exchanges=lambda e: e % 2 == 0),
-            Level("A", lambda p: p.factor == "A", "train", rate, exchanges=lambda e: e % 2 == 1),
+            Level("B", lambda p: p.factor == "B", "train", rate, active=lambda n: n % 2 == 0),
+            Level("A", lambda p: p.factor == "A", "train", rate, active=lambda n: n % 2 == 1),
         ]
 
 

@@ -36,6 +36,7 @@ from coterie.seeding import generator
 from coterie.training.apart import set_apart
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
+from coterie.turn import Turn
 
 FUSION_BATCHES = 5
 """The number of batches of the fusion set on which a search scores a candidate (w1, w2)."""
@@ -121,17 +122,17 @@ class FDLoraClient(AdapterClient[FDLora]):
         if download.round == self.method.exchanges(self.context.rounds):
             self._fuse(download.round)
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         # In exchange 0, every client trains alone; exchange 1 is the paper's round 0. A client that
         # joins later trains alone in its first exchange.
         if not self.began:
             self._train_alone()
-        if exchange == 0:
+        if turn.exchange == 0:
             copy(self.private.tensors(), self.adapter.tensors())
         else:
-            self.training.round(exchange)
-            self._update_private(exchange)
-        self._fuse(exchange)
+            self.training.run(turn.exchange)
+            self._update_private(turn.exchange)
+        self._fuse(turn.exchange)
 
     def model(self) -> PreTrainedModel:
         shared, private = self.adapter.tensors(), self.private.tensors()
@@ -170,18 +171,18 @@ class FDLoraClient(AdapterClient[FDLora]):
         training = self.context.training
         steps = self.method.local_steps or training.steps
         training = training.model_copy(update={"steps": steps})
-        self._private_training(replace(self.context, training=training), "alone").round(0)
+        self._private_training(replace(self.context, training=training), "alone").run(0)
         self.began = True
 
-    def _update_private(self, round: int) -> None:
-        """Update the private adapter after a round's local steps on the shared adapter.
+    def _update_private(self, exchange: int) -> None:
+        """Update the private adapter after the local steps of an exchange on the shared adapter.
 
         As the setting `private` specifies, the private adapter is either trained in every round, or
         replaced by a copy of the shared adapter every `sync_every` rounds.
         """
         if self.method.private == "trained":
-            self.private_training.round(round)
-        elif (round - 1) % self.method.sync_every == 0:
+            self.private_training.run(exchange)
+        elif (exchange - 1) % self.method.sync_every == 0:
             copy(self.adapter.tensors(), self.private.tensors())
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable
-from coterie.aggregation.context import Rows
 from coterie.bases.sites import QUERY_VALUE
 from coterie.messages import Groups, Message, Schema, State, Tensors, check_shapes
 from coterie.methods.adapter import AdapterClient
@@ -27,6 +26,7 @@ from coterie.methods.settings import Attention, Lora
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import closest, copy, shapes_of
 from coterie.training.schedule import Level
+from coterie.transforms.context import Rows
 
 OTHERS, OWN = 0, 1
 """The index of the rest-of-world pair and the index of a client's own pair in each layer."""

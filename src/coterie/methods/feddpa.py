@@ -20,6 +20,7 @@ from coterie.adapters import Adapter
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext
 from coterie.methods.ditto import PersonalClient
+from coterie.turn import Turn
 
 
 class FedDPA(FedIT):
@@ -53,10 +54,10 @@ class FedDPAClient(PersonalClient[FedDPA]):
         personal = Adapter(base, weighted, context.seed, name, method.shared)
         super().__init__(method, context, personal, first=1)
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         self._add_averaged()
-        self.personal_training.round(exchange)
-        super().train(exchange)
+        self.personal_training.run(turn.exchange)
+        super().train(turn)
 
     def model(self) -> PreTrainedModel:
         personal = self.personal.parameters().values()

@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import LeaseAdapter, Parameter
 from coterie.adapters.layout import Layout
-from coterie.aggregation.clusters import clusters, cosine_distances
-from coterie.aggregation.context import Rows
 from coterie.bases.sites import QUERY_VALUE
 from coterie.messages import Field as MessageField
 from coterie.messages import (
@@ -32,12 +30,15 @@ from coterie.messages import (
     Tensors,
     check_shapes,
 )
+from coterie.methods.clusters import clusters, cosine_distances
 from coterie.methods.contract import ClientContext, ClientId, Method, ServerContext
 from coterie.methods.settings import Attention, LoraAlpha
 from coterie.methods.sides import ClientSide, Holders, ServerSide
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
+from coterie.transforms.context import Rows
+from coterie.turn import Turn
 
 
 class FedLease(Method):
@@ -141,17 +142,17 @@ class FedLeaseClient(ClientSide):
         copy(download["adapter"], adapter.tensors())
         self.adapter = adapter
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         context, own = self.context, self.adapter.own
         rate = learning_rate(context.training, context.rounds)
         level = Level("joint", lambda p: p.expert in (None, own), "train", rate)
-        LocalTraining(context, self.adapter, [level]).round(exchange)
+        LocalTraining(context, self.adapter, [level]).run(turn.exchange)
         log_routing(context, self.adapter.routing())
 
-    def upload(self, exchange: int) -> Message:
-        if exchange + 1 < self.method.warmup:
-            return Message(exchange)
-        return Message(exchange, {"adapter": copied(own_tensors(self.adapter))})
+    def upload(self, turn: Turn) -> Message:
+        if turn.exchange + 1 < self.method.warmup:
+            return Message(turn.exchange)
+        return Message(turn.exchange, {"adapter": copied(own_tensors(self.adapter))})
 
     def model(self) -> PreTrainedModel:
         return self.adapter.attach(self.context.base.model)

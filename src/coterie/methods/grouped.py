@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from typing_extensions import TypeVar
 
-from coterie.aggregation.context import Rows
 from coterie.errors import CoterieError
 from coterie.messages import Message, Schema, State, Tensors
 from coterie.methods.adapter import AdapterMethod, AdapterServer
@@ -14,6 +13,7 @@ from coterie.methods.contract import ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied
+from coterie.transforms.context import Rows
 
 
 class PersonalMethod(AdapterMethod):

@@ -8,11 +8,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from coterie.aggregation.low_rank import PaddedMean, product_norm
 from coterie.messages import Message, Shapes, Tensors, check_shapes
 from coterie.messages.names import RANK
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
+from coterie.methods.low_rank import PaddedMean, product_norm
 from coterie.methods.ranks import (
     Pairs,
     RankClient,
@@ -24,6 +24,7 @@ from coterie.methods.ranks import (
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import shapes_of
 from coterie.training.schedule import Penalty
+from coterie.turn import Turn
 
 
 class HetLora(RankMethod):
@@ -103,10 +104,10 @@ class HetLoraClient(RankClient[HetLora]):
             experts[a], experts[b] = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
         super().receive(replace(download, groups={**download.groups, "experts": experts}))
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         gamma, self.ranks = self.method.gamma, self.present_ranks()
         before = self.tails(gamma).tolist()
-        super().train(exchange)
+        super().train(turn)
         after = self.tails(gamma).tolist()
         for (a, rank), old, new in zip(self.ranks.items(), before, after, strict=True):
             if new < old:
@@ -115,8 +116,8 @@ class HetLoraClient(RankClient[HetLora]):
         described = {a: f"{p.role}.{p.expert}/{p.path}" for a, p in parameters.items()}
         self.context.log(RANK, {described[a]: r for a, r in self.present_ranks().items()})
 
-    def upload(self, exchange: int) -> Message:
-        upload = super().upload(exchange)
+    def upload(self, turn: Turn) -> Message:
+        upload = super().upload(turn)
         experts = dict(upload["experts"])
         for a, rank in self.present_ranks().items():
             b = self.pairs[a]

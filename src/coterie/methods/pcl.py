@@ -19,8 +19,6 @@ from pydantic import Field, field_validator
 from torch import nn
 
 from coterie.adapters import Adapter, Trainable
-from coterie.aggregation.context import Row
-from coterie.aggregation.trust import cosine, sparse_distance
 from coterie.data.split import AnyBatch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError, plural
@@ -42,8 +40,11 @@ from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerCo
 from coterie.methods.settings import Attention, Lora, SharedSets, Trusted
 from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.methods.trust import cosine, sparse_distance
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
+from coterie.transforms.context import Row
+from coterie.turn import Turn
 
 Uploads = Mapping[ClientId, Message]
 Mixtures = dict[ClientId, dict[str, float]]
@@ -302,8 +303,9 @@ class PCLClient(AdapterClient[PCL]):
         if self.method.mix:
             self._mix(row, uploads)
 
-    def upload(self, exchange: int) -> Message:
-        return self._exchanged(exchange + 1) if self.method.due(exchange + 1) else Message(exchange)
+    def upload(self, turn: Turn) -> Message:
+        due = self.method.due(turn.exchange + 1)
+        return self._exchanged(turn.exchange + 1) if due else Message(turn.exchange)
 
     def _exchanged(self, rounds: int) -> Message:
         """Return the client's upload for the exchange that follows `rounds` completed rounds."""

@@ -17,17 +17,18 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from coterie.adapters import Parameter, pairs_of
-from coterie.aggregation.low_rank import LowRankSum
-from coterie.aggregation.weights import TOKENS
 from coterie.errors import CoterieError
+from coterie.exchanges.weights import TOKENS
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.messages.host import on_host
 from coterie.methods.adapter import DESCRIPTIONS, AdapterClient, AdapterMethod, AdapterServer
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
+from coterie.methods.low_rank import LowRankSum
 from coterie.methods.settings import Attention, Lora, SharedSets
 from coterie.methods.sides import Holders
 from coterie.training.schedule import Penalty
+from coterie.turn import Turn
 
 RELEASED_GAMMA, RELEASED_PENALTY = 0.99, 0.01
 """HetLoRA's gamma and penalty weight in FlexLoRA's `form: released`; FlexLoRA never prunes."""
@@ -50,9 +51,9 @@ class RankClient(AdapterClient[R], Generic[R]):
         self.ranks = self.present_ranks()
         """The rank of each pair at the start of local training, by the name of the pair's A."""
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         self.ranks = self.present_ranks()
-        super().train(exchange)
+        super().train(turn)
 
     def present_ranks(self) -> dict[str, int]:
         """Return the current rank of each pair, by the name of the pair's A."""
@@ -71,10 +72,10 @@ class RankClient(AdapterClient[R], Generic[R]):
         shared = {**download["adapter"], **download["experts"]}
         super().receive(Message(download.round, {"adapter": shared}))
 
-    def upload(self, exchange: int) -> Message:
-        rest = dict(super().upload(exchange)["adapter"])
+    def upload(self, turn: Turn) -> Message:
+        rest = dict(super().upload(turn)["adapter"])
         experts = {name: rest.pop(name) for pair in self.pairs.items() for name in pair}
-        return Message(exchange, {"adapter": rest, "experts": experts})
+        return Message(turn.exchange, {"adapter": rest, "experts": experts})
 
 
 class RankServer(AdapterServer[R], Generic[R]):

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from coterie.aggregation.trust import trust_row
 from coterie.errors import CoterieError
+from coterie.methods.trust import trust_row
 from coterie.registry import Section
 from coterie.training.context import ClientId
 

@@ -9,9 +9,10 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from coterie.adapters import Parameter
-from coterie.aggregation.context import Rows
 from coterie.messages import Groups, Message, Shapes, State
 from coterie.training.context import ClientId
+from coterie.transforms.context import Rows
+from coterie.turn import Turn
 
 Holders = Mapping[str, Mapping[str, int]]
 """The number of clients whose uploads contained a tensor, for each tensor of an aggregate.
@@ -51,7 +52,7 @@ class ClientSide:
                 not have changed the object.
         """
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         """Train locally, starting from the last download.
 
         If a class does not override `train`, no client trains locally. The engine then ignores the
@@ -59,19 +60,19 @@ class ClientSide:
         rounds.
 
         Args:
-            exchange: The number of the exchange; the first is 0.
+            turn: The numbers of the round and of the exchange.
         """
 
-    def upload(self, exchange: int) -> Message:
+    def upload(self, turn: Turn) -> Message:
         """Return the upload of an exchange without changing the object's state.
 
         Args:
-            exchange: The number of the exchange; the first is 0.
+            turn: The numbers of the round and of the exchange.
 
         Returns:
             The message to send after training. It may contain only fields in `Schema.up`.
         """
-        return Message(exchange)
+        return Message(turn.exchange)
 
     def model(self) -> PreTrainedModel:
         """Return the client's model, ready for evaluation.

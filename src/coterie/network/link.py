@@ -53,7 +53,11 @@ class Link(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait for a short time before the next call of `replies`."""
+        """Wait for a short time before the next call of `replies`.
+
+        Implementations return at once if `replies` has returned a reply since the last call,
+        because the deployment may need no further reply.
+        """
         ...
 
 

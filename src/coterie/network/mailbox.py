@@ -66,6 +66,8 @@ class Mailbox:
         """Orders whose complete reply `replies` has not returned yet, by ticket."""
         self.lost: set[str] = set()
         """Tickets of orders whose replies can no longer arrive."""
+        self.handed_out = False
+        """Whether `replies` has returned a reply since the last call of `wait`."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop of the server's thread, while the server is running."""
         self.failure: BaseException | None = None
@@ -97,6 +99,7 @@ class Mailbox:
                 order = self.replied.pop(ticket, None)
                 is_lost = ticket in self.lost
                 self.lost.discard(ticket)
+            self.handed_out = self.handed_out or order is not None
             if order is not None:
                 yield ticket, order.take()
             elif is_lost:
@@ -105,12 +108,16 @@ class Mailbox:
     def wait(self) -> None:
         """Wait until a client connects or a reply arrives, but no longer than `WAIT_SECONDS`.
 
+        If a reply was returned since the last call, this method does not wait, because that reply
+        may have been the last one that the deployment needs.
+
         Raises:
             CoterieError: The server's thread has ended.
         """
         with self.lock:
-            if not self.replied:
+            if not (self.replied or self.handed_out):
                 self.lock.wait(WAIT_SECONDS)
+            self.handed_out = False
         if self.failure is not None:
             raise CoterieError(
                 f"The server's network thread has failed ({self.failure}); restart the server with "

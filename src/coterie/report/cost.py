@@ -43,9 +43,12 @@ def _bytes(run: ReportedRun, way: str) -> Column:
     Returns:
         A series, indexed by client and round.
     """
-    # Further messages of a round serve evaluation only and do not count.
-    first = run.by_client(way).groupby(["client", "round"]).first()
-    return first[0] if len(first) else pd.Series([0])
+    rows = run.metrics[run.metrics["name"] == way].dropna(subset="client")
+    # A download after the last upload serves evaluation only and does not count.
+    turns = run.metrics["turn"][run.metrics["name"] == BYTES_UP]
+    first = rows[rows["turn"].isin(turns)].groupby(["client", "round", "turn"])["value"].first()
+    sizes = first.groupby(["client", "round"]).sum()
+    return sizes if len(sizes) else pd.Series([0])
 
 
 def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture:

@@ -1,6 +1,7 @@
 """Run folders, with metrics and checkpoints, and callbacks that follow a run."""
 
-from coterie.runs.folder import Recorder, RunFolder, describe
+from coterie.runs.folder import RECEIVED, RunFolder, describe, turn_of
 from coterie.runs.progress import Callback, RunStart
+from coterie.runs.recorder import Recorder
 
-__all__ = ["Callback", "Recorder", "RunFolder", "RunStart", "describe"]
+__all__ = ["RECEIVED", "Callback", "Recorder", "RunFolder", "RunStart", "describe", "turn_of"]

@@ -1,20 +1,20 @@
 """The run folder: a run's description, metrics, checkpoints and result.
 
 run.json             the run's description, the number of threads, versions, and hashes of texts
-metrics.jsonl        a line for each metric: round, client, name, value; and `during`, the round in
-                     which the metric was recorded, if this is a later round than `round`
-checkpoints/00012/   after 12 rounds, the states of the server, of every client (client-NAME) and of
+metrics.jsonl        a line for each metric: round, client, name, value; and `during`, the number of
+                     the turn in which the metric was recorded, if this number differs from `round`
+checkpoints/00012/   after 12 turns, the states of the server, of every client (client-NAME) and of
                      its best model so far (kept-NAME), and checksums; older ones are deleted
 scores/POINT/NAME.json  the last score of each window of the test text NAME; POINT: the scored model
                      (trained, aggregated, or commonest, which always gives the commonest answer)
 result.json          the scores of a finished run
 without.json         the clients that were expelled from a deployed run
+received.json        the clients that have received the result of a deployed run
 baselines/NAME/      the run folder of a baseline; evaluations/: scores on tasks of lm-eval
 """
 
 import fcntl
 import json
-import logging
 import os
 import re
 import shutil
@@ -44,15 +44,15 @@ from coterie.files import (
     writing,
 )
 from coterie.messages import Json, State
-from coterie.messages.formats import check_format, version_fields
-from coterie.messages.schema import plain
+from coterie.messages.formats import VERSION, check_format, version_fields
 from coterie.runs import read
 
-log = logging.getLogger(__name__)
 CHECKSUMS = "checksums.json"
 """The file in a checkpoint with the name and the hash of each other file in the checkpoint."""
 WITHOUT = "without.json"
 """The file with the names of the clients that were expelled from a deployed run."""
+RECEIVED = "received.json"
+"""The file with the names of the clients that have received the result of a deployed run."""
 LEFTOVERS = (".lock", ".run.json.*tmp")
 """Patterns of the files that remain if a process is killed while it creates a run folder."""
 
@@ -78,8 +78,13 @@ def _checksum(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
+def turn_of(line: Mapping[str, Any]) -> int:
+    """Return the number of the turn in which a line of metrics.jsonl was recorded."""
+    return line.get("during", line["round"])
+
+
 class RunFolder:
-    """The files of a run. Writes are atomic: a process that is killed loses at most one round."""
+    """The files of a run. Writes are atomic: a process that is killed loses at most one turn."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,7 +142,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Delete an earlier run's files, except for run.json, which `create` overwrites later."""
-        for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT):
+        for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT, RECEIVED):
             (self.path / name).unlink(missing_ok=True)
         for name in ("checkpoints", "baselines", "scores", "evaluations", "tensorboard", "wandb"):
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -151,6 +156,18 @@ class RunFolder:
         check_format(f"The run in {self.path}", description, read.OUTDATED)
         read.check(self.path / "run.json", description, read.Description)
         return description
+
+    @contextmanager
+    def naming_versions(self) -> Iterator[None]:
+        """Add run.json and the versions of Coterie to a CoterieError about the configuration."""
+        try:
+            yield
+        except CoterieError as error:
+            raise CoterieError(
+                f"Coterie {VERSION} cannot use the configuration in {self.path / 'run.json'}, "
+                f"which Coterie {self.description.get('coterie', 'unknown')!s:.20} wrote: {error} "
+                f"{read.OUTDATED}"
+            ) from error
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -199,19 +216,19 @@ class RunFolder:
 
     def save(
         self,
-        rounds: int,
+        turns: int,
         states: Iterable[tuple[str, State | None]],
         *,
         files: Mapping[str, bytes] | None = None,
         keep: int = 2,
     ) -> None:
-        """Write a checkpoint after `rounds` rounds; delete all but the newest `keep` checkpoints.
+        """Write a checkpoint after `turns` turns; delete all but the newest `keep` checkpoints.
 
         States are written one at a time. None stands for a state that has not changed since the
         previous checkpoint. `files` are additional files of the checkpoint.
         """
         refuse_links(self.path, "checkpoints")
-        newest, previous = self.checkpoint(rounds), self.checkpoint(self.rounds())
+        newest, previous = self.checkpoint(turns), self.checkpoint(self.turns())
         sums: dict[str, str] = {}
 
         def fill(folder: Path) -> None:
@@ -258,9 +275,9 @@ class RunFolder:
             raise
         self.drop([*older, aside])
 
-    def checkpoint(self, rounds: int) -> Path:
-        """Return the path of the checkpoint after the first `rounds` rounds."""
-        return self.path / "checkpoints" / f"{rounds:05d}"
+    def checkpoint(self, turns: int) -> Path:
+        """Return the path of the checkpoint after the first `turns` turns."""
+        return self.path / "checkpoints" / f"{turns:05d}"
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of all checkpoints, oldest first."""
@@ -268,32 +285,46 @@ class RunFolder:
         paths = (self.path / "checkpoints").glob("[0-9]*")
         return sorted(p for p in paths if re.fullmatch(r"[0-9]{5,10}", p.name) and p.is_dir())
 
-    def go_back(self, rounds: int) -> None:
-        """Return to the state after `rounds` rounds; delete later checkpoints and the result."""
+    def go_back(self, rounds: int, turns_in: Callable[[int], int] = int) -> None:
+        """Return to the state after `rounds` rounds; delete later checkpoints and the result.
+
+        `turns_in` returns the number of turns in a number of rounds; by default, one per round.
+        """
         checkpoints = self.checkpoints()
-        if (newest := self.checkpoint(rounds)) not in checkpoints:
-            kept = ", ".join(str(int(folder.name)) for folder in checkpoints) or "none"
+        if (newest := self.checkpoint(turns_in(rounds))) not in checkpoints:
+            turns = [int(folder.name) for folder in checkpoints]
+            ends = (n for n in range(max(turns, default=0) + 1) if turns_in(n) in turns)
+            kept = ", ".join(map(str, ends)) or "none"
             raise CoterieError(f"{self.path} has no checkpoint of round {rounds} (kept: {kept}).")
-        (self.path / "result.json").unlink(missing_ok=True)
+        for name in ("result.json", RECEIVED):
+            (self.path / name).unlink(missing_ok=True)
         self.drop(folder for folder in checkpoints if folder > newest)
+
+    def listed(self, file: str) -> set[str]:
+        """Return the names of the clients that a file (`WITHOUT` or `RECEIVED`) lists."""
+        if not os.path.lexists(self.path / file):
+            return set()
+        return set(read.read_json(self.path, file, read.Listed)["clients"])
+
+    def write_list(self, file: str, clients: Iterable[str]) -> None:
+        """Write a file that `listed` reads."""
+        write_json(self.path / file, {"clients": sorted(clients)})
 
     def expelled(self) -> set[str]:
         """Return the names of the clients that the operator has expelled from the run."""
-        if not os.path.lexists(self.path / WITHOUT):
-            return set()
-        return set(read.read_json(self.path, WITHOUT, read.Without)["clients"])
+        return self.listed(WITHOUT)
 
     def expel(self, client: str) -> None:
         """Mark a client as expelled; a running server checks continuously for expelled clients."""
-        write_json(self.path / WITHOUT, {"clients": sorted({*self.expelled(), client})})
+        self.write_list(WITHOUT, {*self.expelled(), client})
 
     def drop(self, checkpoints: Iterable[Path]) -> None:
         """Delete checkpoints."""
         for folder in checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def rounds(self) -> int:
-        """Return the number of complete rounds in the newest checkpoint; 0 without checkpoints."""
+    def turns(self) -> int:
+        """Return the number of complete turns in the newest checkpoint; 0 without checkpoints."""
         checkpoints = self.checkpoints()
         return int(checkpoints[-1].name) if checkpoints else 0
 
@@ -309,7 +340,7 @@ class RunFolder:
 
     def read(self, file: str) -> bytes:
         """Return a file of the newest checkpoint; raise CoterieError if its hash is wrong."""
-        path = self.checkpoint(self.rounds()) / file
+        path = self.checkpoint(self.turns()) / file
         try:
             data = read_inside(self.path, path.relative_to(self.path))
             if _checksum(data) == self._checksums(path.parent)[file]:
@@ -317,13 +348,13 @@ class RunFolder:
             reason = "it has changed since it was written"
         except (OSError, ValueError, KeyError) as error:
             reason = f"{type(error).__name__}: {error}"
-        earlier = [int(folder.name) for folder in self.checkpoints()[:-1]]
-        remedy = f"go back with --from-round {earlier[-1]}" if earlier else "start a new run"
+        earlier = len(self.checkpoints()) > 1
+        remedy = "go back to an earlier round with --from-round" if earlier else "start a new run"
         raise CoterieError(f"{path} is damaged ({reason}); {remedy}.")
 
     def digest(self) -> str:
         """Return a hash of the newest checkpoint's checksums."""
-        path = self.checkpoint(self.rounds()) / CHECKSUMS
+        path = self.checkpoint(self.turns()) / CHECKSUMS
         return _checksum(read_inside(self.path, path.relative_to(self.path)))
 
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
@@ -333,7 +364,7 @@ class RunFolder:
 
     def has(self, name: str) -> bool:
         """Return whether the newest checkpoint contains a state."""
-        return (self.checkpoint(self.rounds()) / f"{name}.safetensors").exists()
+        return (self.checkpoint(self.turns()) / f"{name}.safetensors").exists()
 
     def append(self, lines: list[dict[str, Json]]) -> None:
         """Append metrics to metrics.jsonl."""
@@ -347,53 +378,10 @@ class RunFolder:
         """Return the lines of metrics.jsonl in order, without an incomplete last line."""
         return read.read_lines(self.path, "metrics.jsonl")
 
-    def forget_from(self, round: int) -> None:
-        """Delete metrics recorded in `round` or later, because these rounds will be repeated."""
-        self.rewrite(m for m in self.metrics() if m.get("during", m["round"]) < round)
+    def forget_from(self, turn: int) -> None:
+        """Delete metrics recorded in a turn or later, because these turns will be repeated."""
+        self.rewrite(line for line in self.metrics() if turn_of(line) < turn)
 
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
         """Replace all lines of metrics.jsonl."""
         write_text(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-
-
-class Recorder:
-    """The metrics of the round in progress, which stay in memory until the round is complete."""
-
-    def __init__(self, seen: Callable[[int, str | None, str, Json], None]) -> None:
-        self._seen = seen
-        self._lines: list[dict[str, Json]] = []
-        self.round = 0
-
-    def log(self, client: str | None, name: str, value: Json, round: int | None = None) -> None:
-        """Record a metric, unless the value contains NaN or infinity, which JSON cannot represent.
-
-        A `client` of None stands for the whole run, and a `round` of None for the current round.
-        """
-        if not plain(value):
-            log.warning("the metric %r of %s is not finite and is not recorded", name, client)
-            return
-        of = self.round if round is None else round
-        line = {"round": of, "client": client, "name": name, "value": value}
-        self._lines.append(line if of == self.round else {**line, "during": self.round})
-        self._seen(of, client, name, value)
-
-    @property
-    def count(self) -> int:
-        """The number of metrics that are recorded for the round in progress."""
-        return len(self._lines)
-
-    def undo(self, start: int, end: int | None = None, *, keep: str | None = None) -> None:
-        """Delete metrics of the round in progress; indices count from 0 in the order of recording.
-
-        Args:
-            start: The value of `count` just before the first metric to delete was recorded.
-            end: The index after the last metric to delete; None: delete all later metrics.
-            keep: Metrics whose names begin with this prefix are not deleted; None: no exceptions.
-        """
-        span, prefixes = self._lines[start:end], () if keep is None else (keep,)
-        self._lines[start:end] = [line for line in span if line["name"].startswith(prefixes)]
-
-    def take(self) -> list[dict[str, Json]]:
-        """Return the recorded metrics, and clear the recorder."""
-        lines, self._lines = self._lines, []
-        return lines

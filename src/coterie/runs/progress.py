@@ -44,15 +44,20 @@ class RunStart:
     method: str
     """The method's name in tables."""
     rounds: int
-    """The number of exchanges of the whole run: one per round, unless the method needs several."""
+    """The number of rounds of the whole run."""
     done: int
-    """The number of complete exchanges: 0 for a new run, at least 1 for a run that continues."""
+    """The number of complete rounds: 0 for a new run."""
     clients: tuple[str, ...]
     """The names of the clients."""
     tokens: int
     """The mean number of tokens that a client reads in a training step."""
     adapters: tuple[str, ...]
     """Lines of text that describe, for each kind of adapter, which modules the adapter modifies."""
+    turns: int
+    """The number of times that each client trains or replies in the whole run: once per round,
+    unless the method or a transform needs several turns per round."""
+    turns_done: int
+    """The number of these turns that are complete."""
 
 
 class Callback:
@@ -68,8 +73,7 @@ class Callback:
     A hook must not change its arguments. An exception in a hook stops the run and is passed on to
     the caller of `coterie.run`. The run folder then contains all complete rounds, and
     `coterie.resume` continues after them. To stop a run on purpose, raise KeyboardInterrupt in
-    `on_round_end`. Rounds are numbered from 0, as in metrics.jsonl. For a method with
-    several exchanges per round, such as FedMKT-FedAvg, exchanges are numbered instead of rounds.
+    `on_round_end`. Rounds are numbered from 0, as in metrics.jsonl.
     """
 
     def on_warning(self, text: str) -> None:
@@ -106,6 +110,8 @@ class Callback:
 
     def on_client_end(self, round: int, client: str) -> None:
         """Handle the arrival of a client's upload, after the client has trained.
+
+        A method such as FedMKT-FedAvg needs several uploads of each client per round.
 
         Args:
             round: the round in progress.

@@ -105,8 +105,8 @@ class Outcome(Result):
     reports: Literal["trained", "aggregated"]
 
 
-class Without(_Part):
-    """The content of without.json: the clients that were expelled from a deployed run."""
+class Listed(_Part):
+    """The content of without.json and received.json, which list clients of a deployed run."""
 
     clients: list[str]
 
@@ -126,11 +126,11 @@ class About(_Part):
     """The content of about.json in a deployed client's checkpoint.
 
     The checkpoint contains the client's state after the client executed an order of the server. The
-    file about.json identifies this order by its round and the digest of its download, and contains
+    file about.json identifies this order by its turn and the digest of its download, and contains
     the metrics that were recorded during its execution.
     """
 
-    round: int
+    turn: int
     digest: str
     entries: list[dict[str, Any]]
 

@@ -9,7 +9,6 @@ import torch
 import coterie
 from coterie.config.run import RunConfig
 from coterie.engines.local import local_run
-from coterie.engines.server_part import contribution
 from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Way
@@ -194,7 +193,7 @@ class MethodContract(RunContract):
             invalid.append((changed(group, key, torch.cat([tensor, tensor])), "shape"))
         for message, error in invalid:
             with pytest.raises(MessageError, match=error):
-                contribution(server, local.aggregation, names[0], message)
+                close(local, 0, {names[0]: message})
         close(local, 0, uploads)
         assert server.state().is_finite()
 

@@ -193,7 +193,7 @@ def assert_same_states(actual: RunFolder, expected: RunFolder) -> None:
 
 def sides(folder: RunFolder) -> list[str]:
     """Return the sorted names of the newest checkpoint's states, such as `client-poet`."""
-    return sorted(path.stem for path in folder.checkpoint(folder.rounds()).glob("*.safetensors"))
+    return sorted(path.stem for path in folder.checkpoint(folder.turns()).glob("*.safetensors"))
 
 
 def assert_same_state(actual: RunFolder, expected: RunFolder, side: str) -> None:

@@ -1,8 +1,8 @@
 """The round loop as functions, which execute a run in this process, one exchange at a time.
 
     run = joined(config)
-    for exchange in range(config.exchanges):
-        uploads = one_round(run, exchange)
+    for turn in range(config.turns):
+        uploads = one_round(run, turn)
     take(run)
 
 `one_round` calls `start_round` of the server's method object, `step` for every client, and `close`.
@@ -11,11 +11,9 @@ can call these functions, or the methods of `run.clients[name]` and `run.server`
 examples/fedavg_loop.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from coterie.aggregation.transform import Contribution
 from coterie.config.run import RunConfig
-from coterie.engines import server_part as part
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.federation.participants import Participant
@@ -56,7 +54,7 @@ def down(local: LocalRun, name: str) -> Message:
     return local.schema.receive("down", local.download(name))
 
 
-def up(local: LocalRun, name: str, round: int) -> Message:
+def up(local: LocalRun, name: str, turn: int) -> Message:
     """Return a client's upload.
 
     The upload is first encoded, checked and decoded.
@@ -64,19 +62,19 @@ def up(local: LocalRun, name: str, round: int) -> Message:
     Args:
         local: The run.
         name: The client's name.
-        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
+        turn: The number of the turn, counted from 0. In most methods, a round is one turn.
     """
     part = local.clients.part(name)
-    return local.schema.receive("up", part._serialise("up", part.upload(round)))
+    return local.schema.receive("up", part._serialise("up", part.upload(local.config.turn(turn))))
 
 
-def step(local: LocalRun, name: str, round: int, download: Message | None = None) -> Message:
+def step(local: LocalRun, name: str, turn: int, download: Message | None = None) -> Message:
     """Let a client receive a download, train, and create its upload.
 
     Args:
         local: The run.
         name: The client's name.
-        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
+        turn: The number of the turn, counted from 0. In most methods, a round is one turn.
         download: The download to receive; by default, the server's current download for the client.
 
     Returns:
@@ -84,8 +82,8 @@ def step(local: LocalRun, name: str, round: int, download: Message | None = None
     """
     client = local.clients[name]
     client.receive(down(local, name) if download is None else download)
-    client.train(round)
-    return up(local, name, round)
+    client.train(local.config.turn(turn))
+    return up(local, name, turn)
 
 
 def take(local: LocalRun) -> None:
@@ -101,36 +99,33 @@ def take(local: LocalRun) -> None:
         local.clients[name].receive(down(local, name))
 
 
-def close(local: LocalRun, round: int, uploads: Mapping[str, Message]) -> None:
+def close(local: LocalRun, turn: int, uploads: Mapping[str, Message]) -> None:
     """End an exchange by passing the uploads and their aggregate to the server's method object.
 
     Args:
         local: The run.
-        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
+        turn: The number of the turn, counted from 0. In most methods, a round is one turn.
         uploads: A mapping from the clients' names to the uploads to aggregate.
     """
-
-    def contributions(first: bool) -> Iterator[Contribution]:
-        for name in sorted(uploads):
-            message = uploads[name]
-            yield part.contribution(local.server, local.aggregation, name, message, first=first)
-
-    local.close(part.aggregate(local.server, local.aggregation, round, contributions), uploads)
+    local.uploads.begin()
+    for name in sorted(uploads):
+        local.uploads.take(name, uploads[name].encode())
+    local.close(local.uploads.mean(local.config.turn(turn)), uploads)
 
 
-def one_round(local: LocalRun, round: int, present: list[str] | None = None) -> dict[str, Message]:
+def one_round(local: LocalRun, turn: int, present: list[str] | None = None) -> dict[str, Message]:
     """Execute an exchange with all or some clients.
 
     Args:
         local: The run.
-        round: The number of the exchange, counted from 0. In most methods, a round is one exchange.
+        turn: The number of the turn, counted from 0. In most methods, a round is one turn.
         present: The names of the clients that take part; by default, all clients.
 
     Returns:
         A mapping from the clients' names to their uploads.
     """
     names = sorted(local.clients if present is None else present)
-    local.open(round, names)
-    uploads = {name: step(local, name, round) for name in names}
-    close(local, round, uploads)
+    local.open(local.config.turn(turn), names)
+    uploads = {name: step(local, name, turn) for name in names}
+    close(local, turn, uploads)
     return uploads

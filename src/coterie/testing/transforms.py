@@ -7,10 +7,7 @@ import pytest
 import torch
 
 import coterie
-from coterie.aggregation.registry import TRANSFORMS, register
-from coterie.aggregation.transform import Transform
 from coterie.config.run import RunConfig, parse
-from coterie.engines.server_part import contribution
 from coterie.messages import Groups, Message, MessageError
 from coterie.messages.envelope import Order
 from coterie.privacy import secrets
@@ -19,6 +16,8 @@ from coterie.testing import loop
 from coterie.testing.contract import RunContract
 from coterie.testing.rounds import close, joined
 from coterie.testing.small import small_run
+from coterie.transforms.contract import Transform
+from coterie.transforms.registry import TRANSFORMS, register
 
 
 class TransformContract(RunContract):
@@ -53,7 +52,7 @@ class TransformContract(RunContract):
         lost: set[tuple[str, str, int]] = set()
 
         def lose(name: str, order: Order) -> bool:
-            key = name, order.kind, order.round
+            key = name, order.kind, order.turn
             is_first = key not in lost
             lost.add(key)
             return is_first and order.kind != "join"
@@ -67,7 +66,7 @@ class TransformContract(RunContract):
 
     def test_a_run_file_contains_all_settings(self, run: RunConfig) -> None:
         """Check that the run file of a run describes the transform completely."""
-        stages = joined(parse(run.as_dict())).aggregation.pipeline.stages
+        stages = parse(run.as_dict()).pipeline().stages
         assert self.transform in [stage.transform for stage in stages]
 
     def test_no_tensor_is_modified_in_place(
@@ -109,8 +108,8 @@ class TransformContract(RunContract):
         local = joined(run)
         names, least = sorted(local.clients), self.transform.least
         present = [names[:least], names[-least:]]
-        for exchange in range(run.exchanges):
-            local.exchange(exchange, present[run.turn(exchange)[0]])
+        for turn in map(run.turn, range(run.turns)):
+            local.exchange(turn, present[turn.round])
         assert local.server.state().is_finite()
 
     def test_invalid_uploads_are_refused(self, run: RunConfig) -> None:
@@ -120,13 +119,13 @@ class TransformContract(RunContract):
         """
         local = joined(run)
         names = sorted(local.clients)
-        exchange = len(self.transform.before)
-        for earlier in range(exchange):
-            local.exchange(earlier, names)
-        local.open(exchange, names)
+        *earlier, turn = map(run.turn, range(1 + len(self.transform.before)))
+        for phase in earlier:
+            local.exchange(phase, names)
+        local.open(turn, names)
         uploads = {
             name: local.schema.receive(
-                "up", local.clients.part(name).step(exchange, local.download(name))
+                "up", local.clients.part(name).step(turn, local.download(name))
             )
             for name in names
         }
@@ -137,6 +136,6 @@ class TransformContract(RunContract):
             invalid.append(Message(0, {**upload.groups, group: tensors}, upload.values))
         for message in invalid:
             with pytest.raises(MessageError):
-                contribution(local.server, local.aggregation, names[0], message)
-        close(local, exchange, uploads)
+                close(local, turn.number, {names[0]: message})
+        close(local, turn.number, uploads)
         assert local.server.state().is_finite()

@@ -41,11 +41,12 @@ class LocalTraining:
         self.start: Mapping[str, Tensor] = {}
         """Copies of the parameters at the start of the round; empty if no level has a penalty."""
 
-    def round(self, round: int) -> None:
-        """Attach the adapter, and execute the local steps of a round.
+    def run(self, number: int) -> None:
+        """Attach the adapter, and execute the steps of a local training.
 
         Args:
-            round: The number of the round, counted from 0.
+            number: The number of the local training, counted from 0 at the start of the run. The
+                batches and the learning rate depend on it.
         """
         model = self.adapter.attach(self.context.base.model)
         if self.context.training.reset_optimiser:
@@ -53,16 +54,16 @@ class LocalTraining:
                 updater.reset()
         if any(level.penalty for level in self.levels):
             self.start = {n: p.detach().clone() for n, p in self.adapter.tensors().items()}
-        for step in self.steps(round):
+        for step in self.steps(number):
             for level in self.levels:
-                if level.exchanges(round) and (step + 1) % level.every == 0:
+                if level.active(number) and (step + 1) % level.every == 0:
                     for turn in range(level.steps):
                         self._update(model, level, step, turn)
 
-    def steps(self, round: int) -> range:
-        """Return the indices of a round's steps, counted from 0 at the start of the run."""
+    def steps(self, number: int) -> range:
+        """Return the indices of a training's steps, counted from 0 at the start of the run."""
         steps = self.context.training.steps
-        return range(round * steps, (round + 1) * steps)
+        return range(number * steps, (number + 1) * steps)
 
     def _update(self, model: PreTrainedModel, level: Level, step: int, turn: int) -> None:
         parts = self._batch(level, step, turn).by_length().split(self.context.training.at_once)
@@ -96,9 +97,9 @@ class LocalTraining:
         context, training = self.context, self.context.training
         tokens = context.data.train if level.split == "train" else context.data.validation
         if training.sampling == "epochs":
-            exchange, every = step // training.steps, level.every
-            turns = (step + 1) // every - exchange * training.steps // every - 1
-            number = (level.turns(exchange, training.steps) + turns) * level.steps + turn
+            trained, every = step // training.steps, level.every
+            turns = (step + 1) // every - trained * training.steps // every - 1
+            number = (level.turns(trained, training.steps) + turns) * level.steps + turn
             generators = partial(generator, context.seed, "epoch", context.name, level.name)
             return epoch_batch(tokens, training.batch, context.window, number, generators)
         batches = generator(context.seed, "batch", context.name, level.name, step, turn)

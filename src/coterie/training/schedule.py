@@ -3,7 +3,7 @@
 A schedule is a list of levels. Joint training has one level. CoMiGS's bi-level problem
 (arXiv 2409.13931, equation 1) has two: experts on training text, routers on validation text. A
 method that trains groups of parameters in turn has one level for each group; each level is active
-in some exchanges only.
+in some local trainings only.
 """
 
 import math
@@ -45,20 +45,20 @@ class Level:
 
     Another level updates the parameter, and uses the accumulated gradient in its next update.
     """
-    exchanges: Callable[[int], bool] = lambda _: True
-    """Function that returns whether the level has turns in an exchange (the first is 0)."""
+    active: Callable[[int], bool] = lambda _: True
+    """Function that returns whether the level has turns in a local training (the first is 0)."""
 
-    def turns(self, exchanges: int, steps: int) -> int:
-        """Return the number of turns that the level has in the first exchanges of a run.
+    def turns(self, trained: int, steps: int) -> int:
+        """Return the number of turns that the level has in the first local trainings of a run.
 
         Args:
-            exchanges: The number of exchanges, from the start of the run.
-            steps: The number of training steps in each exchange.
+            trained: The number of local trainings, from the start of the run.
+            steps: The number of steps in each local training.
         """
         return sum(
             (number + 1) * steps // self.every - number * steps // self.every
-            for number in range(exchanges)
-            if self.exchanges(number)
+            for number in range(trained)
+            if self.active(number)
         )
 
 

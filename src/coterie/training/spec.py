@@ -125,9 +125,10 @@ class TrainingSpec(Section):
     """maximum gradient norm of a step, enforced by clipping; default: no clipping"""
     base_dropout: Rate = 0.0
     """rate of the base's own dropout layers during training"""
-    precision: Literal["fp32", "bf16"] = "bf16"
+    precision: Literal["fp32", "bf16"] | None = None
     """precision of computations: bf16 uses autocast; adapters and optimiser state are always fp32,
-    and base.weights sets the format of the base"""
+    and base.weights sets the format of the base; default: bf16 if the machine that begins the run
+    is fast in it, and fp32 otherwise"""
     dpo: DPOSpec | None = None
     """settings of preference optimisation (data.preferences only); default: the defaults shown"""
 

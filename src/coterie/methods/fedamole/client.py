@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, Parameter, of_roles
-from coterie.aggregation.context import digest_of
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
 from coterie.methods.contract import ClientContext, ClientSide
@@ -23,6 +22,8 @@ from coterie.training.apart import set_apart
 from coterie.training.embeddings import mean_embeddings
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
+from coterie.transforms.context import digest_of
+from coterie.turn import Turn
 
 log = logging.getLogger(__name__)
 TRAINED = of_roles("shared", "domain", "projection")
@@ -75,17 +76,17 @@ class FedAMoLEClient(ClientSide):
             raise MessageError("The download does not list the client's experts for every layer.")
         return held, count
 
-    def train(self, exchange: int) -> None:
+    def train(self, turn: Turn) -> None:
         context, adapter = self.context, self.adapter
         rate = learning_rate(context.training, context.rounds)
         penalty = self._load_balance if adapter.balances else None
         level = Level("joint", TRAINED, "train", rate, penalty=penalty)
-        LocalTraining(context, adapter, [level]).round(exchange)
+        LocalTraining(context, adapter, [level]).run(turn.exchange)
         log_routing(context, adapter.routing())
-        self.means = self._means(exchange) if self.settings.chooses else {}
+        self.means = self._means(turn.exchange) if self.settings.chooses else {}
 
-    def upload(self, exchange: int) -> Message:
-        return Message(exchange, {"adapter": copied(values_of(self.adapter)), **self.means})
+    def upload(self, turn: Turn) -> Message:
+        return Message(turn.exchange, {"adapter": copied(values_of(self.adapter)), **self.means})
 
     def _load_balance(self) -> Tensor:
         return self.settings.router.load_balance_weight * self.adapter.load_balance()

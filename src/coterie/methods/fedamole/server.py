@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from coterie.adapters import AmoleAdapter
-from coterie.aggregation.assignment import assign_all, relevance_of_known
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, Shapes, State, Tensors, check_shapes
 from coterie.messages.names import ASSIGNMENT
 from coterie.methods.contract import ClientId, ServerContext, ServerSide
+from coterie.methods.fedamole.assignment import assign_all, relevance_of_known
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
 from coterie.methods.fedamole.settings import FedAMoLESettings
 from coterie.methods.sides import Holders

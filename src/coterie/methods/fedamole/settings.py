@@ -5,8 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from coterie.adapters import AmoleLayout
-from coterie.aggregation.assignment import Bounds
 from coterie.bases.sites import QUERY_VALUE
+from coterie.methods.fedamole.assignment import Bounds
 from coterie.methods.settings import Attention, LoraAlpha, Settings, refuse_unused
 from coterie.privacy.mechanisms import MOST_EPSILON
 

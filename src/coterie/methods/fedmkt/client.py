@@ -14,6 +14,7 @@ from coterie.methods.adapter import AdapterClient
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.methods.fedmkt.vocabulary import encode_vocabulary
+from coterie.turn import Turn
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +72,16 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
         loss, quality = distiller.distil(rounds), distiller.quality()
         self.context.log(TAUGHT, {"after": download.round, "loss": loss, **quality})
 
-    def train(self, exchange: int) -> None:
-        if not self.method.averages(exchange):
-            super().train(exchange // self.method.per_round)
+    def train(self, turn: Turn) -> None:
+        if not self.method.averages(turn.exchange):
+            self.training.run(turn.round)
 
-    def upload(self, exchange: int) -> Message:
-        if self.method.averages(exchange):
-            return super().upload(exchange)
+    def upload(self, turn: Turn) -> Message:
+        if self.method.averages(turn.exchange):
+            return super().upload(turn)
         private = self.private  # logs its warning even if nothing is taught
         if not self.method.teaches:
-            return Message(exchange)
+            return Message(turn.exchange)
         knowledge = self.distiller.knowledge()
         knowledge = knowledge.only(~torch.isin(knowledge.samples, private))
-        return Message(exchange, {"knowledge": knowledge.tensors()})
+        return Message(turn.exchange, {"knowledge": knowledge.tensors()})

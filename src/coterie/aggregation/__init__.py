@@ -1,1 +1,0 @@
-"""Aggregation of clients' uploads, and transforms of uploads, downloads and means."""

@@ -1,0 +1,1 @@
+"""One exchange on both ends: encoding and decoding, bounds, weights and means."""

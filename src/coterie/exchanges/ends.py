@@ -1,0 +1,400 @@
+"""The transforms of a run on a client and on the server, with their states."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coterie.exchanges.pipeline import (
+    ON_CLIENT,
+    ON_SERVER,
+    Contexts,
+    Memories,
+    Pipeline,
+    check_finite,
+    check_groups,
+    check_same_shapes,
+    shapes_of,
+)
+from coterie.messages import Groups, Json, Message, MessageError, State
+from coterie.messages.schema import Way
+from coterie.privacy.ledger import Ledger
+from coterie.privacy.secrets import Secrets
+from coterie.transforms.contract import Contribution, Memory
+from coterie.transforms.hooks import failure
+from coterie.turn import TRAIN
+
+
+class ClientTransforms:
+    """The transforms of a run on a client.
+
+    Args:
+        pipeline: The pipeline of the run.
+        client: The client's name.
+        ledger: The ledger of the client's privacy budget.
+    """
+
+    def __init__(self, pipeline: Pipeline, client: str, ledger: Ledger) -> None:
+        self.pipeline, self.client, self.ledger = pipeline, client, ledger
+        self.secrets = Secrets()
+        self.memories: Memories = {}
+        self.received: Groups = {}
+        """The decoded tensors that the client last received, keyed by group and name."""
+        self.server_values: Mapping[str, Json] = {}
+        """The values that `tell` added to the last download, keyed by transform."""
+        self.remembers = bool(pipeline.stages_with(*ON_CLIENT))
+        """Whether the transforms have a state to save."""
+
+    def declared(self, message: Message, tokens: int) -> Message:
+        """Extend a client's first message, or an upload, with the values declared by transforms.
+
+        Args:
+            message: The message that the method returned.
+            tokens: The number of the client's training tokens.
+        """
+        declared = {
+            s.transform.name: s.call("declare", tokens)
+            for s in self.pipeline.stages_with("declare")
+        }
+        values = {name: value for name, value in declared.items() if value is not None}
+        return replace(message, values={**message.values, **values}) if values else message
+
+    def receive(self, download: Message, exchange: int) -> Message:
+        """Decode a download, so that the method's client-side object can apply it."""
+        if not self.pipeline.active:
+            return download
+        before = self.received if self.pipeline.down else {}
+        groups = self.pipeline.decode(download.groups, before, self._contexts(exchange, "down"))
+        self.received = {g: {n: t.clone() for n, t in ts.items()} for g, ts in groups.items()}
+        self.server_values, values = _divided(self.pipeline, download.values)
+        return replace(download, groups=groups, values=values)
+
+    def send(self, upload: Message, exchange: int) -> Message:
+        """Encode an upload of the method's client-side object. The caller sends the result."""
+        if not self.pipeline.active:
+            return upload
+        contexts = self._contexts(exchange, "up")
+        return replace(upload, groups=self.pipeline.encode(upload.groups, self.received, contexts))
+
+    def answer(self, phase: str, exchange: int) -> Message:
+        """Return the client's upload for an additional phase declared by a transform."""
+        stage = self.pipeline.stage_of(phase)
+        answer = stage.call("answer", phase, self._contexts(exchange, "up").of(stage))
+        return Message(exchange, values={stage.transform.name: answer})
+
+    def _contexts(self, exchange: int, way: Way) -> Contexts:
+        return Contexts(
+            self.client,
+            exchange,
+            self.pipeline.exchanges,
+            way,
+            self.memories,
+            self.server_values,
+            self.secrets,
+            self.ledger,
+        )
+
+    def state(self) -> State:
+        """Return the transforms' state for checkpoints."""
+        parts = {key: memory.state() for key, memory in self.memories.items()}
+        received = {"received": State(self.received)} if self.pipeline.down else {}
+        return State(values={"secrets": self.secrets.state()}, parts={**parts, **received})
+
+    def restore(self, state: State) -> None:
+        """Restore a state returned by `state()`."""
+        self.secrets.restore(state.values["secrets"])
+        self.received = state.parts.get("received", State()).groups
+        self.memories = {k: Memory.of(p) for k, p in state.parts.items() if k != "received"}
+
+
+@dataclass
+class ClientMemory:
+    """The transforms' state on the server for one client."""
+
+    memories: Memories = field(default_factory=dict)
+    received: Groups = field(default_factory=dict)
+    """The decoded tensors that the client last received. Empty if downloads are not encoded."""
+
+
+class ServerTransforms:
+    """The transforms of a run on the server."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.memories = {stage.key: Memory() for stage in pipeline.stages_with(*ON_SERVER)}
+        """A mapping from transforms to states that belong to no client. The mapping is empty if no
+        transform needs a state of this kind.
+        """
+        self._final = self.memories
+        """The value of `memories` after the last completed exchange."""
+        self.exchange, self.phase, self.clients = 0, TRAIN, tuple[str, ...]()
+        self.client_memories: dict[str, ClientMemory] = {}
+        self._pending: dict[str, ClientMemory] = {}
+        """New states, keyed by client. In `commit`, the states of clients whose uploads are
+        accepted become permanent."""
+        self._sent: dict[str, Message] = {}
+        self._joined: dict[str, dict[str, Any]] = {}
+        """The results of `Transform.join`, keyed by transform and client."""
+        self._limits: dict[str, dict[str, Any]] = {}
+        """The limits of the exchange's uploads, keyed by client and transform."""
+
+    def join(self, client: str, hello: Message) -> None:
+        """Add a client, and pass the client's first message to the transforms.
+
+        Raises:
+            MessageError: If a transform rejects the client's first message.
+        """
+        for stage in self.pipeline.stages_with("join"):
+            result = stage.call("join", client, hello, error=MessageError)
+            self._joined.setdefault(stage.key, {})[client] = result
+
+    def begin(self, exchange: int, phase: str, clients: Iterable[str]) -> None:
+        """Start or restart an exchange, and discard states that `commit` has not yet accepted."""
+        self.exchange, self.phase, self.clients = exchange, phase, tuple(clients)
+        self._pending, self._sent = {}, {}
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Restart the aggregation of an exchange, whose uploads are already decoded."""
+        self._limits, self.memories = {}, _copied(self._final)
+
+    def download(self, client: str, message: Message) -> Message:
+        """Encode a download.
+
+        If this function is called again for a client in the same exchange, it returns the message
+        of the first call.
+        """
+        if not self.pipeline.active:
+            return message
+        if client not in self._sent:
+            old = self.client_memories.get(client, ClientMemory())
+            new = self._pending[client] = ClientMemory(_copied(old.memories))
+            groups = self.pipeline.encode(
+                message.groups, old.received, self._contexts(client, "down", new.memories)
+            )
+            if self.pipeline.down:  # decode as the client will
+                contexts = self._contexts(client, "down", _copied(old.memories))
+                new.received = self.pipeline.decode(groups, old.received, contexts)
+                stages = self.pipeline.stages_encoding("down")
+                names = ", ".join(repr(stage.transform.name) for stage in stages)
+                prefix = f"The transforms {names} failed: a decoded download has"
+                check_same_shapes(prefix, new.received, shapes_of(message.groups))
+            server_values = {
+                s.transform.name: s.call(
+                    "tell", self.phase, client, self.clients, self.memories[s.key]
+                )
+                for s in self.pipeline.stages_with("tell")
+            }
+            values = {name: value for name, value in server_values.items() if value is not None}
+            sent = replace(message, groups=groups, values={**message.values, **values})
+            self._sent[client] = sent
+        return self._sent[client]
+
+    def upload(self, client: str, upload: Message, download: Message) -> Message:
+        """Decode an upload.
+
+        Args:
+            client: The client that sent the upload.
+            upload: The upload as it was received.
+            download: The method's download for this client in the exchange.
+
+        Raises:
+            MessageError: If a transform cannot decode the upload.
+        """
+        if not self.pipeline.active:
+            return upload
+        self.download(client, download)  # not sent yet if the exchange was restarted
+        pending = self._pending[client]
+        memories = _copied(self.client_memories.get(client, ClientMemory()).memories)
+        reference = pending.received if self.pipeline.down else download.groups
+        contexts = self._contexts(client, "up", memories)
+        groups = self.pipeline.decode(upload.groups, reference, contexts)
+        pending.memories |= {k: m for k, m in memories.items() if k.endswith(".up")}
+        return replace(upload, groups=groups)
+
+    def collect(self, client: str, message: Message) -> None:
+        """Process a client's upload in an additional phase declared by a transform.
+
+        Raises:
+            MessageError: If the upload is invalid.
+        """
+        self.download(client, Message())  # not sent yet if the exchange was restarted
+        stage = self.pipeline.stage_of(self.phase)
+        answer, memory = message.values.get(stage.transform.name), self.memories[stage.key]
+        stage.call("collect", self.phase, client, answer, memory, error=MessageError)
+
+    def reduce(self, contributions: Iterable[Contribution]) -> Groups:
+        """Aggregate uploads with the run's reduction, which replaces the weighted mean."""
+        stage = self.pipeline.reduction
+        assert stage is not None, "the run has a reduction"
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+
+        def with_shapes() -> Iterator[Contribution]:
+            for contribution in contributions:
+                for group, sizes in shapes_of(contribution.groups).items():
+                    shapes.setdefault(group, {}).update(sizes)
+                yield contribution
+
+        stream = with_shapes()
+        groups = stage.call("reduce", stream, self.clients, self.memories[stage.key])
+        deque(stream, maxlen=0)  # the reduction may not have read all uploads
+        check_finite(stage, "reduce", groups)
+        check_same_shapes(failure(stage.transform, "reduce", "returned"), groups, shapes)
+        return groups
+
+    def measure(self, client: str, upload: Message, reference: Groups) -> dict[str, Any]:
+        """Return the results of all transforms' `measure` for an upload, keyed by transform.
+
+        Args:
+            client: The client that sent the upload.
+            upload: The decoded upload.
+            reference: The client's parameters at the start of the round, keyed by group and name.
+        """
+        return {
+            stage.key: stage.call(
+                "measure", upload, reference, self._joined.get(stage.key, {}).get(client)
+            )
+            for stage in self.pipeline.stages_with("measure", "refuse", "figures")
+        }
+
+    def refuse(self, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Determine which uploads are excluded, and store the limits that `bounded` applies.
+
+        This function must be called once per call of `begin`: transforms may change their states.
+
+        Args:
+            measures: The results of `measure`, keyed by client.
+
+        Returns:
+            The reasons for exclusions, keyed by the clients whose uploads are excluded.
+        """
+        self._limits, refused = {}, dict[str, str]()
+        for stage in self.pipeline.stages_with("refuse"):
+            arguments = _measures_of(stage.key, measures), self.memories[stage.key]
+            decisions = stage.call_for(Mapping, "refuse", *arguments)
+            for client, decision in decisions.items():
+                if isinstance(decision, str):
+                    refused[client] = decision
+                else:
+                    self._limits.setdefault(client, {})[stage.key] = decision
+        return refused
+
+    def bounded(self, client: str, upload: Message, reference: Callable[[], Groups]) -> Message:
+        """Apply the limits that `refuse` stored for an upload, and return the limited upload.
+
+        Args:
+            client: The client that sent the upload.
+            upload: The decoded upload.
+            reference: A function that returns the client's parameters at the start of the round,
+                keyed by group and name.
+        """
+        if limits := self._limits.get(client):
+            start = reference()
+            for stage in self.pipeline.stages:
+                if stage.key in limits:
+                    limit = limits[stage.key]
+                    upload = stage.call_for(Message, "bounded", client, upload, start, limit)
+        return upload
+
+    def weight(self, client: str, upload: Message) -> float:
+        """Return a client's weight in the mean.
+
+        Raises:
+            MessageError: If a transform rejects the upload.
+        """
+        weight = 1.0
+        for stage in self.pipeline.stages_with("weight"):
+            joined = self._joined.get(stage.key, {}).get(client)
+            factor = stage.call_for(float, "weight", client, upload, joined)
+            if not 0 < factor < math.inf:
+                problem = f"returned {factor}, which is not positive and finite."
+                raise stage.failure("weight", problem)
+            weight *= factor
+        return weight
+
+    def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
+        """Yield the metrics of the uploads as tuples (client, metric name, value)."""
+        for stage in self.pipeline.stages_with("figures"):
+            figures = stage.call_for(Mapping, "figures", _measures_of(stage.key, measures))
+            for client, metrics in figures.items():
+                for name, value in metrics.items():
+                    yield client, name, value
+
+    def on_mean(self, mean: Groups, before: Groups) -> Groups:
+        """Let the transforms change the mean of a round, and return the changed mean.
+
+        This function is called once per completed round.
+
+        Args:
+            mean: The reduced uploads, keyed by group and name.
+            before: The server's parameters before the mean replaces them, keyed by group and name.
+        """
+        for stage in self.pipeline.stages_with("on_mean"):
+            after = stage.call("on_mean", mean, before, self.memories[stage.key])
+            check_groups(stage, "on_mean", after)
+            prefix = failure(stage.transform, "on_mean", "returned")
+            check_same_shapes(prefix, after, shapes_of(mean))
+            mean = after
+        return mean
+
+    def commit(self, counted: Iterable[str]) -> None:
+        """Replace the transforms' permanent states with their states after the current exchange.
+
+        Args:
+            counted: The clients whose uploads are accepted. For every client that is not in
+                `counted`, transforms keep the state from before the exchange.
+        """
+        self._final = self.memories
+        if self.pipeline.active:
+            self.client_memories |= {client: self._pending[client] for client in counted}
+
+    def leave(self, client: str) -> None:
+        """Remove a client and the states that transforms have for this client."""
+        self.client_memories.pop(client, None)
+        for clients in self._joined.values():
+            clients.pop(client, None)
+        states = {key: memory.state() for key, memory in self._final.items()}
+        self._final = {key: Memory.of(s.without(client)) for key, s in states.items()}
+        self.memories = _copied(self._final)
+
+    def _contexts(self, client: str, way: Way, memories: Memories) -> Contexts:
+        return Contexts(client, self.exchange, self.pipeline.exchanges, way, memories)
+
+    def state(self) -> State:
+        """Return the transforms' state for checkpoints."""
+        clients = {
+            client: State(stored.received, parts={k: m.state() for k, m in stored.memories.items()})
+            for client, stored in self.client_memories.items()
+        }
+        own = {key: memory.state() for key, memory in self.memories.items()}
+        return State(parts={"own": State(parts=own), "clients": State(parts=clients)})
+
+    def restore(self, state: State) -> None:
+        """Restore a state returned by `state()`."""
+        own = state.parts["own"].parts
+        self.memories = self._final = {key: Memory.of(part) for key, part in own.items()}
+        self.client_memories = {
+            client: ClientMemory({k: Memory.of(p) for k, p in stored.parts.items()}, stored.groups)
+            for client, stored in state.parts["clients"].parts.items()
+        }
+
+
+def _divided(
+    pipeline: Pipeline, values: Mapping[str, Json]
+) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Divide a download's values into those added by `Transform.tell` and those of the method."""
+    names = {stage.transform.name for stage in pipeline.stages_with("tell")}
+    return (
+        {name: value for name, value in values.items() if name in names},
+        {name: value for name, value in values.items() if name not in names},
+    )
+
+
+def _measures_of(stage: str, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results of `measure` of the transform with the key `stage`, keyed by client."""
+    return {client: measures[client][stage] for client in sorted(measures)}
+
+
+def _copied(memories: Mapping[str, Memory]) -> Memories:
+    return {key: memory.copied() for key, memory in memories.items()}

@@ -1,0 +1,1 @@
+"""Transforms of uploads, downloads and means, which users can add to any method."""

@@ -1,0 +1,64 @@
+"""A server and clients whose messages are encoded by transforms, without methods."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.exchanges.ends import ClientTransforms, ServerTransforms
+from coterie.exchanges.pipeline import Pipeline
+from coterie.messages import Field, Message, Schema
+from coterie.privacy.ledger import Ledger
+from coterie.transforms.contract import Transform
+from coterie.turn import TRAIN
+
+ADAPTER = Field("adapter", "pairs", reduce="mean")
+SCHEMA = Schema(up=(ADAPTER, Field("note", "numbers")), down=(ADAPTER,))
+EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Ends:
+    """A server and clients whose payloads go through bytes."""
+
+    def __init__(self, *transforms: Transform, clients: int = 3, limit: Any = None) -> None:
+        self.pipeline = Pipeline(transforms, SCHEMA, exchanges=4)
+        self.server = ServerTransforms(self.pipeline)
+        names = [f"c{i}" for i in range(clients)]
+        self.clients = {n: ClientTransforms(self.pipeline, n, Ledger(limit=limit)) for n in names}
+
+    def wire(self, way: Any, message: Message) -> Message:
+        return self.pipeline.schema.receive(way, self.pipeline.schema.send(way, message))
+
+    def down(self, exchange: int, message: Message, phase: str = TRAIN) -> dict[str, Message]:
+        self.server.begin(exchange, phase, self.clients)
+        return {
+            name: client.receive(self.wire("down", self.server.download(name, message)), exchange)
+            for name, client in self.clients.items()
+        }
+
+    def up(self, exchange: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
+        decoded = {}
+        for name, message in uploads.items():
+            arrived = self.wire("up", self.clients[name].send(message, exchange))
+            decoded[name] = self.server.upload(name, arrived, before)
+        self.server.commit(uploads)
+        return decoded
+
+
+def adapter(seed: int, size: int = 6) -> Message:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    return Message(0, {"adapter": {"A": x}})
+
+
+def a(message: Message) -> torch.Tensor:
+    return message["adapter"]["A"]

@@ -1,0 +1,245 @@
+"""What a round makes of uploads of different sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from coterie.exchanges.bounds import Bounds, figures_of, measured, medians_of_others, scaled
+from coterie.exchanges.ends import ClientTransforms, ServerTransforms
+from coterie.exchanges.pipeline import Pipeline
+from coterie.exchanges.weights import TOKENS, TokenWeights
+from coterie.messages import Field, Groups, Message, Schema
+from coterie.privacy.ledger import Ledger
+from coterie.transforms.contract import Memory
+
+CHANCE = torch.Generator().manual_seed(0)
+START: Groups = {"adapter": {"A": torch.randn(8, 64, generator=CHANCE), "B": torch.zeros(64, 8)}}
+"""What everybody received: A is large, B is zero."""
+STEP = {n: 0.01 * torch.randn(t.shape, generator=CHANCE) for n, t in START["adapter"].items()}
+SCHEMA = Schema(
+    up=(Field("adapter", "pairs", reduce="mean"), Field("logits", "predictions")),
+    down=(Field("adapter", "pairs"),),
+)
+
+
+def trained(times: float = 1.0, seed: int = 0) -> Message:
+    """An upload whose change has `times` the size of others'."""
+    chance = torch.Generator().manual_seed(seed)
+    own = {n: 0.002 * torch.randn(t.shape, generator=chance) for n, t in STEP.items()}
+    return moved({n: times * (STEP[n] + own[n]) for n in STEP})
+
+
+def moved(change: dict[str, torch.Tensor]) -> Message:
+    return Message(0, {"adapter": {n: START["adapter"][n] + t for n, t in change.items()}})
+
+
+def times(message: Message, factor: float, only: str = "") -> Message:
+    tensors = message["adapter"].items()
+    return Message(0, {"adapter": {n: factor * t if only in n else t for n, t in tensors}})
+
+
+def noisy(message: Message) -> Message:
+    chance = torch.Generator().manual_seed(1)
+    noise = {n: torch.randn(t.shape, generator=chance) for n, t in message["adapter"].items()}
+    return Message(0, {"adapter": {n: t + noise[n] for n, t in message["adapter"].items()}})
+
+
+def bounds(uploads: list[Message], **more: Any) -> tuple[ServerTransforms, dict[str, str]]:
+    """The transforms of a round, and who is excluded from it: clients a, b, c and so on."""
+    found = ServerTransforms(Pipeline([Bounds(**more)], SCHEMA, 1))
+    measures = {n: found.measure(n, u, START) for n, u in zip("abcdefg", uploads, strict=False)}
+    return found, found.refuse(measures)
+
+
+HOSTILE = {
+    "x3": times(trained(), 3),
+    "x9": times(trained(), 9),
+    "x0.05": times(trained(), 0.05),
+    "x-1": times(trained(), -1),
+    "only B x9": times(trained(), 9, "B"),
+    "only A x1.1": times(trained(), 1.1, "A"),
+    "noise": noisy(trained()),
+    "change x9": trained(9),
+    "reversed change x9": trained(-9),
+    "change x4": trained(4),
+}
+
+
+@pytest.mark.parametrize("clients", range(2, 10))
+def test_medians_of_others_are_medians_without_one_row(clients: int) -> None:
+    rows = torch.randn(clients, 40, dtype=torch.float64).round(decimals=1)  # with ties
+    expected = [torch.cat([rows[:i], rows[i + 1 :]]).quantile(0.5, dim=0) for i in range(clients)]
+    torch.testing.assert_close(medians_of_others(rows), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("by", "others", "excluded"),
+    [
+        *((2.9, 3, False), (9, 3, True), (-1.9, 3, False), (-2.1, 3, True), (-2.9, 3, True)),
+        *((-2.9, 2, False), (-9, 2, True)),
+    ],
+)
+def test_a_change_against_the_others_has_two_thirds_of_the_bound(by, others, excluded) -> None:
+    """With two others, nobody can tell who points against whom."""
+    uploads = [*(trained(seed=n) for n in range(others)), trained(by, seed=others)]
+    _, refused = bounds(uploads)
+    assert [*refused] == (["abcdefg"[others]] if excluded else [])
+    reason = " and points against the others'"
+    assert all(text.endswith(reason) == (by < 0 and others > 2) for text in refused.values())
+
+
+@pytest.mark.parametrize(("honest", "hostile"), [(3, 1), (4, 1), (5, 2), (7, 3)])
+def test_only_hostile_clients_point_against_the_others(honest: int, hostile: int) -> None:
+    """Compared with the sum of the others, an honest client would look as bad as a hostile one."""
+    common, chance = torch.randn(2000), torch.Generator().manual_seed(honest)
+    measures, start = {}, {"adapter": {"A": torch.zeros(2000)}}
+    for i in range(honest + hostile):
+        change = common + torch.randn(2000, generator=chance)
+        upload = Message(0, {"adapter": {"A": change if i < honest else -2.9 * change}})
+        measures[f"{i}"] = measured(upload, start, 1)
+    cosines = {name: figures["cosine"] or 0 for name, figures in figures_of(measures).items()}
+    assert all((cosines[f"{i}"] > 0.05) == (i < honest) for i in range(honest + hostile))
+    assert all(cosines[f"{i}"] < -0.2 for i in range(honest, honest + hostile))
+
+
+@pytest.mark.parametrize("honest", [2, 3, 4])
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_change_beyond_the_bound_is_excluded_and_no_other(hostile: str, honest: int) -> None:
+    uploads = [trained(seed=n) for n in range(honest)]
+    found, excluded = bounds([*uploads, HOSTILE[hostile]])
+    assert [*excluded] == ["abcdefg"[honest]]
+    assert "the change of its adapter is " in next(iter(excluded.values()))
+    for name, upload in zip("abcdefg", uploads, strict=False):
+        assert found.bounded(name, upload, lambda: START).groups is upload.groups
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 1, 2.5], [0.01, 1, 1], [0, 1, 2], [0, 0, 1], [1]])
+def test_uneven_clients_count_as_they_are(sizes: list[float]) -> None:
+    uploads = [trained(size) for size in sizes]
+    found, excluded = bounds(uploads)
+    assert not excluded
+    for name, upload in zip("abcdefg", uploads, strict=False):
+        assert found.bounded(name, upload, lambda: START).groups is upload.groups
+
+
+@pytest.mark.parametrize("small", [0.05, 0.2, 0.01])
+@pytest.mark.parametrize("clients", [2, 4, 6])
+def test_a_half_that_shrinks_its_changes_excludes_nobody(small: float, clients: int) -> None:
+    half = clients // 2
+    uploads = [trained(small, n) for n in range(half)] + [trained(seed=n) for n in range(half)]
+    found, excluded = bounds(uploads)
+    assert not excluded
+    for number, (name, upload) in enumerate(zip("abcdefg", uploads, strict=False)):
+        kept = found.bounded(name, upload, lambda: START)["adapter"]
+        change = kept["B"]  # which was zero
+        cosine = torch.cosine_similarity(change.flatten(), upload["adapter"]["B"].flatten(), 0)
+        assert cosine > 0.999
+        if number < half:
+            assert torch.equal(change, upload["adapter"]["B"])
+        else:  # the larger ones are shortened to three times the smaller ones
+            ratio = float(change.norm() / uploads[0]["adapter"]["B"].norm())
+            assert ratio == pytest.approx(3, rel=0.1)
+
+
+def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> None:
+    good = [trained(seed=n) for n in range(2)]
+    found, excluded = bounds([*good, *(times(one, 0.05) for one in good)])
+    assert not excluded
+    assert found.bounded("a", good[0], lambda: START).groups is good[0].groups
+    shrunk = found.bounded("c", times(good[0], 0.05), lambda: START)
+    size, _ = measured(shrunk, START, 1).sizes["change", "adapter"]
+    honest, _ = measured(good[0], START, 1).sizes["change", "adapter"]
+    assert size == pytest.approx(2 * honest, rel=0.1)  # they point against the others'
+
+
+def test_without_a_bound_everything_counts() -> None:
+    _, excluded = bounds([trained(), trained(), trained(1e6)], largest_change=None)
+    assert not excluded
+
+
+def test_other_numbers_are_bounded_by_their_norm() -> None:
+    logits = [Message(0, {"logits": {"values": f * torch.ones(5)}}) for f in (1, 1, 9, 11)]
+    assert [*bounds(logits)[1]] == ["d"]
+    found, excluded = bounds([logits[0], logits[3]])  # a half
+    assert not excluded
+    kept = found.bounded("b", logits[3], lambda: {})["logits"]["values"]
+    assert torch.allclose(kept, 10 * torch.ones(5))
+
+
+def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
+    pipeline = Pipeline([Bounds(), TokenWeights()], SCHEMA, 1)
+    found, uploads = ServerTransforms(pipeline), {}
+    for name, tokens in {"a": 1, "b": 1, "c": 5000, "d": 90}.items():
+        client = ClientTransforms(pipeline, name, Ledger())
+        found.join(name, client.declared(Message(), tokens))
+        uploads[name] = client.declared(trained(), tokens)
+    two = {n: found.measure(n, u, START) for n, u in uploads.items() if n in "ac"}
+    assert not found.refuse(two)
+    limited = found.bounded("c", uploads["c"], lambda: START)
+    assert limited.values[TOKENS.name] == 100
+    assert found.weight("c", limited) == 100
+    every = {n: found.measure(n, u, START) for n, u in uploads.items()}
+    assert [*found.refuse(every)] == ["c"]
+
+
+@pytest.mark.parametrize("rank", [8, 5, 1])
+def test_a_change_is_measured_from_the_rows_that_a_client_still_has(rank: int) -> None:
+    whole = trained()["adapter"]
+    cut = Message(0, {"adapter": {"A": whole["A"][:rank], "B": whole["B"][:, :rank]}})
+    change, count = measured(cut, START, 1).sizes["change", "adapter"]
+    expected = [whole["A"][:rank] - START["adapter"]["A"][:rank], whole["B"][:, :rank]]
+    together = torch.cat([t.flatten() for t in expected]).double()
+    assert change == pytest.approx(float(together.norm()), rel=1e-9)
+    assert count == len(together)
+
+
+def test_scaling_reaches_the_start_and_leaves_whole_numbers() -> None:
+    upload = trained()
+    tensors = {**upload["adapter"], "n": torch.arange(3)}
+    half = scaled(Message(0, {"adapter": tensors}), START, {"adapter": 0.5})["adapter"]
+    for name, tensor in upload["adapter"].items():
+        middle = (tensor.double() + START["adapter"][name].double()) / 2
+        assert torch.allclose(half[name].double(), middle, atol=1e-7)
+        assert half[name].dtype == tensor.dtype
+    assert torch.equal(half["n"], torch.arange(3))
+    none = scaled(upload, START, {"adapter": 0.0})["adapter"]
+    assert torch.allclose(none["A"], START["adapter"]["A"], atol=1e-7)
+
+
+def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
+    uploads = {n: trained(seed=s) for s, n in enumerate("abc")} | {"d": trained(-2)}
+    measures = {n: measured(u, START, 1) for n, u in uploads.items()}
+    found = figures_of(measures)
+    assert {n: round(f["ratio"] or 0) for n, f in found.items()} == {"a": 1, "b": 1, "c": 1, "d": 2}
+    assert all((found[n]["cosine"] or 0) > 0.5 for n in "abc")
+    assert (found["d"]["cosine"] or 0) < -0.9
+    assert figures_of({"a": measures["a"]}) == {"a": {"ratio": 1.0, "cosine": None}}
+    assert figures_of({"a": measured(moved({}), START, 1)}) == {}
+
+
+@pytest.mark.parametrize("counts", [(16, 16, 16, 3), (3, 3, 3, 48), (4, 16, 64, 64)])
+@pytest.mark.parametrize("grows", [True, False])
+def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], grows: bool) -> None:
+    """Whether norms grow with the number of parameters, as AdamW's do, or not."""
+    start: Groups = {"adapter": {"A": torch.zeros(64, 8)}}
+    uploads = {
+        name: {"adapter": {"A": torch.full((count, 8), 1.0 if grows else 1 / count**0.5)}}
+        for name, count in zip("abcd", counts, strict=True)
+    }
+    measures = {n: measured(Message(0, groups), start, 1) for n, groups in uploads.items()}
+    assert not Bounds(largest_change=1.01).refuse(measures, Memory())
+    assert {round(f["ratio"] or 0, 6) <= 1 for f in figures_of(measures).values()} == {True}
+
+
+def test_bounds_are_of_each_group_by_itself() -> None:
+    parts: dict[str, Groups] = {
+        name: {"p": {"w": torch.full((4,), a)}, "q": {"w": torch.full((4,), b)}}
+        for name, a, b in (("a", 1.0, 1.0), ("b", 1.0, 9.0), ("c", 9.0, 1.0), ("d", 1.0, 1.0))
+    }
+    zero: Groups = {group: {"w": torch.zeros(4)} for group in "pq"}
+    measures = {n: measured(Message(0, groups), zero, 1) for n, groups in parts.items()}
+    assert Bounds().refuse(measures, Memory()) == {
+        "b": "the change of its q is 9 times the round's median",
+        "c": "the change of its p is 9 times the round's median",
+    }

@@ -1,0 +1,136 @@
+"""Bounds over several rounds: clients that still learn, and clients that become hostile."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from coterie.exchanges.bounds import Bounds
+from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.pipeline import Pipeline
+from coterie.messages import Field, Groups, Message, Schema
+from coterie.turn import TRAIN
+
+SCHEMA = Schema(up=(Field("p", "pairs", reduce="mean"),), down=(Field("p", "pairs"),))
+START: Groups = {"p": {"w": torch.zeros(64)}}
+
+
+def server() -> ServerTransforms:
+    return ServerTransforms(Pipeline([Bounds()], SCHEMA, 1))
+
+
+def upload(name: str, size: float) -> Message:
+    """An upload with a change of a norm, in a direction that no other client has."""
+    change = torch.zeros(64)
+    change["abcd".index(name)] = size
+    return Message(0, {"p": {"w": change}})
+
+
+def refuse(found: ServerTransforms, sizes: Mapping[str, float]) -> set[str]:
+    """Return the clients whose changes of these sizes are excluded."""
+    measures = {n: found.measure(n, upload(n, size), START) for n, size in sizes.items()}
+    return set(found.refuse(measures))
+
+
+def exchange(found: ServerTransforms, number: int, sizes: Mapping[str, float]) -> set[str]:
+    """Take changes of these sizes; return the clients that are excluded."""
+    found.begin(number, TRAIN, sorted(sizes))
+    refused = refuse(found, sizes)
+    found.commit(sizes.keys() - refused)
+    return refused
+
+
+def excluded(*rounds: Mapping[str, float]) -> list[set[str]]:
+    found = server()
+    return [exchange(found, number, sizes) for number, sizes in enumerate(rounds)]
+
+
+LEARNT = [1.69, 1.25, 0.63, 0.31, 0.15, 0.07, 0.03]
+"""Sizes of the changes of clients that have soon learnt all that their text teaches: preferences
+for short answers, measured with CoMiGS-1G1S."""
+LEARNS = [1.38, 1.05, 0.98, 0.72, 0.60, 0.50, 0.40]
+"""The same with preferences for long answers, which take longer."""
+
+
+@pytest.mark.parametrize("learners", ["d", "cd"])
+def test_who_still_learns_is_not_excluded_by_those_who_have_learnt(learners: str) -> None:
+    rounds = [
+        {n: large if n in learners else small for n in "abcd"}
+        for small, large in zip(LEARNT, LEARNS, strict=True)
+    ]
+    found = server()
+    for number, sizes in enumerate(rounds):
+        assert not exchange(found, number, sizes)
+        own = upload("d", sizes["d"])
+        assert found.bounded("d", own, lambda: START) is own  # nor is it scaled
+    late, sent = server(), upload("d", rounds[4]["d"])  # this server remembers nothing
+    assert exchange(late, 4, rounds[4]) == ({"d"} if learners == "d" else set())
+    assert late.bounded("d", sent, lambda: START) is not sent or learners == "d"
+
+
+@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("shrinks", [1.0, 0.9, 0.5])
+def test_a_client_that_becomes_hostile_is_excluded_at_once(turns: int, shrinks: float) -> None:
+    sizes = [shrinks**number for number in range(8)]
+    rounds = [
+        {"a": s, "b": s, "c": s, "d": s * (1 if number < turns else 9)}
+        for number, s in enumerate(sizes)
+    ]
+    assert excluded(*rounds) == [set() if number < turns else {"d"} for number in range(8)]
+
+
+def test_a_change_cannot_grow_from_round_to_round() -> None:
+    growth = [2.9**number for number in range(1, 5)]
+    rounds = [{"a": 1.0, "b": 1.0, "c": 1.0, "d": size} for size in growth]
+    assert excluded(*rounds) == [set(), {"d"}, {"d"}, {"d"}]
+
+
+def test_changes_of_fewer_parameters_are_compared_with_one_another() -> None:
+    """A method that trains more parameters in every second round."""
+    found = server()
+    for number, size in enumerate([8.0, 1.0, 8.0, 1.0]):
+        count = 64 if number % 2 else 32
+        found.begin(number, TRAIN, list("abcd"))
+        hostile = 2.0 if number == 0 else 4.0  # within the bound at first
+        sizes = {"a": size, "b": size, "c": size, "d": hostile * size}
+        sent = {n: upload(n, s)["p"]["w"][:count] for n, s in sizes.items()}
+        measures = {
+            n: found.measure(n, Message(0, {"p": {"w": w}}), {"p": {"w": torch.zeros(count)}})
+            for n, w in sent.items()
+        }
+        refused = found.refuse(measures)
+        found.commit(sizes.keys() - refused.keys())
+        assert set(refused) == (set() if number == 0 else {"d"})
+
+
+def test_after_an_exclusion_only_the_median_counts() -> None:
+    small = {"a": 0.1, "b": 0.1, "c": 0.1}
+    rounds = [dict.fromkeys("abcd", 1.0), {**small, "d": 9.0}, {**small, "d": 1.0}]
+    assert excluded(*rounds) == [set(), {"d"}, {"d"}]
+
+
+def test_a_repeated_exchange_uses_what_was_remembered_before_it() -> None:
+    once, again = server(), server()
+    rounds: Sequence[Mapping[str, float]] = [
+        {n: large if n == "d" else small for n in "abcd"}
+        for small, large in zip(LEARNT, LEARNS, strict=True)
+    ]
+    for number, sizes in enumerate(rounds):
+        exchange(once, number, sizes)
+        again.begin(number, TRAIN, sorted(sizes))
+        refuse(again, {n: 100 * size for n, size in sizes.items()})
+        exchange(again, number, sizes)
+        assert again.state() == once.state()
+
+
+def test_what_is_remembered_survives_a_restart_and_goes_with_the_client() -> None:
+    found, restarted = server(), server()
+    exchange(found, 0, dict.fromkeys("abcd", 1.0))
+    restarted.restore(found.state())
+    small = {"a": 0.1, "b": 0.1, "c": 0.1, "d": 0.5}
+    assert not exchange(restarted, 1, small)
+    restarted.leave("d")
+    assert exchange(restarted, 2, small) == {"d"}
+    values = [state.values for _, state in restarted.state().walk()]
+    assert "'c': " in str(values)
+    assert "'d': {'" not in str(values)

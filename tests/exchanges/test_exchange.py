@@ -1,0 +1,84 @@
+"""An exchange decodes each upload once, also if it reads the upload several times."""
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from turns import nth
+
+from coterie.messages import State
+from coterie.testing.rounds import joined, step
+from coterie.transforms.contract import Context, Transform, mapped
+
+FAST = {"steps": 2, "batch": 2, "precision": "fp32"}
+
+
+class Remembering(Transform):
+    """Sends half of each change, and keeps what it has decoded and how often."""
+
+    name: ClassVar[str] = "remembering"
+    summary: ClassVar[str] = "halves"
+    decoded: ClassVar[Counter[str]] = Counter()
+
+    def encode(self, update: Any, context: Context) -> Any:
+        return mapped(update, lambda tensor: tensor / 2)
+
+    def decode(self, payload: Any, context: Context) -> Any:
+        self.decoded[context.client] += 1
+        context.memory.values["times"] = context.memory.values.get("times", 0) + 1
+        context.memory.groups.update(payload)
+        return mapped(payload, lambda tensor: 2 * tensor)
+
+
+@pytest.fixture
+def started(config):
+    def start(method: str) -> Any:
+        Remembering.decoded.clear()
+        run = config(method=method, training=FAST)
+        rules = run.aggregation.model_copy(update={"transforms": (Remembering(),)})
+        return joined(run.model_copy(update={"aggregation": rules}))
+
+    return start
+
+
+def opened(local: Any, names: list[str]) -> None:
+    """Open the first exchange, and take the uploads of the clients."""
+    local.open(nth(0), names)
+    local.uploads.begin()
+    for name in names:
+        local.uploads.take(name, local.schema.send("up", step(local, name, 0)))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedalt"])  # fedalt's rows need a second pass
+def test_an_upload_is_decoded_once(method, started) -> None:
+    local = started(method)
+    names = sorted(local.clients)
+    opened(local, names)
+    local.uploads.mean(nth(0))
+    assert {name: Remembering.decoded[name] for name in names} == dict.fromkeys(names, 1)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedalt"])
+def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> None:
+    """A client is asked for its upload again; the others' uploads wait."""
+    states: list[bytes] = []
+    for repeats in (False, True):
+        local = started(method)
+        first, *_ = names = sorted(local.clients)
+        opened(local, names)
+        if repeats:
+            local.uploads.mean(nth(0))
+            again = local.schema.send("up", step(local, first, 0))
+            assert local.uploads.ask_again(first)
+            local.repeat(names)
+            local.uploads.take(first, again)
+        else:
+            local.uploads.take(first, local.schema.send("up", step(local, first, 0)))
+        local.close(local.uploads.mean(nth(0)), local.uploads.counted)
+        states.append(State(parts=dict(local.states())).encode())
+        memories = local.aggregation.transforms.client_memories
+        times = {n: memories[n].memories["0-remembering.up"].values for n in names}
+        assert all(time == {"times": 1} for time in times.values())
+    assert states[0] == states[1]
+    assert all(torch.isfinite(t).all() for t in local.server.shared.values())

@@ -1,0 +1,369 @@
+"""The mean over clients against its definition, and what clients and the server agree on for it."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from coterie.exchanges.defaults import with_defaults
+from coterie.exchanges.ends import ClientTransforms
+from coterie.exchanges.mean import Aggregation, means_of, weighted_mean
+from coterie.exchanges.spec import AggregationSpec
+from coterie.messages import Field, Groups, Message, MessageError, Schema
+from coterie.methods.low_rank import PaddedMean
+from coterie.privacy.ledger import Ledger
+from coterie.transforms.contract import Contribution, Reduction, Transform
+
+SCHEMA = Schema(
+    hello=(Field("shapes", "shapes", "json"),),
+    up=(
+        Field("adapter", "pairs", reduce="mean"),
+        Field("router", "weights", reduce="mean"),
+        Field("update", "a pair"),
+        Field("note", "a value", "json"),
+    ),
+    down=(Field("adapter", "pairs"),),
+)
+SHAPES = {"adapter": {"A": (2, 3), "B": (4, 2)}, "router": {"w": (3,)}}
+
+
+def aggregation(
+    weights: Any = "uniform", schema: Schema = SCHEMA, *listed: Transform
+) -> Aggregation:
+    return Aggregation(schema, with_defaults(AggregationSpec(weights=weights), listed, schema))
+
+
+def sent(found: Aggregation, message: Message, tokens: int) -> Message:
+    return ClientTransforms(found.pipeline, "ada", Ledger()).declared(message, tokens)
+
+
+def upload(seed: int = 0, **values: Any) -> Message:
+    chance = torch.Generator().manual_seed(seed)
+    groups = {
+        group: {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+        for group, shapes in (SHAPES | {"update": {"u": (5,)}}).items()
+    }
+    return Message(4, groups, {"note": "hello"} | values)
+
+
+def naive(contributions: list[Contribution]) -> dict[tuple[str, str], Tensor]:
+    """By group and name: `sum_k w_k x_k / sum_k w_k` over those who hold it, in float64."""
+    keys = {(g, n) for one in contributions for g, tensors in one.groups.items() for n in tensors}
+    means = {}
+    for group, name in keys:
+        held = [one for one in contributions if name in one.groups.get(group, {})]
+        total = sum(one.weight for one in held)
+        parts = [one.weight / total * one.groups[group][name].double() for one in held]
+        means[group, name] = torch.stack(parts).sum(0)
+    return means
+
+
+def flat(groups: Groups) -> dict[tuple[str, str], Tensor]:
+    return {(group, name): t for group, tensors in groups.items() for name, t in tensors.items()}
+
+
+HELD = st.dictionaries(
+    st.sampled_from("gh"),
+    st.dictionaries(st.sampled_from("xyz"), st.just((2, 3)), max_size=3),
+)
+
+
+@given(st.lists(st.tuples(HELD, st.floats(1e-3, 1e6)), max_size=6), st.integers(0, 99))
+def test_each_tensor_is_averaged_over_those_who_hold_it(clients, seed) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    contributions = [
+        Contribution(
+            f"client {i}",
+            {g: {n: torch.randn(s, generator=chance) for n, s in t.items()} for g, t in h.items()},
+            weight,
+        )
+        for i, (h, weight) in enumerate(clients)
+    ]
+    before = [{key: t.clone() for key, t in flat(one.groups).items()} for one in contributions]
+    found, expected = flat(weighted_mean(iter(contributions))), naive(contributions)
+    assert found.keys() == expected.keys()
+    for key, mean in found.items():
+        assert mean.dtype == torch.float32
+        torch.testing.assert_close(mean.double(), expected[key], rtol=1e-6, atol=1e-7)
+    for one, old in zip(contributions, before, strict=True):  # nothing that arrived is changed
+        assert all(torch.equal(t, old[key]) for key, t in flat(one.groups).items())
+
+
+def test_no_contributions_no_means() -> None:
+    assert weighted_mean([]) == {}
+    assert aggregation().mean(3, []) == Message(3, {}, {"held": {}})
+
+
+def test_sums_are_in_float64() -> None:
+    """In float32, 1e8 + 1 is 1e8."""
+    values = [1e8, 1.0, -1e8, 1.0]
+    found = weighted_mean(
+        Contribution("c", {"g": {"x": torch.tensor([value])}}) for value in values
+    )
+    assert found["g"]["x"].item() == 0.5
+    half = {"g": {"x": torch.tensor([1.0, 3.0]).bfloat16()}}
+    mean = weighted_mean([Contribution("a", half), Contribution("b", half, 2.0)])["g"]["x"]
+    assert (mean.dtype, mean.tolist()) == (torch.float32, [1.0, 3.0])
+
+
+def test_the_order_is_the_order_given() -> None:
+    """Bit for bit that of adding one after another, which another order would round otherwise."""
+    values, weights = torch.randn(9, 50).mul(1e9).double(), torch.rand(9).tolist()
+    for order in (range(9), range(8, -1, -1)):
+        total, weight = values[order[0]] * weights[order[0]], weights[order[0]]
+        for i in order[1:]:
+            total, weight = total + weights[i] * values[i], weight + weights[i]
+        stream = (Contribution(str(i), {"g": {"x": values[i]}}, weights[i]) for i in order)
+        assert torch.equal(weighted_mean(stream)["g"]["x"], (total / weight).float())
+
+
+@pytest.mark.parametrize("through", ["mean", "aggregation"])
+def test_contributions_are_taken_one_at_a_time_and_none_is_kept(through) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def stream() -> Iterator[Contribution]:
+        nonlocal most
+        for i in range(20):
+            most = max(most, sum(ref() is not None for ref in alive))
+            tensor = torch.full((3,), float(i))
+            alive.append(weakref.ref(tensor))
+            one = Contribution(str(i), {"g": {"x": tensor}})
+            del tensor
+            yield one
+            del one
+
+    if through == "mean":
+        mean = weighted_mean(stream())["g"]["x"]
+    else:
+        mean = aggregation().mean(0, stream())["g"]["x"]
+    assert mean.tolist() == [9.5] * 3
+    gc.collect()
+    assert len(alive) == 20
+    assert most <= 1  # the one that the loop over them still names
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_an_upload_is_divided_between_the_mean_and_the_method() -> None:
+    found, message = aggregation(), upload()
+    one = found.contribution("ada", message, SHAPES)
+    assert (one.client, one.weight, set(one.groups)) == ("ada", 1.0, {"adapter", "router"})
+    assert one.groups["adapter"] is message["adapter"]
+    rest = found.each(message)
+    assert (set(rest.groups), rest.values, rest.round) == ({"update"}, {"note": "hello"}, 4)
+    assert found.schema == SCHEMA
+
+
+def test_a_group_of_both_ways_goes_to_both() -> None:
+    schema = Schema(up=(Field("adapter", "pairs", reduce="mean"), Field("adapter", "pairs")))
+    found, message = aggregation(schema=schema), upload().only({"adapter"})
+    one = found.contribution("ada", message, {"adapter": SHAPES["adapter"]})
+    assert set(one.groups) == set(found.each(message).groups) == {"adapter"}
+
+
+def test_a_mean_tells_how_many_held_each_tensor() -> None:
+    some = {"adapter": {"A": torch.ones(2)}}
+    all_of_it = {
+        "adapter": {"A": torch.zeros(2), "B": torch.ones(1)},
+        "router": {"w": torch.ones(1)},
+    }
+    contributions = [
+        Contribution("a", some, 3),
+        Contribution("b", all_of_it),
+        Contribution("c", {}),
+    ]
+    mean = aggregation().mean(7, contributions)
+    assert (mean.round, mean.peers) == (7, {})
+    assert mean.values["held"] == {"adapter": {"A": 2, "B": 1}, "router": {"w": 1}}
+    assert mean["adapter"]["A"].tolist() == [0.75, 0.75]
+    assert flat(mean.groups).keys() == naive(contributions).keys()
+
+
+class Largest(Reduction):
+    name: ClassVar[str] = "largest"
+    summary: ClassVar[str] = "the largest value of each number"
+
+    def reduce(self, contributions: Any, clients: Any, memory: Any) -> Groups:
+        found = [one.groups["g"]["x"] for one in contributions]
+        return {"g": {"x": torch.stack(found).amax(0)}}
+
+
+@given(st.data())
+def test_means_of_rows_are_weighted_twice(data) -> None:
+    clients = [*"abcd"]
+    weight = st.sampled_from([0.0, 0.25, 1.0, 3.0])
+    rows = {
+        c: {k: data.draw(weight) for k in data.draw(st.sets(st.sampled_from(clients)))}
+        for c in clients
+    }
+    some = [k for k in clients if data.draw(st.booleans())]
+    parts = {
+        k: {
+            "g": {
+                "x": torch.randn(3),
+                **({"y": torch.randn(2)} if data.draw(st.booleans()) else {}),
+            }
+        }
+        for k in some
+    }
+    sizes = {k: float(data.draw(st.integers(1, 50))) for k in some}
+    stream = (Contribution(k, parts[k], sizes[k]) for k in some)
+    least = data.draw(st.integers(1, 3))
+    means = means_of(stream, rows, least)
+
+    def may_receive(client: str, senders: set[str]) -> bool:
+        others = len(senders - {client}) if client in some else len(senders) - 1
+        return least == 1 or others >= least or senders == {client}
+
+    for c, row in rows.items():
+        used = [Contribution(k, parts[k], row[k] * sizes[k]) for k in some if row.get(k)]
+        expected = {
+            (group, name): tensor
+            for (group, name), tensor in naive(used).items()
+            if may_receive(c, {one.client for one in used if name in one.groups[group]})
+        }
+        assert (c in means) == bool(used)
+        assert {(g, n) for g, ts in means.get(c, {}).items() for n in ts} == expected.keys()
+        for (group, name), tensor in expected.items():
+            torch.testing.assert_close(means[c][group][name], tensor.float())
+
+
+def test_a_mean_of_too_few_clients_is_not_computed() -> None:
+    """Each of two clients could subtract its own tensor from their mean."""
+    rows = torch.randn(3, 2)
+    stream = [
+        Contribution(str(i), {"g": {"x": row, **({"y": row} if i else {})}})
+        for i, row in enumerate(rows)
+    ]
+    for least, names in ((1, {"x", "y"}), (2, {"x"}), (3, set())):
+        mean = Aggregation(SCHEMA, least_others=least).mean(0, stream)
+        assert mean["g"].keys() == mean.values["held"]["g"].keys() == names
+    assert torch.allclose(
+        Aggregation(SCHEMA, least_others=2).mean(0, stream)["g"]["x"], rows.mean(0)
+    )
+
+
+def test_a_reduction_makes_the_mean() -> None:
+    rows = torch.randn(4, 3)
+    stream = (Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows))
+    mean = aggregation("uniform", SCHEMA, Largest()).mean(0, stream)
+    assert torch.equal(mean["g"]["x"], rows.amax(0))
+    assert mean.values["held"] == {"g": {"x": 4}}
+
+
+def test_shapes_must_be_those_expected() -> None:
+    found, good = aggregation(), upload()
+    cases: list[tuple[Groups, str]] = [
+        ({**good.groups, "adapter": {"A": torch.ones(2, 3)}}, "'B' is missing from"),
+        ({"adapter": good["adapter"]}, "'w' is missing from"),
+        ({**good.groups, "router": {"w": torch.ones(3), "v": torch.ones(1)}}, "'v' was not expec"),
+        ({**good.groups, "router": {"w": torch.ones(3, 1)}}, r"has shape \(3, 1\), but \(3,\)"),
+    ]
+    for groups, why in cases:
+        with pytest.raises(MessageError, match=why):
+            found.contribution("ada", Message(0, groups), SHAPES)
+    with pytest.raises(MessageError, match="'A' was not expected"):
+        found.contribution("ada", good, {})
+    none = Message(0, {"update": good["update"]})  # what is not averaged is the method's to check
+    assert found.contribution("ada", none, {}).groups == {}
+
+
+def test_uniform_weights_send_nothing_more() -> None:
+    found = aggregation()
+    message = upload()
+    assert sent(found, message, 100) is message
+    found.transforms.join("ada", Message())
+    assert found.contribution("ada", message, SHAPES).weight == 1.0
+    with pytest.raises(MessageError, match="'tokens' may not be sent"):
+        found.schema.send("up", upload(tokens=100))
+
+
+def test_weights_are_the_training_tokens_that_clients_tell() -> None:
+    found = aggregation("tokens")
+    contributions = []
+    for i, (name, tokens) in enumerate([("ada", 300), ("bob", 100)]):
+        hello = found.schema.send("hello", sent(found, Message(values={"shapes": {}}), tokens))
+        found.transforms.join(name, found.schema.receive("hello", hello))
+        own = sent(found, upload(i), tokens)
+        assert (own.values["tokens"], own.values["note"], own.round) == (tokens, "hello", 4)
+        arrived = found.schema.receive("up", found.schema.send("up", own))
+        assert found.each(arrived).values == {"note": "hello", "tokens": tokens}
+        contributions.append(found.contribution(name, arrived, SHAPES))
+    assert [one.weight for one in contributions] == [300.0, 100.0]
+    mean = found.mean(4, contributions)
+    for (group, name), tensor in flat(mean.groups).items():
+        one, other = (upload(i)[group][name] for i in range(2))
+        torch.testing.assert_close(tensor, 0.75 * one + 0.25 * other)
+    assert found.schema.down == SCHEMA.down
+    for way in ("hello", "up"):
+        names = [field.name for field in getattr(found.schema, way)]
+        assert names == [*(field.name for field in getattr(SCHEMA, way)), "tokens"]
+
+
+def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
+    found = aggregation("tokens")
+    for wrong in (None, 0, -3, 1.5, True, "100", [100]):
+        with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
+            found.transforms.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
+    found.transforms.join("ada", Message(values={"tokens": 1000}))
+    with pytest.raises(
+        MessageError,
+        match="'ada' claims 1,001 training tokens in its upload, but declared 1,000",
+    ):
+        found.contribution("ada", upload(tokens=1001), SHAPES)
+    assert found.contribution("ada", upload(tokens=999), SHAPES).weight == 999.0
+    with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
+        found.contribution("ada", upload(), SHAPES)
+    found.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
+    assert found.contribution("ada", upload(tokens=1001), SHAPES).weight == 1001.0
+
+
+def test_weights_are_told_once_even_if_the_method_tells_them_too() -> None:
+    tokens = Field("tokens", "tokens", "json")
+    found = aggregation("tokens", Schema((tokens,), SCHEMA.up))
+    assert [field.name for field in found.schema.hello] == ["tokens"]
+    nothing = aggregation("tokens", Schema(up=(Field("update", "a pair"),)))
+    assert sent(nothing, upload(), 5).values == {"note": "hello"}  # there is no mean to weigh
+    assert nothing.schema == Schema(up=(Field("update", "a pair"),))
+
+
+def test_pairs_of_different_ranks_are_padded_with_zeros() -> None:
+    chance = torch.Generator().manual_seed(0)
+    ranks, weights = [2, 5, 1, 3], [1.0, 0.5, 3.0, 2.0]
+    shared = torch.randn(7, 6, generator=chance), torch.randn(6, 4, generator=chance)
+    means, Bs, As = (
+        [*map(PaddedMean, shared)],
+        torch.zeros(7, 5).double(),
+        torch.zeros(5, 4).double(),
+    )
+    for rank, weight in zip(ranks, weights, strict=True):
+        B, A = torch.randn(7, rank, generator=chance), torch.randn(rank, 4, generator=chance)
+        before = B.clone(), A.clone()
+        means[0].add(B.double(), weight)
+        means[1].add(A, weight**2)
+        Bs[:, :rank] += weight / sum(weights) * B
+        As[:rank] += weight**2 / sum(w**2 for w in weights) * A
+        assert torch.equal(B, before[0])
+        assert torch.equal(A, before[1])
+    B, A = (mean.result() for mean in means)
+    assert (B.dtype, A.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(B[:, :5].double(), Bs, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(A[:5].double(), As, rtol=1e-6, atol=1e-7)
+    assert torch.equal(B[:, 5:], shared[0][:, 5:])  # what nobody sent stays
+    assert torch.equal(A[5:], shared[1][5:])
+    assert torch.equal(means[0].result(), B)  # asking changes nothing
+
+
+def test_the_first_of_the_largest_rank_is_not_changed_by_those_after_it() -> None:
+    mean = PaddedMean(torch.zeros(3, 2))
+    B = torch.ones(3, 2).double()
+    for _ in range(2):
+        mean.add(B, 3.0)
+    assert B.eq(1).all()
+    assert mean.result().eq(1).all()

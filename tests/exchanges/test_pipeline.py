@@ -1,0 +1,308 @@
+"""Transforms at both ends, against their definitions."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from both_ends import SCHEMA, Ends, a, adapter, example
+
+from coterie.errors import CoterieError
+from coterie.exchanges.ends import ClientTransforms, ServerTransforms
+from coterie.exchanges.pipeline import Pipeline
+from coterie.messages import Message, MessageError, Schema
+from coterie.privacy.ledger import Ledger
+from coterie.privacy.mechanisms import noise_for
+from coterie.transforms.contract import Contribution, Reduction, Transform, mapped
+from coterie.turn import TRAIN
+
+
+def test_without_transforms_messages_are_untouched() -> None:
+    ends, message = Ends(), adapter(0)
+    assert ends.server.download("c0", message) is message
+    assert ends.clients["c0"].receive(message, 0) is message
+    assert ends.clients["c0"].send(message, 0) is message
+    assert ends.server.upload("c0", message, message) is message
+    assert ends.pipeline.schema == SCHEMA
+
+
+def test_int8_is_the_definition_with_error_feedback_in_both_directions() -> None:
+    ends = Ends(example("int8").Int8(), clients=1)
+
+    def quantised(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().max().clamp(min=1e-30) / 127
+        return (x / scale).round() * scale
+
+    held, error_down, error_up = torch.zeros(6), torch.zeros(6), torch.zeros(6)
+    for exchange in range(4):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        wanted = a(before) - held + error_down
+        sent = quantised(wanted)
+        held, error_down = held + sent, wanted - sent
+        got = ends.down(exchange, before)["c0"]
+        torch.testing.assert_close(a(got), held)
+        wanted = a(after) - held + error_up
+        sent = quantised(wanted)
+        error_up = wanted - sent
+        torch.testing.assert_close(a(ends.up(exchange, {"c0": after}, before)["c0"]), held + sent)
+
+
+def test_what_did_not_count_is_forgotten_at_both_ends() -> None:
+    ends, once = Ends(example("int8").Int8(), clients=1), Ends(example("int8").Int8(), clients=1)
+    for exchange in range(3):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        if exchange == 1:  # an upload that is lost: the client restores its state
+            state = ends.clients["c0"].state()
+            ends.down(exchange, adapter(77))
+            ends.clients["c0"].send(adapter(78), exchange)
+            ends.clients["c0"].restore(state)
+        pairs = []
+        for either in (ends, once):
+            got = either.down(exchange, before)["c0"]
+            pairs.append((a(got), a(either.up(exchange, {"c0": after}, before)["c0"])))
+        assert torch.equal(pairs[0][0], pairs[1][0])
+        assert torch.equal(pairs[0][1], pairs[1][1])
+
+
+def test_both_ends_go_on_from_their_states() -> None:
+    ends, twin = Ends(example("int8").Int8(), clients=2), Ends(example("int8").Int8(), clients=2)
+    for exchange in range(3):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        for either in (ends, twin):
+            either.down(exchange, before)
+        found = [
+            either.up(exchange, {"c0": after, "c1": before}, before) for either in (ends, twin)
+        ]
+        for name in ("c0", "c1"):
+            assert torch.equal(a(found[0][name]), a(found[1][name]))
+        states = {n: c.state().decode(c.state().encode()) for n, c in ends.clients.items()}
+        server = ends.server.state().decode(ends.server.state().encode())
+        ends = Ends(example("int8").Int8(), clients=2)
+        ends.server.restore(server)
+        for name, state in states.items():
+            ends.clients[name].restore(state)
+
+
+def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
+    transform = example("gaussian").ClippedGaussian(norm=0.5, epsilon=2.0)
+    ends, size = Ends(transform, clients=1), 4000
+    client = ends.clients["c0"]
+    before = Message(0, {"adapter": {"A": torch.zeros(size)}})
+    ends.down(0, before)
+    upload = Message(0, {"adapter": {"A": torch.full((size,), 3.0)}})
+    one, again = client.send(upload, 0), client.send(upload, 0)
+    assert torch.equal(a(one), a(again))  # the same release, told once
+    noise = noise_for(2.0, 4, 1e-5)
+    assert list(client.ledger.runs[""].values()) == [noise]
+    drawn = a(one) - 0.5 / size**0.5
+    assert drawn.std().item() == pytest.approx(2 * 0.5 * noise, rel=0.05)
+    other = client.send(Message(0, {"adapter": {"A": torch.full((size,), -3.0)}}), 0)
+    assert len(client.ledger.runs[""]) == 2
+    assert not torch.allclose(a(other), a(one) - 1 / size**0.5)
+    last = one
+    for i in range(4):  # the budget is spent: nothing of these is in what is sent
+        last = client.send(Message(0, {"adapter": {"A": torch.full((size,), 1e4 * (i + 1))}}), 1)
+    assert len(client.ledger.runs[""]) == 4
+    assert a(last).mean().abs() < 5 * noise / size**0.5
+
+
+def test_the_median_is_of_each_number_over_those_who_hold_it() -> None:
+    server = ServerTransforms(Pipeline([example("median").Median()], SCHEMA, 1))
+    rows = torch.randn(5, 7)
+    groups = [{"adapter": {"A": row, **({"B": row} if i else {})}} for i, row in enumerate(rows)]
+    median = server.reduce(Contribution(str(i), g) for i, g in enumerate(groups))
+    assert median is not None
+    torch.testing.assert_close(median["adapter"]["A"], rows.median(0).values)
+    torch.testing.assert_close(median["adapter"]["B"], rows[1:].quantile(0.5, 0))
+
+
+class Broken(Transform):
+    name: ClassVar[str] = "broken"
+    summary: ClassVar[str] = "fails"
+    downloads: ClassVar[bool] = True
+
+    how: str = "raises"
+
+    def schema(self, schema: Schema) -> Schema:
+        return self.retyped(schema, "float16") if self.how == "dtype" else schema
+
+    def encode(self, update: Any, context: Any) -> Any:
+        match self.how:
+            case "raises":
+                raise KeyError("weights")
+            case "not finite":
+                return mapped(update, lambda t: t / 0)
+            case "nothing":
+                return None
+            case "shape":
+                return mapped(update, lambda t: t[:2])
+        return update
+
+
+class Wrong(Reduction):
+    """A transform in which one hook returns or raises something."""
+
+    name: ClassVar[str] = "wrong"
+    summary: ClassVar[str] = "returns what a test asks for"
+
+    hook: str = ""
+    result: Any = None
+
+    def __getattribute__(self, name: str) -> Any:
+        get = super().__getattribute__
+        if name == get("__dict__").get("hook"):
+            if isinstance(get("result"), Exception):
+                return partial(throw, get("result"))
+            return lambda *_: get("result")
+        return get(name)
+
+    def reduce(self, contributions: Any, clients: Any, memory: Any) -> Any:
+        return next(iter(contributions)).groups
+
+    def declare(self, tokens: int) -> int:
+        return tokens
+
+    def tell(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def join(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def measure(self, *_: Any, **__: Any) -> str:
+        return ""
+
+    def refuse(self, measures: Any, memory: Any) -> Any:
+        return dict.fromkeys(measures, 1)
+
+    def bounded(self, client: str, upload: Message, *_: Any, **__: Any) -> Message:
+        return upload
+
+    def weight(self, *_: Any, **__: Any) -> float:
+        return 2.0
+
+    def figures(self, measures: Any) -> Any:
+        return {}
+
+    def on_mean(self, mean: Any, *_: Any, **__: Any) -> Any:
+        return mean
+
+
+def throw(error: Exception, *_: Any) -> None:
+    raise error
+
+
+def everything(transform: Transform) -> None:
+    """Every hook of a transform, in an exchange of one client."""
+    pipeline = Pipeline([transform], SCHEMA, 1)
+    server, client = ServerTransforms(pipeline), ClientTransforms(pipeline, "c0", Ledger())
+    server.join("c0", client.declared(Message(), 1))
+    server.begin(0, TRAIN, ["c0"])
+    download, upload = adapter(0), adapter(1)
+    client.receive(server.download("c0", download), 0)
+    sent = client.declared(client.send(upload, 0), 1)
+    measures = {"c0": server.measure("c0", server.upload("c0", sent, download), download.groups)}
+    server.refuse(measures)
+    server.bounded("c0", upload, lambda: download.groups)
+    weight = server.weight("c0", upload)
+    mean = server.reduce([Contribution("c0", upload.groups, weight)])
+    server.on_mean(mean, download.groups)
+    list(server.figures(measures))
+
+
+HOOKS = ["schema", "covered", "encode", "decode", "tell", "declare", "join", "measure", "refuse"]
+HOOKS += ["bounded", "weight", "reduce", "on_mean", "figures"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_raises_is_one_sentence(hook) -> None:
+    everything(Wrong())
+    with pytest.raises(CoterieError) as error:
+        everything(Wrong(hook=hook, result=KeyError("weights")))
+    why = f"The transform 'wrong' failed: {hook} raised KeyError: 'weights'"
+    assert str(error.value) == why
+
+
+INFINITE = {"adapter": {"A": torch.full((6,), torch.inf)}}
+SHORT = {"adapter": {"A": torch.ones(5)}}
+OTHER = {"adapter": {"A": torch.ones(6), "B": torch.ones(6)}}
+RESULTS: list[tuple[str, Any, str]] = [
+    ("schema", None, "returned NoneType, not a Schema"),
+    ("encode", {"adapter": 3}, "returned dict, not a mapping from group and name to tensors"),
+    ("decode", None, "returned NoneType, not a mapping from group and name to tensors"),
+    ("decode", INFINITE, "returned values that are not finite"),
+    ("refuse", ["c0"], "returned list, not a Mapping"),
+    ("figures", None, "returned NoneType, not a Mapping"),
+    ("bounded", {}, "returned dict, not a Message"),
+    ("weight", "heavy", "returned str, not a float"),
+    ("weight", 0.0, "returned 0.0, which is not positive and finite"),
+    ("weight", float("nan"), "returned nan, which is not positive and finite"),
+    ("reduce", INFINITE, "returned values that are not finite"),
+    (
+        "reduce",
+        SHORT,
+        r"returned wrong tensors in the group 'adapter': .* shape \(5,\), but \(6,\) was",
+    ),
+    ("reduce", {}, "returned wrong tensors in the group 'adapter': The tensor 'A' is missing"),
+    ("on_mean", None, "returned NoneType, not a mapping from group and name to tensors"),
+    (
+        "on_mean",
+        SHORT,
+        r"returned wrong tensors in the group 'adapter': .* shape \(5,\), but \(6,\) was",
+    ),
+    (
+        "on_mean",
+        OTHER,
+        "returned wrong tensors in the group 'adapter': The tensor 'B' was not expected",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hook", "result", "why"), RESULTS)
+def test_a_hook_that_returns_something_else_is_one_sentence(hook, result, why) -> None:
+    with pytest.raises(CoterieError, match=f"^The transform 'wrong' failed: {hook} {why}"):
+        everything(Wrong(hook=hook, result=result))
+
+
+def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:
+    ends = Ends(Broken(how="shape"), clients=1)
+    ends.server.begin(0, TRAIN, ends.clients)
+    why = r"The transforms 'broken' failed: a decoded download has wrong tensors .* \(2,\), but"
+    with pytest.raises(CoterieError, match=why):
+        ends.server.download("c0", adapter(0))
+
+
+def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
+    """Uploads that have come already are decoded again; nobody is sent anything for it."""
+    ends, once = Ends(example("int8").Int8(), clients=2), Ends(example("int8").Int8(), clients=2)
+    for exchange in range(3):
+        before, after = adapter(exchange), adapter(10 + exchange)
+        found = []
+        for either in (ends, once):
+            either.down(exchange, before)
+            sent = either.wire("up", either.clients["c0"].send(after, exchange))
+            if either is ends:
+                either.server.upload("c0", sent, before)
+                either.server.begin(exchange, TRAIN, either.clients)
+            found.append(a(either.server.upload("c0", sent, before)))
+            either.server.commit(["c0"])
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raises", "The transform 'broken' failed: encode raised KeyError: 'weights'"),
+        ("not finite", "encode returned values that are not finite"),
+        ("nothing", "encode returned NoneType, not a mapping from group and name to tensors"),
+    ],
+)
+def test_what_a_transform_does_wrong_is_one_sentence(how, why) -> None:
+    ends = Ends(Broken(how=how), clients=1)
+    with pytest.raises(CoterieError, match=why):
+        ends.clients["c0"].send(adapter(1), 0)
+
+
+def test_a_dtype_that_is_not_declared_is_not_sent() -> None:
+    ends = Ends(Broken(how="dtype"), clients=1)
+    with pytest.raises(MessageError, match="float32"):
+        ends.wire("up", ends.clients["c0"].send(adapter(1), 0))

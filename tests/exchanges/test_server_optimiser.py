@@ -1,0 +1,255 @@
+"""Server optimisers against the papers' algorithms, written out number by number; and in runs."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import coterie
+from coterie import CoterieError
+from coterie.config.plugins import load_plugin
+from coterie.config.run import parse
+from coterie.engines.local import local_run
+from coterie.engines.session import Session
+from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.mean import weighted_mean
+from coterie.exchanges.optimiser import ServerOptimiser
+from coterie.exchanges.pipeline import Pipeline
+from coterie.exchanges.spec import AggregationSpec
+from coterie.messages import Field, Groups, Message, Schema, State
+from coterie.messages.envelope import Reply, seal, unseal
+from coterie.methods.contract import ServerSide
+from coterie.runs import Callback, RunFolder
+from coterie.testing.loop import assert_as_local, assert_equal, deploy
+from coterie.testing.rounds import joined, one_round
+from coterie.transforms.contract import Contribution
+
+FIELD = Field("adapter", "pairs", reduce="mean")
+SPECS: dict[str, dict[str, Any]] = {
+    "fedavgm": {"name": "fedavgm", "momentum": 0.8, "learning_rate": 0.5},
+    "fedavgm, plain": {"name": "fedavgm"},
+    "fedadagrad": {"name": "fedadagrad", "momentum": 0.0, "tau": 0.01, "learning_rate": 0.3},
+    "fedyogi": {"name": "fedyogi", "momentum": 0.7, "beta2": 0.6, "tau": 0.1},
+    "fedadam": {"name": "fedadam", "momentum": 0.7, "beta2": 0.6, "tau": 0.1, "learning_rate": 2},
+    "fedadam, plain": {"name": "fedadam"},
+}
+SMALL: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}, "attention": None}
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def server_of(optimiser: Any) -> ServerTransforms:
+    transform = ServerOptimiser.model_validate({"optimiser": optimiser})
+    return ServerTransforms(Pipeline([transform], Schema(up=(FIELD,)), 1))
+
+
+class Paper:
+    """One number x on a server. Algorithm 2 of arXiv 2003.00295; for fedavgm arXiv 1909.06335."""
+
+    def __init__(self, x: float, name: str, **given: float) -> None:
+        self.x, self.name = x, name
+        self.eta = given.get("learning_rate", 1.0 if name == "fedavgm" else 0.01)
+        self.beta, self.beta2 = given.get("momentum", 0.9), given.get("beta2", 0.99)
+        self.tau = given.get("tau", 1e-3)
+        self.m, self.v = 0.0, self.tau**2
+
+    def round(self, ends: list[float], weights: list[float]) -> None:
+        """From where clients' training has ended."""
+        total = sum(weights)
+        delta = sum(w / total * (end - self.x) for end, w in zip(ends, weights, strict=True))
+        if self.name == "fedavgm":
+            self.m = self.beta * self.m + delta
+            self.x += self.eta * self.m
+            return
+        self.m = self.beta * self.m + (1 - self.beta) * delta
+        if self.name == "fedadagrad":
+            self.v = self.v + delta**2
+        elif self.name == "fedyogi":
+            sign = (self.v > delta**2) - (self.v < delta**2)
+            self.v = self.v - (1 - self.beta2) * delta**2 * sign
+        else:
+            self.v = self.beta2 * self.v + (1 - self.beta2) * delta**2
+        self.x += self.eta * self.m / (math.sqrt(self.v) + self.tau)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
+    """Eight rounds of three clients of unlike weights, of which one is not always there."""
+    chance = torch.Generator().manual_seed(0)
+    server = server_of(spec)
+    x = torch.randn(5, generator=chance)
+    papers = [Paper(value, **spec) for value in x.tolist()]
+    for round in range(8):
+        present = (0, 1, 2) if round % 3 else (0, 2)
+        ends = {k: x + torch.randn(5, generator=chance) for k in present}
+        each = [Contribution(str(k), {"adapter": {"x": ends[k]}}, float(k + 1)) for k in ends]
+        x = server.on_mean(weighted_mean(each), {"adapter": {"x": x}})["adapter"]["x"]
+        assert x.dtype == torch.float32
+        for i, paper in enumerate(papers):
+            paper.round([end[i].item() for end in ends.values()], [k + 1.0 for k in ends])
+        expected = torch.tensor([paper.x for paper in papers])
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -> None:
+    server, one = server_of({"name": "fedavgm", "momentum": 0.5}), torch.ones(2)
+    before = {"adapter": {"a": one, "b": one}}
+    first = {"adapter": {"a": 2 * one, "b": 3 * one}, "statistics": {"a": 9 * one}}
+    found = server.on_mean(first, before)
+    assert torch.equal(found["statistics"]["a"], 9 * one)
+    assert torch.equal(found["adapter"]["b"], 3 * one)
+    found = server.on_mean({"adapter": {"a": 2 * one}}, before)
+    assert found["adapter"].keys() == {"a"}
+    assert torch.equal(found["adapter"]["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
+    found = server.on_mean({"adapter": {"b": one}}, before)
+    assert torch.equal(found["adapter"]["b"], 2 * one)  # 1 + 0.5 * 2 + 0: as in the round after
+    assert torch.equal(one, torch.ones(2))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_moments_come_back_through_their_bytes(spec: dict[str, Any]) -> None:
+    one, other = server_of(spec), server_of(spec)
+    chance = torch.Generator().manual_seed(0)
+    means = [{"adapter": {"x": torch.randn(7, generator=chance)}} for _ in range(4)]
+    before: Groups = {"adapter": {"x": torch.zeros(7)}}
+    for mean in means[:3]:
+        before = one.on_mean(mean, before)
+    other.restore(State.decode(one.state().encode()))
+    wanted = one.on_mean(means[3], before)["adapter"]["x"]
+    assert torch.equal(other.on_mean(means[3], before)["adapter"]["x"], wanted)
+
+
+def run_with(config: Any, optimiser: Any = "fedyogi", **changes: Any) -> coterie.RunConfig:
+    limits = {"train": 600, "validation": 100, "test": 34}
+    small = {"method": SMALL, "data": {"window": 16, "limits": limits}}
+    return config(**small | {"aggregation": {"optimiser": optimiser}} | changes)
+
+
+def means_of(uploads: Mapping[str, Message], group: str = "adapter") -> dict[str, Tensor]:
+    """The mean of each tensor over those who hold it, in float64."""
+    names = {name for upload in uploads.values() for name in upload[group]}
+    return {
+        n: torch.stack([u[group][n].double() for u in uploads.values() if n in u[group]]).mean(0)
+        for n in names
+    }
+
+
+@pytest.mark.parametrize("method", [SMALL, {"name": "fedamole", "attention": {"rank": 2}}],
+                         ids=["fedavg", "fedamole"])  # fmt: skip
+def test_rounds_of_a_method(config, method) -> None:
+    """FedAvgM: each tensor has its momentum, from the first values that all have in common."""
+    optimiser = {"name": "fedavgm", "learning_rate": 0.5}
+    sides: Any = joined(run_with(config, optimiser, method=method))
+    x = {n: t.double().clone() for n, t in sides.server.replaces()["adapter"].items()}
+    m = {n: torch.zeros_like(t) for n, t in x.items()}
+    for round in range(3):
+        for n, mean in means_of(one_round(sides, round)).items():
+            m[n] = 0.9 * m[n] + mean - x[n]
+            x[n] = x[n] + 0.5 * m[n]
+        for n, tensor in sides.server.replaces()["adapter"].items():
+            torch.testing.assert_close(tensor.double(), x[n], rtol=1e-5, atol=1e-7)
+    assert any(tensor.abs().max() > 1e-4 for tensor in m.values())
+
+
+def test_control_variates_stay_a_plain_mean(config) -> None:
+    [scaffold] = load_plugin(EXAMPLES / "scaffold.py")
+    training = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd"}
+    sides: Any = joined(run_with(config, method=scaffold(), training=training))
+    change = means_of(one_round(sides, 0), "change")
+    for name, control in sides.server.buffers["control"].items():
+        torch.testing.assert_close(control.double(), change[name], rtol=1e-5, atol=1e-8)
+
+
+def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
+    config, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
+    run = run_with(config, rounds=3, deployment={"quorum": 3, "deadline": 60})
+    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
+    spoilt: list[str] = []
+
+    def spoil(name: str, data: bytes) -> bytes:
+        reply, body = unseal(Reply, data)
+        if (name, reply.kind, reply.turn) != ("poet", "step", 1) or spoilt:
+            return data
+        spoilt.append(name)
+        message = Message.decode(body)
+        first = min(message["adapter"])
+        tensors = {**message["adapter"], first: message["adapter"][first][:1]}
+        return seal(reply, Message(message.round, {"adapter": tensors}).encode())
+
+    deploy(run, tmp_path / "deployed", change=spoil)
+    assert spoilt
+    assert_as_local(run, tmp_path / "deployed", whole)
+    deployed = RunFolder(tmp_path / "deployed" / "server")
+    assert_equal(deployed.load("transforms"), whole.load("transforms"), "transforms")
+
+    class Stopped(Callback):
+        def on_round_end(self, round: int, scores: str) -> None:
+            raise KeyboardInterrupt
+
+    session = Session(run)
+    people = session.participants(run)
+    cut = RunFolder.create(tmp_path / "cut", session.description(run, people))
+    with pytest.raises(KeyboardInterrupt):
+        local_run(run, session.base, people, cut, [Stopped()]).run()
+    local_run(run, session.base, people, cut).run()
+    for side in ("server", "transforms", "client-poet"):
+        assert_equal(cut.load(side), whole.load(side), side)
+
+
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [
+        (
+            "local",
+            "has no effect with the method 'local', whose server computes no mean over all clients",
+        ),
+        ("pcl-2", "has no effect with the method 'pcl-2'"),
+        ({"name": "hetlora", "attention": None}, "because no parameter is replaced by a mean"),
+        ({"name": "flexlora", "attention": None}, "because no parameter is replaced by a mean"),
+        ("fdlora", "'fdlora' has a server optimiser of its own"),
+        (
+            {"name": "fedavg", "exact": True},
+            "`exact: true` and aggregation.optimiser are incompatible",
+        ),
+    ],
+)
+def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
+    run = run_with(config, method=method)
+    with pytest.raises(CoterieError) as error:
+        Session(run).check(run)
+    assert sentence in str(error.value)
+
+
+def test_where_nothing_is_replaced_it_is_refused() -> None:
+    mean = {"statistics": {"x": torch.ones(1)}}
+    with pytest.raises(CoterieError, match="server replaces none of its parameters"):
+        server_of("fedadam").on_mean(mean, ServerSide().replaces())
+
+
+@pytest.mark.parametrize(
+    ("optimiser", "sentence"),
+    [
+        ("fedadm", "aggregation.optimiser should be 'fedavgm', 'fedadam', 'fedyogi' or"),
+        ({"name": "fedavgm", "tau": 0.1}, "tau has no effect with fedavgm; remove it"),
+        ({"name": "fedadagrad", "beta2": 0.5}, "beta2 has no effect with fedadagrad"),
+        ({"name": "fedadam", "beta3": 0.5}, "Did you mean 'aggregation.optimiser.beta2'?"),
+        ({"momentum": 0.5}, "aggregation.optimiser.name is missing"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(values, optimiser, sentence) -> None:
+    with pytest.raises(CoterieError) as error:
+        parse(values(aggregation={"optimiser": optimiser}))
+    assert sentence in str(error.value)
+
+
+def test_compared_methods_without_a_mean_have_no_server_optimiser(config) -> None:
+    run = run_with(config, "fedadam")
+    assert run.with_method("fedprox").aggregation == run.aggregation
+    for name in ("local", "pretrained", "pcl-2", "centralized"):
+        assert run.with_method(name).aggregation == AggregationSpec()
+    assert parse(run.as_dict()) == run

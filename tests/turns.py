@@ -1,0 +1,8 @@
+"""Turns for tests that call a method's objects by hand."""
+
+from coterie.turn import Turn
+
+
+def nth(number: int) -> Turn:
+    """The turn of a run whose rounds have one exchange, without phases."""
+    return Turn(number, number, number)
