@@ -41,7 +41,7 @@ from coterie.deployment.mailbox import MailboxServing
 from coterie.deployment.server import ServerRun
 from coterie.deployment.start import serve
 from coterie.deployment.status import Monitor, ServerWatch, Status
-from coterie.exchanges.mean import Aggregation
+from coterie.exchanges.exchange import Exchange
 from coterie.messages.names import BYTES_UP, SECONDS
 from coterie.network.keys import Keys
 from coterie.network.mailbox import Mailbox
@@ -109,7 +109,7 @@ class Phases:
         wrap: list[tuple[Any, str, str]] = [
             (ServerRun, "_send", "orders"),
             (Mailbox, "replies", "replies"),
-            (Aggregation, "mean", "count"),
+            (Exchange, "mean", "count"),
             (RunFolder, "save", "save"),
         ]
         with ExitStack() as stack:

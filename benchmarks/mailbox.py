@@ -36,15 +36,13 @@ import httpx
 import numpy as np
 import torch
 from common import gpt2, options_of, random_ids, show, write
-from server_memory import make_upload
+from server_memory import joined, make_exchange, make_upload, take
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import coterie
 from coterie.alignment import Vocabulary, vocabulary_map
 from coterie.bases import EMBEDDED
 from coterie.config.run import parse
-from coterie.exchanges.exchange import Exchange
-from coterie.exchanges.mean import Aggregation
 from coterie.messages import Message
 from coterie.messages.envelope import LARGEST_HEADER, Entry, Order, Reply, seal, unseal
 from coterie.messages.names import VALIDATION_LOSS
@@ -60,7 +58,6 @@ from coterie.network.order_files import OrderFiles
 from coterie.network.server import MailboxServer
 from coterie.testing.small import teaching_values, write_base, write_other_base, write_questions
 from coterie.training.spec import TrainingSpec
-from coterie.turn import FIRST
 
 MB = 1_000_000
 UPLOAD = 50 * MB
@@ -113,17 +110,18 @@ def mean(folder: Path) -> Work:
         base = GPT2LMHeadModel(GPT2Config())
     server = method.server(ServerContext(0, base, clients, lambda *_: None, TrainingSpec()))
     assert isinstance(server, AdapterServer)
-    uploads = Exchange(folder, server, Aggregation(method.schema()))
+    exchange, value = make_exchange(method, clients, folder), joined(server, clients)
     for client in clients:
-        shapes = {name: list(server.shape(client, name)) for name in server.shared}
-        server.join(client, Message(values={"shapes": shapes, "tokens": 100_000}))
-    server.start_round(0, list(clients))
-    for client in clients:
-        body = make_upload(server, client)
+        body = make_upload(server, value, client, exchange)
         assert 95 * MB < len(body) < 105 * MB, len(body)
-        uploads.take(client, body)
-    assert uploads.counted == list(clients)
-    return lambda: uploads.mean(FIRST)
+        take(server, value, client, body, exchange)
+    assert exchange.counted == list(clients)
+
+    def aggregate() -> None:
+        exchange.repeat()
+        exchange.mean("adapter")
+
+    return aggregate
 
 
 def fedmkt(folder: Path) -> Work:

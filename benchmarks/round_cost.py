@@ -25,7 +25,7 @@ from functools import wraps
 from math import prod
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from transformers.utils import logging
 from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
+from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Message
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.methods.contract import ServerContext
@@ -160,6 +162,7 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
     config = parse(run)
     session = Session(config)
     who = session.federation(config)
+    out.mkdir()
     rounds = local_run(config, session.base, who.clients, RunFolder(out))
     clock = Clock()
     for part in map(rounds.clients.part, rounds.names):
@@ -168,10 +171,10 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
         for name, kind in (("_means", "rest"), ("_fuse", "test")):
             if hasattr(part.side, name):
                 clock.time(part.side, name, kind)
-    clock.time(rounds, "exchange", "rest")
+    clock.time(rounds, "step", "rest")
     for turn in map(config.turn, range(config.turns)):
         clock.seconds = {}
-        rounds.exchange(turn, rounds.names)
+        rounds.step(turn, rounds.names)
     lines = rounds.recorder.take()
     sent = [
         fmean([line["value"] for line in lines if line["name"] == way][-CLIENTS:]) / MIB
@@ -193,11 +196,13 @@ def by_shape(method: dict[str, Any]) -> float:
     server = run.method.server(
         ServerContext(0, base, tuple(names), lambda name, value: None, run.training)
     )
-    shapes = {name: list(values.shape) for name, values in server.replaces()["adapter"].items()}
+    transforms, value = ServerTransforms(run.pipeline()), server.initial()
+    shapes = {name: list(tensor.shape) for name, tensor in value.adapter.items()}
     for name in names:
-        server.join(name, Message(0, {}, {"shapes": shapes}))
-    server.start_round(0, names)
-    groups = [shapes for name in names for shapes in server.expects(name).values()]
+        value = server.join(value, name, Message(0, {}, {"shapes": shapes}))
+    exchange = Exchange(Path(gettempdir()), transforms, run.method.schema())
+    exchange.open(run.turn(0), names)
+    groups = [g for name in names for g in server.expects(value, name, exchange).values()]
     return sum(prod(shape) for shapes in groups for shape in shapes.values()) * 2 / CLIENTS / MIB
 
 

@@ -7,7 +7,9 @@ nobody has sent anything; `round` is how far it rose above that until the first 
 (Linux's VmHWM, reset at the start of the round).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -15,11 +17,12 @@ import torch
 from common import MIB, fresh, options_of, resident, show, write
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from coterie.exchanges.ends import ServerTransforms
 from coterie.exchanges.exchange import Exchange
-from coterie.exchanges.mean import Aggregation
+from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Message
-from coterie.methods.adapter import AdapterMethod, AdapterServer
-from coterie.methods.contract import ServerContext
+from coterie.methods.adapter import AdapterMethod, AdapterServer, Shared
+from coterie.methods.contract import Method, ServerContext
 from coterie.methods.registry import method_from
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
@@ -52,32 +55,55 @@ def measure(name: str, count: int, threads: int) -> Peak:
         base = GPT2LMHeadModel(GPT2Config())
     server = method.server(ServerContext(0, base, clients, lambda *_: None, TrainingSpec()))
     assert isinstance(server, AdapterServer)
-    for client in clients:
-        shapes = {name: list(server.shape(client, name)) for name in server.shared}
-        server.join(client, Message(values={"shapes": shapes, "tokens": 100_000}))
-    server.start_round(0, list(clients))
+    value = joined(server, clients)
     Path("/proc/self/clear_refs").write_text("5")
     before, largest = resident("VmRSS"), 0
-    exchange = Exchange(Path(gettempdir()), server, Aggregation(method.schema()))
+    exchange = make_exchange(method, clients, Path(gettempdir()))
     for client in clients:
-        upload = make_upload(server, client)
+        upload = make_upload(server, value, client, exchange)
         largest = max(largest, len(upload))
-        exchange.take(client, upload)
-    mean = exchange.mean(FIRST)
-    server.end_round(mean, mean.values["held"])
-    method.schema().send("down", server.download(clients[0]))
+        take(server, value, client, upload, exchange)
+    value = server.aggregate(value, exchange)
+    method.schema().send("down", server.download(value, clients[0], exchange))
     return Peak(name, count, largest, before, resident("VmHWM") - before)
 
 
-def make_upload(server: AdapterServer, client: str) -> bytes:
+def joined(server: AdapterServer, clients: Sequence[str]) -> Shared:
+    """The server's value when all clients have joined."""
+    value = server.initial()
+    for client in clients:
+        shapes = {name: list(server.shape(client, name)) for name in server.start}
+        hello = Message(values={"shapes": shapes, "tokens": 100_000})
+        value = server.join(value, client, hello)
+    return value
+
+
+def make_exchange(method: Method, clients: Sequence[str], folder: Path) -> Exchange:
+    """The first exchange, without transforms."""
+    schema = method.schema()
+    exchange = Exchange(folder, ServerTransforms(Pipeline((), schema, 1)), schema)
+    exchange.open(FIRST, clients)
+    return exchange
+
+
+def make_upload(server: AdapterServer, value: Shared, client: str, exchange: Exchange) -> bytes:
     """Random values, encoded."""
     chance = generator(0, "upload", client)
-    groups: dict[str, dict[str, torch.Tensor]] = {"adapter": {}, "experts": {}}
-    averaged = server.expects(client)["adapter"]
-    for name, shape in server.held[client].items():
-        group = "adapter" if name in averaged else "experts"
-        groups[group][name] = torch.randn(shape, generator=chance)
+    expected = server.expects(value, client, exchange).items()
+    groups = {
+        group: {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
+        for group, shapes in expected
+    }
     return Message(0, groups).encode()
+
+
+def take(
+    server: AdapterServer, value: Shared, client: str, body: bytes, exchange: Exchange
+) -> None:
+    """Decode, check and store an upload."""
+    upload = exchange.schema.receive("up", body)
+    server.check(value, client, upload, exchange)
+    exchange.put(client, upload, partial(server.reference, value, client))
 
 
 def cells(row: Peak) -> list[str]:

@@ -4,18 +4,18 @@ Clients drift apart because their texts differ. So client i adds c - c_i to ever
 its own mean gradient in its last round, c the mean over clients (algorithm 1, option II).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.messages import Field, Message, Schema
-from coterie.methods.adapter import AdapterClient, AdapterServer
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Field, Schema, Tensors
+from coterie.methods.adapter import AdapterClient, AdapterServer, Shared
 from coterie.methods.averaging import FedAvg
 from coterie.methods.contract import ClientContext, RunFacts, ServerContext
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import zeros_like
 from coterie.training.schedule import Penalty
 from coterie.turn import Turn
@@ -68,13 +68,17 @@ class ScaffoldClient(AdapterClient):
             c_i[n] = c_i[n] + change[n]
 
 
-class ScaffoldServer(AdapterServer):
-    def __init__(self, method: Scaffold, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.buffers = {"control": zeros_like(self.shared)}
+@dataclass(frozen=True, eq=False)
+class Controlled(Shared):
+    control: Tensors = field(default_factory=dict[str, Tensor])
 
-    def end_round(self, mean: Message, held: Holders) -> None:
-        c = self.buffers["control"]
-        for n, change in mean["change"].items():  # a mean over all clients, not over the round's
-            c[n] = c[n] + change * held["change"][n] / len(self.held)
-        super().end_round(mean, held)
+
+class ScaffoldServer(AdapterServer[Scaffold, Controlled]):
+    def initial(self) -> Controlled:
+        return Controlled(self.start, control=zeros_like(self.start))
+
+    def aggregate(self, value: Controlled, exchange: Exchange) -> Controlled:
+        control, mean = dict(value.control), exchange.mean("change")
+        for n, change in mean.items():  # a mean over all clients, not over the round's
+            control[n] = control[n] + change * exchange.holders("change")[n] / len(value.held)
+        return replace(super().aggregate(value, exchange), control=control)

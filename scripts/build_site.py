@@ -31,7 +31,10 @@ INTERFACES = {
     "Methods": (
         "coterie.Method",
         "coterie.methods.contract.ClientSide",
-        "coterie.methods.contract.ServerSide",
+        "coterie.methods.contract.Server",
+        "coterie.methods.value.Value",
+        "coterie.methods.value.PerClient",
+        "coterie.exchanges.exchange.Exchange",
         "coterie.methods.contract.ServerContext",
         "coterie.methods.contract.RunFacts",
         "coterie.training.context.ClientContext",

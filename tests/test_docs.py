@@ -43,14 +43,14 @@ def test_the_example_of_freezing_runs(config) -> None:
     run = joined(config(method=found["OneStep"](), rounds=2))
     client, server = run.clients["poet"], cast("Any", run.server)
     for exchange in range(2):
-        before = {name: copied(tensors) for name, tensors in tensors_of(client, server).items()}
-        server.start_round(exchange, sorted(run.clients))
-        expected = server.expects("poet")["adapter"]
+        before = {name: copied(tensors) for name, tensors in tensors_of(client, run).items()}
+        run.open(run.config.turn(exchange), sorted(run.clients))
+        expected = server.expects(run.value, "poet", run.exchange)["adapter"]
         uploads = one_round(run, exchange)
         assert expected.keys() == uploads["poet"]["adapter"].keys()
         parameters = server.parameters
         assert {parameters[name].factor for name in expected} == {"B"}
-        after = tensors_of(client, server)
+        after = tensors_of(client, run)
         for name, parameter in parameters.items():
             stays = parameter.factor == "A"
             assert torch.equal(before["client"][name], after["client"][name]) == stays
@@ -58,8 +58,8 @@ def test_the_example_of_freezing_runs(config) -> None:
             assert torch.equal(before["server"][name], after["server"][name]) == stays
 
 
-def tensors_of(client: Any, server: Any) -> dict[str, dict[str, torch.Tensor]]:
-    return {"client": client.adapter.tensors(), "server": server.shared}
+def tensors_of(client: Any, run: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {"client": client.adapter.tensors(), "server": run.value.adapter}
 
 
 def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:

@@ -13,7 +13,7 @@ import pytest
 from language import SOURCE, breaches
 
 import coterie
-from coterie.methods.sides import ClientSide, ServerSide
+from coterie.methods.sides import ClientSide, Server
 from coterie.network.link import Link
 
 PACKAGES = sorted({p.relative_to(SOURCE).parts[0] for p in SOURCE.rglob("*.py")} - {"assets"})
@@ -82,7 +82,7 @@ def methods(kind: type[Any]) -> Iterator[Function]:
 def public_functions() -> Iterator[Function]:
     """Yield the functions and methods that users and authors of plugins call or override."""
     yield from (f for f in map(coterie.__getattr__, coterie.__all__) if inspect.isfunction(f))
-    for kind in (*CLASSES, ClientSide, ServerSide, Link):
+    for kind in (*CLASSES, ClientSide, Server, Link):
         yield from methods(kind)
 
 

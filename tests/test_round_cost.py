@@ -35,7 +35,7 @@ def test_uploads_are_the_papers_but_for_its_packing(round_cost, row) -> None:
     values = PAIR
     if "experts" in method:
         held = method["experts"] * 2 / 10
-        values = (held + 1) * PAIR + 2 * 8 * 2048 + 2 * 8 * held
+        values = (held + 1) * PAIR + 2 * 8 * 2048 + 2 * 8 * (held + 1)
     expected = 16 * values * 2 / 2**20
     found = round_cost.by_shape({"name": "fedamole", **method})
     assert found == pytest.approx(expected)

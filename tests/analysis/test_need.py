@@ -118,8 +118,8 @@ def test_messages_have_the_computed_sizes(method, config) -> None:
     up, down = size(messages["poet"]["up"]), size(messages["poet"]["down"])
     if method == "auto":  # the second exchange sends all experts, and the trial follows it
         assert sizes.up > up
-        local.exchange(local.config.turn(1), local.names)
-        up = size(local.uploads.store.get("poet"))
+        local.step(local.config.turn(1), local.names)
+        up = size(local.exchange.store.get("poet"))
     assert up == sizes.up
     if method == "pcl-2":
         assert down == sizes.peers == 2 * sizes.up
@@ -127,7 +127,7 @@ def test_messages_have_the_computed_sizes(method, config) -> None:
     elif method != "auto":
         assert down == sizes.down
         assert sizes.peers == 0
-    assert sizes.server >= bytes_in(local.server)
+    assert sizes.server >= bytes_in((local.server, local.value))
 
 
 def clients(count: int) -> list[dict[str, str]]:
@@ -196,7 +196,7 @@ def test_applying_a_download_holds_what_is_computed(method, config) -> None:
     local = start(Session(run), run)
     first_exchange(local)
     if method == "auto":
-        local.exchange(local.config.turn(1), local.names)
+        local.step(local.config.turn(1), local.names)
     payload = local.download("poet")
     with LiveTensors() as tensors:
         message = local.schema.receive("down", payload)

@@ -236,7 +236,7 @@ SERVER_ROUNDS = (
     server(
         "upload stored",
         "The upload is checked and stored; the client is still waited for.",
-        "coterie.exchanges.exchange:Exchange.take",
+        "coterie.engines.server_part:ServerPart.take",
         after,
         STEPS,
     ),
@@ -251,14 +251,14 @@ SERVER_ROUNDS = (
     server(
         "uploads complete",
         "All uploads are stored; none is aggregated.",
-        "coterie.exchanges.exchange:Exchange.mean",
+        "coterie.exchanges.exchange:Exchange.settle",
         before,
         ROUNDS,
     ),
     server(
         "mean computed",
         "The uploads are aggregated; the round is not closed.",
-        "coterie.exchanges.exchange:Exchange.mean",
+        "coterie.engines.server_part:ServerPart._aggregated",
         after,
         ROUNDS,
     ),

@@ -13,11 +13,12 @@ from coterie.deployment import joins
 from coterie.deployment.joins import Joins
 from coterie.messages import Message, MessageError, State
 from coterie.messages.envelope import Reply, seal, unseal
-from coterie.methods.contract import ServerSide
+from coterie.methods.contract import Server
+from coterie.methods.value import Value
 from coterie.testing.loop import deploy, folder
 
 
-class Slow(ServerSide):
+class Slow(Server):
     """Prepares for the poet until it is let go, and for the whaler in vain."""
 
     def __init__(self) -> None:
@@ -30,8 +31,9 @@ class Slow(ServerSide):
         if client == "whaler":
             raise MessageError("The client sent no vocabulary.")
 
-    def join(self, client: str, hello: Message) -> None:
+    def join(self, value: Value, client: str, hello: Message) -> Value:
         self.joined.append(client)
+        return value
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, Joins]:
         server=server,
         config=SimpleNamespace(clients=[]),
         schema=SimpleNamespace(receive=lambda way, data: Message(0)),
-        join=server.join,
+        join=lambda name, hello: server.join(server.initial(), name, hello),
     )
     return server, Joins(part, math.inf)
 

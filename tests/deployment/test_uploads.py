@@ -15,12 +15,12 @@ from torch import Tensor
 import coterie
 from coterie.deployment.client import Worker
 from coterie.deployment.status import ServerWatch
+from coterie.exchanges.ends import ServerTransforms
 from coterie.exchanges.exchange import Exchange
-from coterie.exchanges.mean import Aggregation
+from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Message, formats
 from coterie.messages.envelope import FAULT_MESSAGES, Reply, seal, unseal
 from coterie.messages.formats import PROTOCOL
-from coterie.methods.contract import ServerSide
 from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, assert_as_local, deploy, flat, server, workers
 from coterie.testing.rounds import joined, step
@@ -182,7 +182,7 @@ def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, 
         server(run, tmp_path / "server", Loop(clients, {turn: kill})).rounds()
     again = server(run, tmp_path / "server", Loop(clients))
     again.rounds()
-    assert again.aggregation.transforms._joined["1-tokens"] == {
+    assert again.transforms._joined["1-tokens"] == {
         name: len(worker.run.part.participant.data.train.ids)
         for name, worker in clients.items()
         if worker.run is not None
@@ -207,7 +207,7 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
         server(run, tmp_path / "server", Loop(clients), Stop()).rounds()
     notes = Notes()
     again = server(run, tmp_path / "server", Loop(clients, change=spoiling(heavy, 1)), notes)
-    transforms = again.aggregation.transforms
+    transforms = again.transforms
     join, joined = transforms.join, []
     monkeypatch.setattr(transforms, "join", lambda *a: (joined.append(a[0]), join(*a))[1])
     again.rounds()
@@ -270,22 +270,24 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
     run = weighted(config, method="local")
     folder = RunFolder.create(tmp_path / "run", {})
     before = {*folder.path.iterdir()}
-    waiting = Exchange(folder.path, ServerSide(), Aggregation(run.method.schema()))
+    transforms = ServerTransforms(Pipeline((), run.method.schema(), 1))
+    waiting = Exchange(folder.path, transforms, run.method.schema())
     for round in (0, 1):
-        waiting.take("poet", Message(round).encode())
+        waiting.drop("poet")
+        waiting.put("poet", Message(round), lambda upload, exchange: {})
         assert {*folder.path.iterdir()} == before  # so that a kill leaves nothing of it
     assert waiting.counted == ["poet"]
 
 
-def test_uploads_that_are_sent_again_take_no_more_space(config, tmp_path) -> None:
+def test_uploads_that_are_sent_again_take_no_more_space(config) -> None:
     run = weighted(config)
     local = joined(run)
-    local.server.start_round(0, sorted(local.clients))
-    uploads = Exchange(tmp_path, local.server, local.aggregation)
+    local.open(local.config.turn(0), sorted(local.clients))
+    uploads = local.exchange
     sent = {name: local.schema.send("up", step(local, name, 0)) for name in NAMES}
     for number in range(40):
         for name in NAMES if number % 7 == 0 else ("poet",):
-            uploads.take(name, sent[name])
+            local.take(name, sent[name])
             waiting = sum(len(sent[each]) for each in uploads.counted)
             assert os.fstat(uploads.store._file.fileno()).st_size <= 3 * waiting + len(sent[name])
             for each in uploads.counted:

@@ -115,7 +115,7 @@ def test_a_server_is_on_the_cpu_and_a_client_on_its_device(method, gpu) -> None:
     local = joined(placed(method[0], gpu))
     uploads = one_round(local, 0)
     one_round(local, 1)
-    assert not list(device_tensors(local.server))
+    assert not list(device_tensors((local.server, local.value)))
     for name, side in local.clients.items():
         assert all(isinstance(p.tensor, DeviceTensor) for p in side.parameters().values())
         assert not any(isinstance(tensor, DeviceTensor) for *_, tensor in uploads[name].tensors())

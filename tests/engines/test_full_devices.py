@@ -46,12 +46,12 @@ PLACES = {
     ),
     "contributions": (
         {"name": "fedavg"},
-        "coterie.exchanges.mean.Aggregation.contribution",
+        "coterie.exchanges.exchange.Exchange._upload",
         f"the aggregation; set {SMALLER}",
     ),
     "aggregation": (
         {"name": "fedavg"},
-        "coterie.methods.adapter.AdapterServer.end_round",
+        "coterie.methods.adapter.AdapterServer.aggregate",
         f"the aggregation; set {SMALLER}",
     ),
     "generation": (

@@ -37,7 +37,7 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
         ranked.append(naive_order(one.base, local.clients[name].model(), text, window))
 
     for turn in map(run.turn, range(run.exchanges)):
-        local.server.start_round(turn.exchange, sorted(local.clients))
+        local.open(turn, sorted(local.clients))
         uploads = {}
         for name, client in sorted(local.clients.items()):
             client.receive(down(local, name))

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from coterie.bases import load_skeleton
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
+from coterie.exchanges.ends import ServerTransforms
 from coterie.exchanges.exchange import Exchange
-from coterie.exchanges.mean import Aggregation
+from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
 from coterie.runs import Callback, RunFolder
@@ -194,16 +196,20 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     skeleton = load_skeleton(run.base)
     context = ServerContext(0, skeleton, tuple(names), lambda *_: None, run.training)
     server, schema = run.method.server(context), run.method.schema()
-    exchange = Exchange(tmp_path, server, Aggregation(schema), strict=True)
+    transforms, value = ServerTransforms(Pipeline((), schema, 1)), server.initial()
+    exchange = Exchange(tmp_path, transforms, schema, strict=True)
     for name in names:
-        server.join(name, schema.receive("hello", workers[name].hello))
+        value = server.join(value, name, schema.receive("hello", workers[name].hello))
     for round in range(run.rounds):
-        server.start_round(round, names)
+        exchange.open(run.turn(round), names)
         exchange.begin()
         for name in names:
-            exchange.take(name, workers[name].step(schema.send("down", server.download(name))))
-        mean = exchange.mean(run.turn(round))
-        server.end_round(mean, mean.values["held"])
+            download = schema.send("down", server.download(value, name, exchange))
+            upload = schema.receive("up", workers[name].step(download))
+            server.check(value, name, upload, exchange)
+            exchange.put(name, upload, partial(server.reference, value, name))
+        exchange.settle()
+        value = server.aggregate(value, exchange)
         if round == 0:  # a client's process ends and another takes its place
             workers["poet"].stop()
             start("poet")
@@ -213,7 +219,7 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
         f"client-{name}": State.decode((tmp_path / name / "state.safetensors").read_bytes())
         for name in names
     }
-    assert_identical({"server": server.state(), **clients}, final_states(undisturbed))
+    assert_identical({"server": value.state(), **clients}, final_states(undisturbed))
 
 
 @pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg", "centralized"])

@@ -44,7 +44,7 @@ def test_a_client_that_gains_no_more_stops(method, rate, config, tmp_path) -> No
     assert done.results[method]["kept"] == kept
     for name, client in local.clients.items():
         loop.assert_equal(client.state(), ended.load(f"client-{name}"), name)
-    loop.assert_equal(local.server.state(), ended.load("server"), "server")
+    loop.assert_equal(local.value.state(), ended.load("server"), "server")
     # All have scores at the end, those of their own models.
     assert all(len(done.results[method][point]) == 3 for point in ("trained", "aggregated"))
 
@@ -72,7 +72,7 @@ def stopping(run: RunConfig):
         if not names:
             break
         present.append(names)
-        local.server.start_round(round, names)
+        local.open(local.config.turn(round), names)
         uploads = {}
         for name in names:
             local.clients[name].receive(down(local, name))

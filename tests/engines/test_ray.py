@@ -20,7 +20,7 @@ from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
 from coterie.engines.local import LocalClients
 from coterie.errors import CoterieError
-from coterie.methods.contract import Method, ServerSide
+from coterie.methods.contract import Method, Server
 from coterie.methods.pretrained import PretrainedClient
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_same_states, assert_same_tensors, sides
@@ -312,7 +312,7 @@ class Silent(Method):
         return PretrainedClient(context)
 
     def server(self, context):
-        return ServerSide()
+        return Server()
 
 
 def test_a_method_that_is_not_registered_is_refused(config, tmp_path) -> None:

@@ -2,11 +2,13 @@
 
 import importlib.util
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
 
 from coterie.exchanges.ends import ClientTransforms, ServerTransforms
+from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Field, Message, Schema
 from coterie.privacy.ledger import Ledger
@@ -25,6 +27,14 @@ def example(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def exchange_of(
+    schema: Schema, *transforms: Transform, exchanges: int = 4, least_others: int = 1
+) -> Exchange:
+    """The uploads of a run without clients."""
+    ends = ServerTransforms(Pipeline(transforms, schema, exchanges))
+    return Exchange(Path(gettempdir()), ends, schema, least_others, strict=True)
 
 
 class Ends:

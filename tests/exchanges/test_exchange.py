@@ -45,9 +45,9 @@ def started(config):
 def opened(local: Any, names: list[str]) -> None:
     """Open the first exchange, and take the uploads of the clients."""
     local.open(nth(0), names)
-    local.uploads.begin()
+    local.exchange.begin()
     for name in names:
-        local.uploads.take(name, local.schema.send("up", step(local, name, 0)))
+        local.take(name, local.schema.send("up", step(local, name, 0)))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedalt"])  # fedalt's rows need a second pass
@@ -55,7 +55,7 @@ def test_an_upload_is_decoded_once(method, started) -> None:
     local = started(method)
     names = sorted(local.clients)
     opened(local, names)
-    local.uploads.mean(nth(0))
+    local.exchange.settle()
     assert {name: Remembering.decoded[name] for name in names} == dict.fromkeys(names, 1)
 
 
@@ -68,17 +68,18 @@ def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> Non
         first, *_ = names = sorted(local.clients)
         opened(local, names)
         if repeats:
-            local.uploads.mean(nth(0))
+            local.exchange.settle()
             again = local.schema.send("up", step(local, first, 0))
-            assert local.uploads.ask_again(first)
-            local.repeat(names)
-            local.uploads.take(first, again)
+            assert local.exchange.ask_again(first)
+            local.repeat()
+            local.take(first, again)
         else:
-            local.uploads.take(first, local.schema.send("up", step(local, first, 0)))
-        local.close(local.uploads.mean(nth(0)), local.uploads.counted)
+            local.take(first, local.schema.send("up", step(local, first, 0)))
+        local.exchange.settle()
+        local.close()
         states.append(State(parts=dict(local.states())).encode())
-        memories = local.aggregation.transforms.client_memories
+        memories = local.transforms.client_memories
         times = {n: memories[n].memories["0-remembering.up"].values for n in names}
         assert all(time == {"times": 1} for time in times.values())
     assert states[0] == states[1]
-    assert all(torch.isfinite(t).all() for t in local.server.shared.values())
+    assert all(torch.isfinite(t).all() for t in local.value.adapter.values())

@@ -2,21 +2,24 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from both_ends import exchange_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coterie.errors import CoterieError
 from coterie.exchanges.defaults import with_defaults
 from coterie.exchanges.ends import ClientTransforms
-from coterie.exchanges.mean import Aggregation, means_of, weighted_mean
+from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.mean import means_of, weighted_mean
 from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Field, Groups, Message, MessageError, Schema
-from coterie.methods.low_rank import PaddedMean
+from coterie.methods.sides import Server
+from coterie.methods.value import Value
 from coterie.privacy.ledger import Ledger
 from coterie.transforms.contract import Contribution, Reduction, Transform
 
@@ -34,13 +37,21 @@ SHAPES = {"adapter": {"A": (2, 3), "B": (4, 2)}, "router": {"w": (3,)}}
 
 
 def aggregation(
-    weights: Any = "uniform", schema: Schema = SCHEMA, *listed: Transform
-) -> Aggregation:
-    return Aggregation(schema, with_defaults(AggregationSpec(weights=weights), listed, schema))
+    weights: Any = "uniform", schema: Schema = SCHEMA, *listed: Transform, least_others: int = 1
+) -> Exchange:
+    transforms = with_defaults(AggregationSpec(weights=weights), listed, schema)
+    return exchange_of(schema, *transforms, least_others=least_others)
 
 
-def sent(found: Aggregation, message: Message, tokens: int) -> Message:
-    return ClientTransforms(found.pipeline, "ada", Ledger()).declared(message, tokens)
+def sent(found: Exchange, message: Message, tokens: int) -> Message:
+    return ClientTransforms(found.transforms.pipeline, "ada", Ledger()).declared(message, tokens)
+
+
+def put(found: Exchange, **uploads: Message) -> None:
+    """Let uploads of clients arrive that have trained from nothing."""
+    for name, message in uploads.items():
+        found.put(name, message, lambda *_: {})
+    found.settle()
 
 
 def upload(seed: int = 0, **values: Any) -> Message:
@@ -97,7 +108,8 @@ def test_each_tensor_is_averaged_over_those_who_hold_it(clients, seed) -> None:
 
 def test_no_contributions_no_means() -> None:
     assert weighted_mean([]) == {}
-    assert aggregation().mean(3, []) == Message(3, {}, {"held": {}})
+    found = aggregation()
+    assert (found.mean("adapter"), found.holders("adapter"), found.each("note")) == ({}, {}, {})
 
 
 def test_sums_are_in_float64() -> None:
@@ -123,26 +135,29 @@ def test_the_order_is_the_order_given() -> None:
         assert torch.equal(weighted_mean(stream)["g"]["x"], (total / weight).float())
 
 
-@pytest.mark.parametrize("through", ["mean", "aggregation"])
-def test_contributions_are_taken_one_at_a_time_and_none_is_kept(through) -> None:
+@pytest.mark.parametrize("form", ["mean", "rows"])
+def test_uploads_are_read_one_at_a_time_and_none_is_kept(form, monkeypatch) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
+    schema = Schema(up=(Field("adapter", "pairs", reduce=form),))
+    found, names = exchange_of(schema), [str(i) for i in range(20)]
+    for i, name in enumerate(names):
+        tensor = torch.full((3,), float(i))
+        found.put(name, Message(0, {"adapter": {"x": tensor}}), lambda *_: {})
+    read = found.store.get
 
-    def stream() -> Iterator[Contribution]:
+    def watched(name: str) -> Message:
         nonlocal most
-        for i in range(20):
-            most = max(most, sum(ref() is not None for ref in alive))
-            tensor = torch.full((3,), float(i))
-            alive.append(weakref.ref(tensor))
-            one = Contribution(str(i), {"g": {"x": tensor}})
-            del tensor
-            yield one
-            del one
+        most = max(most, sum(ref() is not None for ref in alive))
+        message = read(name)
+        alive.append(weakref.ref(message["adapter"]["x"]))
+        return message
 
-    if through == "mean":
-        mean = weighted_mean(stream())["g"]["x"]
+    monkeypatch.setattr(found.store, "get", watched)
+    if form == "mean":
+        mean = found.mean("adapter")["x"]
     else:
-        mean = aggregation().mean(0, stream())["g"]["x"]
+        mean = found.means("adapter", {"all": dict.fromkeys(names, 1.0)})["all"]["x"]
     assert mean.tolist() == [9.5] * 3
     gc.collect()
     assert len(alive) == 20
@@ -152,37 +167,53 @@ def test_contributions_are_taken_one_at_a_time_and_none_is_kept(through) -> None
 
 def test_an_upload_is_divided_between_the_mean_and_the_method() -> None:
     found, message = aggregation(), upload()
-    one = found.contribution("ada", message, SHAPES)
-    assert (one.client, one.weight, set(one.groups)) == ("ada", 1.0, {"adapter", "router"})
-    assert one.groups["adapter"] is message["adapter"]
-    rest = found.each(message)
-    assert (set(rest.groups), rest.values, rest.round) == ({"update"}, {"note": "hello"}, 4)
-    assert found.schema == SCHEMA
+    put(found, ada=message)
+    for group in ("adapter", "router"):
+        mean = found.mean(group)
+        assert all(torch.equal(t, mean[n]) for n, t in message[group].items())
+    assert torch.equal(found.each("update")["ada"]["u"], message["update"]["u"])
+    assert found.each("note") == {"ada": "hello"}
+    assert found.transforms.pipeline.schema == SCHEMA
 
 
 def test_a_group_of_both_ways_goes_to_both() -> None:
     schema = Schema(up=(Field("adapter", "pairs", reduce="mean"), Field("adapter", "pairs")))
-    found, message = aggregation(schema=schema), upload().only({"adapter"})
-    one = found.contribution("ada", message, {"adapter": SHAPES["adapter"]})
-    assert set(one.groups) == set(found.each(message).groups) == {"adapter"}
+    found = aggregation("uniform", schema)
+    put(found, ada=upload().only({"adapter"}))
+    assert found.mean("adapter").keys() == found.each("adapter")["ada"].keys() == {"A", "B"}
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "declared"),
+    [
+        ("mean", "adapters", "mean"),
+        ("mean", "update", "mean"),
+        ("means", "adapter", "rows"),
+        ("each", "router", "each"),
+        ("each", "notes", "each"),
+    ],
+)
+def test_a_field_that_the_schema_does_not_declare_so_is_refused(form, name, declared) -> None:
+    found, rows = aggregation(), [{}] if form == "means" else []
+    with pytest.raises(CoterieError, match=f"'{name}' .* with reduce='{declared}'"):
+        getattr(found, form)(name, *rows)
 
 
 def test_a_mean_tells_how_many_held_each_tensor() -> None:
+    found = aggregation("tokens")
     some = {"adapter": {"A": torch.ones(2)}}
     all_of_it = {
         "adapter": {"A": torch.zeros(2), "B": torch.ones(1)},
         "router": {"w": torch.ones(1)},
     }
-    contributions = [
-        Contribution("a", some, 3),
-        Contribution("b", all_of_it),
-        Contribution("c", {}),
-    ]
-    mean = aggregation().mean(7, contributions)
-    assert (mean.round, mean.peers) == (7, {})
-    assert mean.values["held"] == {"adapter": {"A": 2, "B": 1}, "router": {"w": 1}}
-    assert mean["adapter"]["A"].tolist() == [0.75, 0.75]
-    assert flat(mean.groups).keys() == naive(contributions).keys()
+    uploads: dict[str, tuple[Groups, int]] = {"a": (some, 3), "b": (all_of_it, 1), "c": ({}, 1)}
+    for name, (_, tokens) in uploads.items():
+        found.transforms.join(name, Message(values={"tokens": tokens}))
+    put(found, **{name: Message(0, g, {"tokens": t}) for name, (g, t) in uploads.items()})
+    assert found.mean("adapter")["A"].tolist() == [0.75, 0.75]
+    assert {*found.mean("adapter")} == {"A", "B"}
+    assert found.holders("adapter") == {"A": 2, "B": 1}
+    assert found.holders("router") == {"w": 1}
 
 
 class Largest(Reduction):
@@ -190,8 +221,8 @@ class Largest(Reduction):
     summary: ClassVar[str] = "the largest value of each number"
 
     def reduce(self, contributions: Any, clients: Any, memory: Any) -> Groups:
-        found = [one.groups["g"]["x"] for one in contributions]
-        return {"g": {"x": torch.stack(found).amax(0)}}
+        found = [one.groups["adapter"]["x"] for one in contributions]
+        return {"adapter": {"x": torch.stack(found).amax(0)}}
 
 
 @given(st.data())
@@ -237,41 +268,50 @@ def test_means_of_rows_are_weighted_twice(data) -> None:
 def test_a_mean_of_too_few_clients_is_not_computed() -> None:
     """Each of two clients could subtract its own tensor from their mean."""
     rows = torch.randn(3, 2)
-    stream = [
-        Contribution(str(i), {"g": {"x": row, **({"y": row} if i else {})}})
-        for i, row in enumerate(rows)
-    ]
     for least, names in ((1, {"x", "y"}), (2, {"x"}), (3, set())):
-        mean = Aggregation(SCHEMA, least_others=least).mean(0, stream)
-        assert mean["g"].keys() == mean.values["held"]["g"].keys() == names
-    assert torch.allclose(
-        Aggregation(SCHEMA, least_others=2).mean(0, stream)["g"]["x"], rows.mean(0)
-    )
+        found = aggregation(least_others=least)
+        put(
+            found,
+            **{
+                f"c{i}": Message(0, {"adapter": {"x": row, **({"y": row.clone()} if i else {})}})
+                for i, row in enumerate(rows)
+            },
+        )
+        mean = found.mean("adapter")
+        assert mean.keys() == found.holders("adapter").keys() == names
+        assert not names or torch.allclose(mean["x"], rows.mean(0))
 
 
 def test_a_reduction_makes_the_mean() -> None:
-    rows = torch.randn(4, 3)
-    stream = (Contribution(str(i), {"g": {"x": row}}) for i, row in enumerate(rows))
-    mean = aggregation("uniform", SCHEMA, Largest()).mean(0, stream)
-    assert torch.equal(mean["g"]["x"], rows.amax(0))
-    assert mean.values["held"] == {"g": {"x": 4}}
+    rows, found = torch.randn(4, 3), aggregation("uniform", SCHEMA, Largest())
+    put(found, **{f"c{i}": Message(0, {"adapter": {"x": row}}) for i, row in enumerate(rows)})
+    assert torch.equal(found.mean("adapter")["x"], rows.amax(0))
+    assert found.holders("adapter") == {"x": 4}
 
 
 def test_shapes_must_be_those_expected() -> None:
-    found, good = aggregation(), upload()
+    expected: dict[str, Any] = {}
+
+    class Expecting(Server):
+        def expects(self, value: Any, client: str, exchange: Exchange) -> Any:
+            return expected
+
+    server, found, good = Expecting(), aggregation(), upload()
+    expected |= {**SHAPES, "update": {"u": (5,)}}
+    server.check(Value(), "ada", good, found)
     cases: list[tuple[Groups, str]] = [
         ({**good.groups, "adapter": {"A": torch.ones(2, 3)}}, "'B' is missing from"),
         ({"adapter": good["adapter"]}, "'w' is missing from"),
+        ({**good.groups, "update": {}}, "'u' is missing from"),
         ({**good.groups, "router": {"w": torch.ones(3), "v": torch.ones(1)}}, "'v' was not expec"),
         ({**good.groups, "router": {"w": torch.ones(3, 1)}}, r"has shape \(3, 1\), but \(3,\)"),
     ]
     for groups, why in cases:
         with pytest.raises(MessageError, match=why):
-            found.contribution("ada", Message(0, groups), SHAPES)
+            server.check(Value(), "ada", Message(0, groups), found)
+    expected.clear()
     with pytest.raises(MessageError, match="'A' was not expected"):
-        found.contribution("ada", good, {})
-    none = Message(0, {"update": good["update"]})  # what is not averaged is the method's to check
-    assert found.contribution("ada", none, {}).groups == {}
+        server.check(Value(), "ada", good, found)
 
 
 def test_uniform_weights_send_nothing_more() -> None:
@@ -279,30 +319,29 @@ def test_uniform_weights_send_nothing_more() -> None:
     message = upload()
     assert sent(found, message, 100) is message
     found.transforms.join("ada", Message())
-    assert found.contribution("ada", message, SHAPES).weight == 1.0
+    assert found.transforms.weight("ada", message) == 1.0
     with pytest.raises(MessageError, match="'tokens' may not be sent"):
-        found.schema.send("up", upload(tokens=100))
+        found.transforms.pipeline.schema.send("up", upload(tokens=100))
 
 
 def test_weights_are_the_training_tokens_that_clients_tell() -> None:
     found = aggregation("tokens")
-    contributions = []
+    schema, uploads = found.transforms.pipeline.schema, dict[str, Message]()
     for i, (name, tokens) in enumerate([("ada", 300), ("bob", 100)]):
-        hello = found.schema.send("hello", sent(found, Message(values={"shapes": {}}), tokens))
-        found.transforms.join(name, found.schema.receive("hello", hello))
+        hello = schema.send("hello", sent(found, Message(values={"shapes": {}}), tokens))
+        found.transforms.join(name, schema.receive("hello", hello))
         own = sent(found, upload(i), tokens)
         assert (own.values["tokens"], own.values["note"], own.round) == (tokens, "hello", 4)
-        arrived = found.schema.receive("up", found.schema.send("up", own))
-        assert found.each(arrived).values == {"note": "hello", "tokens": tokens}
-        contributions.append(found.contribution(name, arrived, SHAPES))
-    assert [one.weight for one in contributions] == [300.0, 100.0]
-    mean = found.mean(4, contributions)
-    for (group, name), tensor in flat(mean.groups).items():
-        one, other = (upload(i)[group][name] for i in range(2))
-        torch.testing.assert_close(tensor, 0.75 * one + 0.25 * other)
-    assert found.schema.down == SCHEMA.down
+        uploads[name] = schema.receive("up", schema.send("up", own))
+    put(found, **uploads)
+    assert [found.weight(name) for name in found.counted] == [300.0, 100.0]
+    for group in ("adapter", "router"):
+        for name, tensor in found.mean(group).items():
+            one, other = (upload(i)[group][name] for i in range(2))
+            torch.testing.assert_close(tensor, 0.75 * one + 0.25 * other)
+    assert schema.down == SCHEMA.down
     for way in ("hello", "up"):
-        names = [field.name for field in getattr(found.schema, way)]
+        names = [field.name for field in getattr(schema, way)]
         assert names == [*(field.name for field in getattr(SCHEMA, way)), "tokens"]
 
 
@@ -316,54 +355,20 @@ def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
         MessageError,
         match="'ada' claims 1,001 training tokens in its upload, but declared 1,000",
     ):
-        found.contribution("ada", upload(tokens=1001), SHAPES)
-    assert found.contribution("ada", upload(tokens=999), SHAPES).weight == 999.0
+        put(found, ada=upload(tokens=1001))
+    put(found, ada=upload(tokens=999))
+    assert found.weight("ada") == 999.0
     with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
-        found.contribution("ada", upload(), SHAPES)
+        put(found, ada=upload())
     found.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
-    assert found.contribution("ada", upload(tokens=1001), SHAPES).weight == 1001.0
+    put(found, ada=upload(tokens=1001))
+    assert found.weight("ada") == 1001.0
 
 
 def test_weights_are_told_once_even_if_the_method_tells_them_too() -> None:
     tokens = Field("tokens", "tokens", "json")
     found = aggregation("tokens", Schema((tokens,), SCHEMA.up))
-    assert [field.name for field in found.schema.hello] == ["tokens"]
+    assert [field.name for field in found.transforms.pipeline.schema.hello] == ["tokens"]
     nothing = aggregation("tokens", Schema(up=(Field("update", "a pair"),)))
     assert sent(nothing, upload(), 5).values == {"note": "hello"}  # there is no mean to weigh
-    assert nothing.schema == Schema(up=(Field("update", "a pair"),))
-
-
-def test_pairs_of_different_ranks_are_padded_with_zeros() -> None:
-    chance = torch.Generator().manual_seed(0)
-    ranks, weights = [2, 5, 1, 3], [1.0, 0.5, 3.0, 2.0]
-    shared = torch.randn(7, 6, generator=chance), torch.randn(6, 4, generator=chance)
-    means, Bs, As = (
-        [*map(PaddedMean, shared)],
-        torch.zeros(7, 5).double(),
-        torch.zeros(5, 4).double(),
-    )
-    for rank, weight in zip(ranks, weights, strict=True):
-        B, A = torch.randn(7, rank, generator=chance), torch.randn(rank, 4, generator=chance)
-        before = B.clone(), A.clone()
-        means[0].add(B.double(), weight)
-        means[1].add(A, weight**2)
-        Bs[:, :rank] += weight / sum(weights) * B
-        As[:rank] += weight**2 / sum(w**2 for w in weights) * A
-        assert torch.equal(B, before[0])
-        assert torch.equal(A, before[1])
-    B, A = (mean.result() for mean in means)
-    assert (B.dtype, A.dtype) == (torch.float32, torch.float32)
-    torch.testing.assert_close(B[:, :5].double(), Bs, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(A[:5].double(), As, rtol=1e-6, atol=1e-7)
-    assert torch.equal(B[:, 5:], shared[0][:, 5:])  # what nobody sent stays
-    assert torch.equal(A[5:], shared[1][5:])
-    assert torch.equal(means[0].result(), B)  # asking changes nothing
-
-
-def test_the_first_of_the_largest_rank_is_not_changed_by_those_after_it() -> None:
-    mean = PaddedMean(torch.zeros(3, 2))
-    B = torch.ones(3, 2).double()
-    for _ in range(2):
-        mean.add(B, 3.0)
-    assert B.eq(1).all()
-    assert mean.result().eq(1).all()
+    assert nothing.transforms.pipeline.schema == Schema(up=(Field("update", "a pair"),))

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.mean import weighted_mean
 from coterie.exchanges.optimiser import ServerOptimiser
 from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Field, Groups, Message, Schema, State
 from coterie.messages.envelope import Reply, seal, unseal
-from coterie.methods.contract import ServerSide
+from coterie.methods.adapter import AdapterServer
+from coterie.methods.averaging import FedAvg
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, assert_equal, deploy
 from coterie.testing.rounds import joined, one_round
@@ -143,13 +146,13 @@ def test_rounds_of_a_method(config, method) -> None:
     """FedAvgM: each tensor has its momentum, from the first values that all have in common."""
     optimiser = {"name": "fedavgm", "learning_rate": 0.5}
     sides: Any = joined(run_with(config, optimiser, method=method))
-    x = {n: t.double().clone() for n, t in sides.server.replaces()["adapter"].items()}
+    x = {n: t.double().clone() for n, t in sides.value.adapter.items()}
     m = {n: torch.zeros_like(t) for n, t in x.items()}
     for round in range(3):
         for n, mean in means_of(one_round(sides, round)).items():
             m[n] = 0.9 * m[n] + mean - x[n]
             x[n] = x[n] + 0.5 * m[n]
-        for n, tensor in sides.server.replaces()["adapter"].items():
+        for n, tensor in sides.value.adapter.items():
             torch.testing.assert_close(tensor.double(), x[n], rtol=1e-5, atol=1e-7)
     assert any(tensor.abs().max() > 1e-4 for tensor in m.values())
 
@@ -159,7 +162,7 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
     training = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd"}
     sides: Any = joined(run_with(config, method=scaffold(), training=training))
     change = means_of(one_round(sides, 0), "change")
-    for name, control in sides.server.buffers["control"].items():
+    for name, control in sides.value.control.items():
         torch.testing.assert_close(control.double(), change[name], rtol=1e-5, atol=1e-8)
 
 
@@ -225,10 +228,26 @@ def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
     assert sentence in str(error.value)
 
 
-def test_where_nothing_is_replaced_it_is_refused() -> None:
-    mean = {"statistics": {"x": torch.ones(1)}}
+class Forgetful(FedAvg):
+    """Its server does not say which parameters a mean replaces."""
+
+    name: ClassVar[str] = "forgetful"
+    summary: ClassVar[str] = "forgetful"
+
+    def server(self, context: Any) -> Any:
+        class Forgetting(AdapterServer):
+            def aggregate(self, value: Any, exchange: Exchange) -> Any:
+                return replace(value, adapter={**value.adapter, **exchange.mean("adapter")})
+
+        return Forgetting(self, context)
+
+
+def test_where_nothing_is_replaced_it_is_refused(config) -> None:
+    sides = joined(run_with(config, method=Forgetful()))
+    before = sides.value
     with pytest.raises(CoterieError, match="server replaces none of its parameters"):
-        server_of("fedadam").on_mean(mean, ServerSide().replaces())
+        one_round(sides, 0)
+    assert sides.value is before
 
 
 @pytest.mark.parametrize(
@@ -253,3 +272,14 @@ def test_compared_methods_without_a_mean_have_no_server_optimiser(config) -> Non
     for name in ("local", "pretrained", "pcl-2", "centralized"):
         assert run.with_method(name).aggregation == AggregationSpec()
     assert parse(run.as_dict()) == run
+
+
+def test_exchanges_without_a_mean_are_not_refused(teachers, tmp_path) -> None:
+    """FedMKT-FedAvg averages adapters in every second exchange."""
+    method, aggregation = {"name": "fedmkt-fedavg"}, {"optimiser": "fedadam"}
+    done = coterie.run(
+        teachers(rounds=1, method=method, aggregation=aggregation), out=tmp_path / "run"
+    )
+    states = RunFolder(done.path).load("transforms").parts["own"].parts
+    [moments] = [state for key, state in states.items() if key.endswith("-server_optimiser")]
+    assert moments["m.adapter"]

@@ -5,14 +5,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from both_ends import exchange_of
 from pydantic import BaseModel
 
-from coterie.exchanges.mean import Aggregation
+from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.weights import TOKENS, TokenWeights
 from coterie.messages import Field, Groups, Message, Schema
 from coterie.messages.schema import Reduce
 from coterie.transforms.contract import Transform
 from coterie.transforms.registry import OWN, TRANSFORMS
+from coterie.turn import Turn
 
 SCHEMA = Schema(up=tuple(Field(group, "numbers", reduce="mean") for group in ("adapter", "logits")))
 SHAPES = {"adapter": {"x": (6,)}, "logits": {"y": (4,)}}
@@ -46,7 +48,7 @@ SETTINGS = [path for name in OWN for path in settings_of(TRANSFORMS.get(name), n
 def outcome(transform: Transform) -> Groups:
     """What three exchanges of five unlike clients come to."""
     weights = [] if isinstance(transform, TokenWeights) else [TokenWeights()]
-    found = Aggregation(SCHEMA, [transform, *weights], 3)
+    found = exchange_of(SCHEMA, transform, *weights, exchanges=3)
     chance = torch.Generator().manual_seed(0)
     before: Groups = {"adapter": {"x": torch.zeros(6)}}
     mean: Groups = {}
@@ -64,23 +66,18 @@ def outcome(transform: Transform) -> Groups:
 
 
 def exchanged(
-    found: Aggregation, number: int, uploads: Mapping[str, Message], before: Groups
+    found: Exchange, number: int, uploads: Mapping[str, Message], before: Groups
 ) -> Groups:
     """What the server makes of an exchange's uploads."""
-    transforms = found.transforms
-    transforms.begin(number, "train", uploads)
-    measures: dict[str, Any] = {}
+    found.transforms.begin(number, "train", uploads)
+    found.open(Turn(number, number, number), uploads)
+    found.begin()
     for name, upload in uploads.items():
-        transforms.join(name, upload)
-        measures[name] = transforms.measure(name, upload, before)
-    excluded = transforms.refuse(measures)
-    counted = (
-        found.contribution(name, transforms.bounded(name, upload, lambda: before), SHAPES)
-        for name, upload in uploads.items()
-        if name not in excluded
-    )
-    mean = transforms.on_mean(found.mean(number, counted).groups, before)
-    transforms.commit(())
+        found.transforms.join(name, upload)
+        found.put(name, upload, lambda *_: before)
+    found.settle()
+    mean = {group: found.mean(group, before.get(group)) for group in SHAPES}
+    found.transforms.commit(())
     return mean
 
 

@@ -43,7 +43,7 @@ def test_a_client_receives_pairs_once_per_trial_and_no_weights_in_between(make) 
     for r in range(8):
         downloads, _ = forged_round(local, r, {"eve": curious})
         pairs.append(bool(downloads["eve"].peers))
-        rows.append(local.server.rows()["eve"])
+        rows.append(local.server.rows(local.value, local.exchange)["eve"])
     assert [r for r, peers in enumerate(pairs) if peers] == [1, 3]
     assert rows[0] == pytest.approx(dict.fromkeys(NAMES, 1 / 4), abs=0.1)
     assert all(row["ann"] == 1.0 for row in rows[1:])  # the limit of 1 permits this
@@ -53,14 +53,14 @@ def test_weights_change_only_in_a_trial_or_to_stay_alone(make) -> None:
     local = make()
     for r in range(2):
         forged_round(local, r)
-    row = local.server.choices["eve"]["row"]
+    row = local.value.rows["eve"]
     forged_round(local, 2, {"eve": curious})
-    assert local.server.choices["eve"]["row"] == row
+    assert local.value.rows["eve"] == row
     forged_round(local, 3)
     forged_round(local, 4, {"eve": lambda u: chosen(u, row={"eve": 1.0})})
-    assert local.server.rows()["eve"] == {"eve": 1.0}
+    assert local.server.rows(local.value, local.exchange)["eve"] == {"eve": 1.0}
     forged_round(local, 5, {"eve": curious})
-    assert local.server.rows()["eve"] == {"eve": 1.0}
+    assert local.server.rows(local.value, local.exchange)["eve"] == {"eve": 1.0}
 
 
 def test_pairs_are_not_sent_again_to_a_client_whose_upload_never_counts(make) -> None:
@@ -80,7 +80,7 @@ def test_pairs_are_not_sent_again_if_another_client_leaves_during_the_exchange(m
     forged_round(local, 0)
     local.open(nth(1), NAMES)
     assert down(local, "eve").peers
-    local.server.leave("ida")
+    local.leave("ida")
     forged_round(local, 1, present=["ann", "ben"])
     local.open(nth(2), ["ann", "ben", "eve"])
     assert not down(local, "eve").peers
@@ -90,7 +90,7 @@ def test_with_two_others_no_mean_is_nearly_one_upload(make) -> None:
     local = make(least_others=2)
     for r in range(8):
         _, uploads = forged_round(local, r, {"eve": curious})
-        row = local.server.rows()["eve"]
+        row = local.server.rows(local.value, local.exchange)["eve"]
         others = {name: weight for name, weight in row.items() if name != "eve"}
         assert row == {"eve": 1.0} or max(others.values()) <= sum(others.values()) / 2 + 1e-9
         received = down(local, "eve")["adapter"]
@@ -103,7 +103,7 @@ def test_honest_clients_use_the_weights_that_the_server_uses(make) -> None:
     for r in range(3):
         forged_round(local, r)
     for name, client in local.clients.items():
-        assert local.server.rows()[name] == pytest.approx(client.row)
+        assert local.server.rows(local.value, local.exchange)[name] == pytest.approx(client.row)
         assert sum(w > 0 for n, w in client.row.items() if n != name) != 1
 
 

@@ -46,7 +46,7 @@ def test_a_single_client_trains_alone(make) -> None:
     poet = local.clients["poet"]
     assert poet.row == {}  # no trial
     assert poet.stage == ""
-    assert local.server.tried == {}
+    assert not local.value.tried
     sent = uploads["poet"]["adapter"]
     assert equal(down(local, "poet")["adapter"], sent)
     assert equal({n: poet.shared[n] for n in sent}, sent)
@@ -55,7 +55,7 @@ def test_a_single_client_trains_alone(make) -> None:
 def test_two_clients_judge_each_other(make) -> None:
     local = make(["poet", "whaler"])
     played(local)
-    assert local.server.tried == {"poet": 3, "whaler": 3}
+    assert local.value.tried == {"poet": 3, "whaler": 3}
     for client in local.clients.values():
         assert sum(client.row.values()) == pytest.approx(1)
         assert client.row.keys() <= {"poet", "whaler"}
@@ -96,7 +96,7 @@ def test_clients_judge_by_what_all_of_them_hold(settings, start, make) -> None:
     for r in range(1, 4):
         one_round(local, r)
     take(local)
-    assert local.server.tried == dict.fromkeys(NAMES, 3)
+    assert local.value.tried == dict.fromkeys(NAMES, 3)
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_an_invalid_choice_is_refused(choice, make) -> None:
     local = make(["poet", "whaler"], 17)
     local.open(nth(0), ["poet"])
     upload = local.clients["poet"].upload(nth(0))
-    local.server.receive("poet", upload)
-    before = local.server.state()
+    local.server.check(local.value, "poet", upload, local.exchange)
+    before = local.value.state()
     wrong = local.schema.receive("up", local.schema.send("up", chosen(upload, **choice)))
     with pytest.raises(MessageError, match="'poet' sent an invalid choice"):
-        local.server.receive("poet", wrong)
-    assert_equal(local.server.state(), before, "server")
+        local.server.check(local.value, "poet", wrong, local.exchange)
+    assert_equal(local.value.state(), before, "server")
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 2**63, -(2**63) - 1])
@@ -165,8 +165,7 @@ def test_a_missing_choice_is_refused(sent, make) -> None:
     local = make(["poet", "whaler"], 17)
     upload = replace(local.clients["poet"].upload(nth(0)), values=sent)
     with pytest.raises(MessageError, match="sent an invalid choice"):
-        local.server.receive("poet", upload)
-    assert local.server.choices == {}
+        local.server.check(local.value, "poet", upload, local.exchange)
 
 
 @pytest.mark.parametrize("row", [{"whaler": 0.0}, {"nobody": 1.0}, {"whaler": 5e-324}], ids=str)
@@ -182,7 +181,7 @@ def test_a_row_without_weight_concerns_its_sender_only(row, make) -> None:
     if asked == "poet":
         assert equal(received, uploads["poet"]["adapter"])
     assert all(bool(t.isfinite().all()) for t in received.values())
-    row = local.server.rows()["diarist"]
+    row = local.server.rows(local.value, local.exchange)["diarist"]
     assert row == pytest.approx(dict.fromkeys(NAMES, 1 / 3))
 
 
@@ -193,7 +192,7 @@ def test_huge_weights_cannot_stop_a_run(make) -> None:
     row = dict.fromkeys(NAMES, 1.7e308)
     local.open(nth(0), ["poet"])
     with pytest.raises(MessageError):
-        local.server.receive("poet", chosen(upload, row=row))
+        local.server.check(local.value, "poet", chosen(upload, row=row), local.exchange)
 
 
 PAIR = "dense/transformer.h.0.attn.c_attn.A"

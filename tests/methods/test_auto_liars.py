@@ -121,20 +121,20 @@ def counted_round(local: Any, round: int, by: float, names: list[str]) -> dict[s
     If `by` is not 1, the liar uploads ann's change times `by`.
     """
     local.open(nth(round), names)
-    local.uploads.begin()
+    local.exchange.begin()
     changes: dict[str, Tensor] = {}
     for name in names:
         upload = step(local, name, round)
-        start = local.server.reference(name, upload)["adapter"]
+        start = local.server.reference(local.value, name, upload, local.exchange)["adapter"]
         if name == "ann":
             changes = {n: tensor - start[n] for n, tensor in upload["adapter"].items()}
         if name == "liar" and by != 1:
             forged = {n: start[n] + by * change for n, change in changes.items()}
             upload = replace(upload, groups={"adapter": forged})
-        local.uploads.take(name, local.schema.send("up", upload))
-    mean = local.uploads.mean(nth(round))
-    local.close(mean, local.uploads.counted)
-    return dict(local.uploads.refused)
+        local.take(name, local.schema.send("up", upload))
+    local.exchange.settle()
+    local.close()
+    return dict(local.exchange.refused)
 
 
 @pytest.mark.parametrize("by", some({50, -2.9}, [50, -50, 4, -2.9]))
@@ -146,7 +146,7 @@ def test_a_scaled_upload_is_excluded_by_the_bounds(by, run) -> None:
         assert refused.keys() == {"liar"}
         assert "times the round's median" in refused["liar"]
         counted_round(twin, r, 1, [name for name in names if name != "liar"])
-        assert_equal(local.server.state(), twin.server.state(), "server")
+        assert_equal(local.value.state(), twin.value.state(), "server")
         assert all("liar" not in down(local, name).peers for name in names[:3])
     assert all("liar" not in local.clients[name].row for name in names[:3])
 
@@ -171,8 +171,8 @@ def test_a_choice_decides_only_about_the_mean_of_its_sender(run) -> None:
         forged_round(local, r, wrong if r else {})
         forged_round(twin, r)
     for name in ("ann", "ben", "carl"):
-        assert equal(local.server.means[name], twin.server.means[name])
-    assert not equal(local.server.means["liar"], twin.server.means["liar"])
+        assert equal(local.value.means[name], twin.value.means[name])
+    assert not equal(local.value.means["liar"], twin.value.means["liar"])
 
 
 def test_a_client_that_stays_alone_is_measured_from_its_own_parameters(run) -> None:
@@ -186,20 +186,21 @@ def test_a_client_that_stays_alone_is_measured_from_its_own_parameters(run) -> N
     local.open(nth(2), sorted(TEXTS))
     upload = step(local, "ann", 2)
     assert upload.values["choice"]["row"] == {"ann": 1.0}
-    reference = local.server.reference("ann", upload)["adapter"]
+    reference = local.server.reference(local.value, "ann", upload, local.exchange)["adapter"]
     sent = upload["adapter"].keys()
     assert equal({n: reference[n] for n in sent}, {n: before[n] for n in sent})
     with_others = chosen(upload, row={"ann": 0.5, "ben": 0.5})
-    reference = local.server.reference("ann", with_others)["adapter"]
+    reference = local.server.reference(local.value, "ann", with_others, local.exchange)["adapter"]
     assert equal({n: reference[n] for n in means}, means)
-    state = State.decode(local.server.state().encode())
-    local.server.restore(state)
-    assert_equal(local.server.state(), state, "server")
+    state = State.decode(local.value.state().encode())
+    local.value = local.value.restored(state)
+    assert_equal(local.value.state(), state, "server")
     forged_round(local, 2)
     experts = {n for n in before if n not in sent}
-    assert local.server.before == {}
+    assert not local.value.before
     local.open(nth(3), sorted(TEXTS))
-    reference = local.server.reference("ann", step(local, "ann", 3))["adapter"]
+    upload = step(local, "ann", 3)
+    reference = local.server.reference(local.value, "ann", upload, local.exchange)["adapter"]
     assert equal({n: reference[n] for n in experts}, {n: before[n] for n in experts})
 
 
@@ -209,8 +210,9 @@ def test_a_client_that_returns_receives_all_parameters(back, run) -> None:
     local, names = run(rounds=12), sorted(TEXTS)
     for r in range(back):
         counted_round(local, r, 1, names if r < 2 else names[1:])
-    expected = local.server.reference("ann", local.clients["ann"].upload(nth(back)))["adapter"]
     local.open(nth(back), names)
+    upload = local.clients["ann"].upload(nth(back))
+    expected = local.server.reference(local.value, "ann", upload, local.exchange)["adapter"]
     local.clients["ann"].receive(down(local, "ann"))
     assert equal(local.clients["ann"].buffers["mean"], expected)
     assert not counted_round(local, back, 1, names)

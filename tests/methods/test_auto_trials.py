@@ -85,7 +85,7 @@ def test_a_client_that_joins_late_has_a_trial_of_its_own(make) -> None:
     for r in range(4, 7):
         seen.append(judges(forged_round(local, r)[0]))
     assert seen[4:] == [[], ["poet"], []]
-    assert local.server.tried["poet"] == 3
+    assert local.value.tried["poet"] == 3
     assert local.clients["poet"].stage == ""  # the client has decided
     assert judges({name: down(local, name) for name in NAMES}) == []
 
@@ -105,7 +105,7 @@ def test_a_client_that_takes_part_in_every_second_round_has_trials(make) -> None
         seen.append(judges(forged_round(local, r, present=present)[0]))
     assert [r for r, names in enumerate(seen) if "poet" in names] == [2, 4]
     assert [r for r, names in enumerate(seen) if "whaler" in names] == [1, 3]
-    assert local.server.uploads == {}
+    assert not local.value.uploads
 
 
 @pytest.mark.parametrize("name", some({"poet", "row"}, ["poet", "row", "tokens"]))
@@ -114,17 +114,18 @@ def test_nothing_is_left_of_a_client_that_leaves(name, make) -> None:
     local, others = make(12, ("ann", name, "whaler")), ["ann", "whaler"]
     for r in range(3):
         forged_round(local, r)
-    server = local.server
-    assert {*server.uploads} == {"ann", name, "whaler"}
+    assert {*local.value.uploads} == {"ann", name, "whaler"}
     local.leave(name)
-    assert {*server.held, *server.choices, *server.means, *server.rows()} == {*others}
-    assert {*server.uploads} == {*others}
-    assert all(row.keys() <= {*others} for row in server.rows().values())
+    value, rows = local.value, local.server.rows(local.value, local.exchange)
+    assert {*value.held, *value.tokens, *value.means, *rows} == {*others}
+    assert {*value.uploads} == {*others}
+    assert all(row.keys() <= {*others} for row in rows.values())
     assert not any(name in state.parts for _, state in local.states())
     downloads, uploads = forged_round(local, 3, present=others)
     assert downloads["ann"].peers.keys() == {"whaler"}
     for client in others:
-        row, mean = server.rows()[client], down(local, client)["adapter"]
+        row = local.server.rows(local.value, local.exchange)[client]
+        mean = down(local, client)["adapter"]
         assert row.keys() <= {*others}
         for n, tensor in mean.items():
             terms = [w * uploads[c]["adapter"][n].double() for c, w in row.items()]
@@ -145,7 +146,7 @@ def test_a_client_whose_peers_have_left_goes_on_alone(make) -> None:
         _, uploads = forged_round(local, r, only_whaler, present=["diarist", "poet"])
     mean = down(local, "poet")["adapter"]
     assert equal(mean, uploads["poet"]["adapter"])
-    assert b"whaler" not in local.server.state().encode()  # although the uploads name the client
+    assert b"whaler" not in local.value.state().encode()  # although the uploads name the client
 
 
 @pytest.mark.parametrize("every", some({2}, [1, 2, 3]))
@@ -173,7 +174,9 @@ def test_bounds_compare_the_second_expert_with_what_was_last_received(make) -> N
     received = down(local, "poet")["adapter"]
     assert any(n.startswith("generalist.1") for n in received)
     _, uploads = forged_round(local, 2)
-    reference = local.server.reference("poet", uploads["poet"])["adapter"]
+    reference = local.server.reference(local.value, "poet", uploads["poet"], local.exchange)[
+        "adapter"
+    ]
     expert = {n: t for n, t in received.items() if n.startswith("generalist.1")}
     assert equal(expert, {n: reference[n] for n in expert})
     latest = down(local, "poet")["adapter"]
@@ -185,7 +188,7 @@ def test_the_nearest_peers_are_forwarded(config) -> None:
     clients = [{"name": f"c{i}", "path": f"{NAMES[i % 3]}.txt"} for i in range(5)]
     run = config(method=auto(peers=2), rounds=6, training=TRAINING, clients=clients)
     local: Any = joined(run)
-    start = {n: t.clone() for n, t in local.server.shared.items() if n.startswith("dense/")}
+    start = {n: t.clone() for n, t in local.value.adapter.items() if n.startswith("dense/")}
     _, uploads = forged_round(local, 0)
     changes = {
         name: [(u["adapter"][n] - t).flatten().double() for n, t in start.items()]
@@ -216,11 +219,12 @@ def test_clients_with_equal_weights_share_a_mean_in_a_checkpoint(make) -> None:
     everyone = {name: lambda u: chosen(u, row=same) for name in NAMES}
     for r in range(3):
         forged_round(local, r, everyone)
-    state = State.decode(local.server.state().encode())
-    assert [group for group in state.groups if group.startswith("mean")] == ["mean-0"]
+    state = State.decode(local.value.state().encode())
+    assert [group for group in state.groups if group.startswith("mean")] == ["means-0"]
+    assert not any(part["means"] for part in state.parts.values())
     before = {name: down(local, name) for name in NAMES}
-    local.server.restore(state)
-    assert_equal(local.server.state(), state, "server")
+    local.value = local.value.restored(state)
+    assert_equal(local.value.state(), state, "server")
     for name in NAMES:
         assert equal(down(local, name)["adapter"], before[name]["adapter"])
 
@@ -230,6 +234,6 @@ def test_means_that_share_tensors_are_saved(make) -> None:
     local = make(12)
     for r in range(5):
         forged_round(local, r)
-        state = local.server.state()
+        state = local.value.state()
         assert_equal(State.decode(state.encode()), state, "server")
-    assert len({*local.server.state().values["means"].values()}) > 1
+    assert {*local.value.state().parts} == {*NAMES}

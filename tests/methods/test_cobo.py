@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.testing.rounds import down, joined, one_round, step
+from coterie.testing.rounds import close, down, joined, one_round, step
 
 SGD = {"optimiser": {"name": "sgd"}, "learning_rate": 0.1, "schedule": "constant"}
 TRAINING = {**SGD, "warmup": 0.0, "steps": 1, "batch": 2, "precision": "fp32"}
@@ -54,9 +54,9 @@ def test_an_exchange_follows_algorithm_1(domain, config) -> None:
     names = sorted(local.clients)
     initial = 0.5 if domain == "simplex" else 1.0
     for i in names:
-        assert local.server.row(i) == {j: initial if j != i else 0.0 for j in names}
+        assert local.server.row(local.value, i) == {j: initial if j != i else 0.0 for j in names}
     one_round(local, 0)
-    x, before = adapters(local), {i: local.server.row(i) for i in names}
+    x, before = adapters(local), {i: local.server.row(local.value, i) for i in names}
     steps: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
     for name, client in local.clients.items():
         record(client, steps[name])
@@ -76,14 +76,14 @@ def test_an_exchange_follows_algorithm_1(domain, config) -> None:
             row[j] += 0.5 * products.sum().item()
         values = [row[j] for j in names]
         expected = [min(max(v, 0.0), 1.0) for v in values] if domain == "box" else simplex(values)
-        assert list(local.server.row(i).values()) == pytest.approx(expected, abs=1e-9)
+        assert list(local.server.row(local.value, i).values()) == pytest.approx(expected, abs=1e-9)
 
 
 def test_gradients_are_computed_at_the_midpoint(config) -> None:
     """At the midpoint with itself, a client has the gradient at its own adapter."""
     local = run_of(config)
     one_round(local, 0)
-    local.server.start_round(1, sorted(local.clients))
+    local.open(local.config.turn(1), sorted(local.clients))
     poet, whaler = local.clients["poet"], local.clients["whaler"]
     x = {n: t.detach().clone() for n, t in poet.shared.items()}
     y = {n: t.detach().clone() for n, t in whaler.shared.items()}
@@ -99,15 +99,14 @@ def test_gradients_are_computed_at_the_midpoint(config) -> None:
 def test_clients_with_opposite_gradients_part(config) -> None:
     local = run_of(config, domain="box", weight_step=1.0)
     one_round(local, 0)
-    local.server.start_round(1, sorted(local.clients))
+    local.open(local.config.turn(1), sorted(local.clients))
     uploads = {name: step(local, name, 1) for name in sorted(local.clients)}
     sign = {"diarist": 1.0, "poet": -1.0, "whaler": 1.0}
     for i, upload in uploads.items():
         for gradient in upload["gradients"].values():
             gradient.fill_(sign[i])
-        local.server.receive(i, upload)
-    local.server.end_round(type(uploads["poet"])(), {})
-    assert local.server.row("diarist") == {"diarist": 0.0, "poet": 0.0, "whaler": 1.0}
+    close(local, 1, uploads)
+    assert local.server.row(local.value, "diarist") == {"diarist": 0.0, "poet": 0.0, "whaler": 1.0}
     assert down(local, "poet").values["weights"] == {"diarist": 0.0, "whaler": 0.0}
     assert not down(local, "poet")["mean"]
 
@@ -116,8 +115,8 @@ def test_pairs_are_sampled(config) -> None:
     local = run_of(config, pair_share=0.5)
     names, seen = sorted(local.clients), set()
     for exchange in range(20):
-        local.server.start_round(exchange, names)
-        partners = local.server.partners
+        local.open(local.config.turn(exchange), names)
+        partners = {i: local.server.partners(i, local.exchange) for i in names}
         assert all(i in partners[j] for i in names for j in partners[i])
         assert all(down(local, i).peers.keys() == set(partners[i]) for i in names)
         seen |= {sum(map(len, partners.values())) // 2}

@@ -13,7 +13,7 @@ from coterie.config.run import parse
 from coterie.messages import Message, MessageError
 from coterie.methods import contract
 from coterie.methods.averaging import FedAvg
-from coterie.methods.contract import Method, ServerSide
+from coterie.methods.contract import Method, Server
 from coterie.methods.pretrained import PretrainedClient
 from coterie.methods.registry import METHODS
 from coterie.testing import MethodContract
@@ -62,7 +62,7 @@ def test_a_model_of_ones_own_needs_no_change_to_the_package(config, tmp_path) ->
             return PretrainedClient(context)
 
         def server(self, context):
-            return ServerSide()
+            return Server()
 
     assert inspect.getsource(Silent) in (contract.__doc__ or "")
     run = config()

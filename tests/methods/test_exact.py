@@ -44,7 +44,7 @@ def start(
 def play(run: LocalRun, round: int) -> dict[str, Message]:
     """A round, but for its end, in which local training moves every parameter, personal ones too,
     by chance."""
-    run.server.start_round(round, sorted(run.clients))
+    run.open(run.config.turn(round), sorted(run.clients))
     uploads = {}
     for seed, name in enumerate(sorted(run.clients)):
         client = run.clients[name]
@@ -168,7 +168,7 @@ def test_models_have_the_mean_of_the_updates(
             client.adapter.set_residual({})  # the means of A and B alone are something else
             assert (client.model()(ids).logits - expected).abs().max() > 1e-2
         for pair, mean in means.items():
-            mean_of = run.server.download("poet")["adapter"]
+            mean_of = run.message("poet")["adapter"]
             A, B = (mean_of[f"{pair}.{end}"].double() for end in "AB")
             held[pair] = mean - B @ A
 
@@ -199,12 +199,12 @@ def test_residuals_do_not_move_and_have_no_gradient(
 
 def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, Base]]) -> None:
     run, _ = start({"name": "fedavg"})
-    run.server.start_round(0, ["poet"])
+    run.open(run.config.turn(0), ["poet"])
     client = run.clients["poet"]
     assert isinstance(client, AdapterClient)
     client.training.run = lambda round: move(client, round)  # pyright: ignore
     close(run, 0, {"poet": step(run, "poet", 0)})
-    assert not run.server.download("poet")["residual"]
+    assert not run.message("poet")["residual"]
 
 
 def test_residuals_of_a_wrong_shape_are_refused(

@@ -73,7 +73,7 @@ def test_the_mean_of_b_is_the_mean_of_the_products(config) -> None:
     parameters = local.clients["poet"].parameters()
     pairs = {p.path: n for n, p in parameters.items() if p.factor == "A"}
     clients = [c.parameters() for c in local.clients.values()]
-    shared = local.server.shared
+    shared = local.value.adapter
     for name, parameter in parameters.items():
         if parameter.factor == "B":
             A = pairs[parameter.path]

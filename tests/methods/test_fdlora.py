@@ -40,35 +40,33 @@ def unfused(monkeypatch) -> None:
 def rounds(local, count: int, first: int = 0):
     """Rounds of the poet and the whaler, with what was sent down and up in each."""
     for number in range(first, first + count):
-        before = local.server.download("poet")["adapter"]
+        before = local.message("poet")["adapter"]
         uploads = one_round(local, number, ["poet", "whaler"])
         yield number, before, {name: upload["adapter"] for name, upload in uploads.items()}
 
 
-def aggregated(local, server, number: int, uploads: dict[str, dict[str, torch.Tensor]]) -> None:
+def aggregated(local, number: int, uploads: dict[str, dict[str, torch.Tensor]]) -> None:
     """The server's end of a round."""
-    local.server = server
     messages = {name: Message(number, {"adapter": sent}) for name, sent in uploads.items()}
     close(local, number, messages)
 
 
 def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
     local = sides(config(), FDLora(outer_learning_rate=0.7, outer_momentum=0.4))
-    server = local.server
     chance = torch.Generator().manual_seed(0)
-    first = server.download("poet")["adapter"]
+    first = local.message("poet")["adapter"]
     naive = {}
     for number in range(4):
-        server.start_round(number, ["diarist", "poet"])
+        local.open(nth(number), ["diarist", "poet"])
         uploads = {
             client: {n: torch.randn(t.shape, generator=chance) for n, t in first.items()}
             for client in ("diarist", "poet")
         }
         if number == 2:  # momentum survives a restart in the middle of a round
-            state, server = server.state(), sides(config(), local.config.method).server
-            server.restore(State.decode(state.encode()))
-            server.start_round(number, ["diarist", "poet"])
-        aggregated(local, server, number, uploads)
+            state, local = local.value.state(), sides(config(), local.config.method)
+            local.value = local.value.restored(State.decode(state.encode()))
+            local.open(nth(number), ["diarist", "poet"])
+        aggregated(local, number, uploads)
         for name in first:
             one, other = (sent[name].double() for sent in uploads.values())
             mean = (one + other) / 2
@@ -79,7 +77,8 @@ def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
                 parameter, optimiser = naive[name]
                 parameter.grad = parameter.detach() - mean
                 optimiser.step()
-            assert torch.allclose(server.shared[name].double(), naive[name][0].detach(), atol=1e-5)
+            after = local.value.adapter[name].double()
+            assert torch.allclose(after, naive[name][0].detach(), atol=1e-5)
 
 
 def test_the_defaults_of_the_outer_step() -> None:
@@ -105,7 +104,7 @@ def test_round_0_trains_the_private_adapter_alone_and_uploads_it(config, monkeyp
     assert same(ups["poet"], values_of(client.private))
     assert not same(ups["poet"], start)
     mean = {n: (t + ups["whaler"][n]) / 2 for n, t in ups["poet"].items()}
-    after = local.server.download("poet")["adapter"]
+    after = local.message("poet")["adapter"]
     assert all(torch.allclose(after[n], t, atol=1e-7) for n, t in mean.items())
 
 
@@ -169,7 +168,7 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     local = sides(run, method)
     list(rounds(local, 3))
     client = local.clients["poet"]
-    local.server.start_round(3, ["poet"])
+    local.open(local.config.turn(3), ["poet"])
     step(local, "poet", 3)
     w1, w2 = client.weights
     assert max(abs(w1), abs(w2)) <= 1.5
@@ -216,7 +215,7 @@ def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
 def test_a_late_client_first_trains_alone_then_as_the_others(config, unfused) -> None:
     local = sides(config(rounds=6), FDLora())
     list(rounds(local, 2))
-    download = local.server.download("diarist")
+    download = local.message("diarist")
     assert download.round == 2
     late = local.clients["diarist"]
     upload = step(local, "diarist", 2, download)["adapter"]
@@ -244,7 +243,7 @@ def test_both_are_weighed_anew_after_the_last_round_alone(config) -> None:
     assert client.weights == trained  # not where a round is still to come
     client.train(nth(1))
     trained = client.weights
-    local.server.start_round(1, [])
+    local.open(local.config.turn(1), [])
     close(local, 1, {})
     take(local)
     assert client.weights != trained

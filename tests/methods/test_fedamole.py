@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from turns import nth
 
 from coterie.config.run import parse
 from coterie.engines.local import LocalRun
@@ -46,7 +47,7 @@ def held(local: LocalRun, client: str, path: str) -> list[int]:
 def test_every_expert_chooses_its_clients_and_every_client_gets_some(start) -> None:
     local = start(clients_per_expert=2, min_experts=3, max_experts=5)
     for round in range(2):
-        local.server.start_round(round, list(WRITERS))
+        local.open(local.config.turn(round), list(WRITERS))
         for path in PATHS:
             of = {name: held(local, name, path) for name in WRITERS}
             assert all(3 <= len(experts) <= 5 for experts in of.values())
@@ -56,9 +57,9 @@ def test_every_expert_chooses_its_clients_and_every_client_gets_some(start) -> N
 
 def test_shared_parts_are_averaged_over_all_and_experts_over_their_holders(start) -> None:
     local = start()
-    before = dict(local.server.values)
+    before = dict(local.value.adapter)
     uploads = one_round(local, 0)
-    for name, value in local.server.values.items():
+    for name, value in local.value.adapter.items():
         sent = [up["adapter"][name] for up in uploads.values() if name in up["adapter"]]
         assert len(sent) == (2 if name.startswith("domain.") else 3)
         assert torch.allclose(value, torch.stack(sent).mean(0), atol=1e-7)
@@ -68,17 +69,17 @@ def test_shared_parts_are_averaged_over_all_and_experts_over_their_holders(start
 def test_an_expert_that_nobody_trained_keeps_its_value_and_embedding(start) -> None:
     local = start(clients_per_expert=1, min_experts=1)
     one_round(local, 0)
-    before, embeddings = dict(local.server.values), dict(local.server.expert_means)
-    local.server.start_round(1, sorted(WRITERS))
+    before, embeddings = dict(local.value.adapter), dict(local.value.experts)
+    local.open(local.config.turn(1), sorted(WRITERS))
     away = {f"domain.{j}/{path}" for path in PATHS for j in held(local, "poet", path)}
     uploads = {name: step(local, name, 1) for name in ("diarist", "whaler")}
     close(local, 1, uploads)  # the poet's upload is lost
-    for name, value in local.server.values.items():
+    for name, value in local.value.adapter.items():
         if name.rpartition(".")[0] in away:
             assert torch.equal(value, before[name])
             part = local.server.parameters[name]
             mean = f"{part.path}.{part.expert}"
-            assert torch.equal(local.server.expert_means[mean], embeddings[mean])
+            assert torch.equal(local.value.experts[mean], embeddings[mean])
         elif name.startswith("domain."):
             assert not torch.equal(value, before[name])
 
@@ -122,12 +123,12 @@ def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> No
         lambda scores, bounds: given.append(scores) or assign_all(scores, bounds),
     )
     one_round(local, 0)
-    server = local.server
+    local.message("poet")
     for path in PATHS:
         scores = []
         for j in range(3):
-            e = server.expert_means[f"{path}.{j}"].tolist()
-            tokens = [server.token_means[name][path].tolist() for name in WRITERS]
+            e = local.value.experts[f"{path}.{j}"].tolist()
+            tokens = [local.value.tokens[name][path].tolist() for name in WRITERS]
             dots = [sum(a * b for a, b in zip(e, t, strict=True)) / math.sqrt(dim) for t in tokens]
             total = sum(math.exp(dot) for dot in dots)
             scores.append([math.exp(dot) / total for dot in dots])
@@ -144,37 +145,36 @@ def test_assignments_depend_on_round_and_participants_alone(start) -> None:
     one, other = start(), start()
     one_round(one, 0)
     one_round(other, 0)
-    one.server.start_round(1, list(WRITERS))
-    other.server.start_round(1, ["diarist", "poet"])  # too few uploads; the round is opened again
-    other.server.start_round(1, list(WRITERS))
+    one.open(one.config.turn(1), list(WRITERS))
+    other.open(nth(1), ["diarist", "poet"])  # too few uploads; the round is opened again
+    other.open(other.config.turn(1), list(WRITERS))
     fresh = start()
-    fresh.server.restore(one.server.state())
-    fresh.server.start_round(1, list(WRITERS))
+    fresh.value = fresh.value.restored(one.value.state())
+    fresh.open(fresh.config.turn(1), list(WRITERS))
     for name in WRITERS:
-        messages = [run.server.download(name).encode() for run in (one, other, fresh)]
+        messages = [run.message(name).encode() for run in (one, other, fresh)]
         assert messages[0] == messages[1] == messages[2]
 
 
 def test_a_client_that_comes_after_the_last_round_changes_nothing_for_others(start) -> None:
     local = start()
-    server = local.server
-    server.joined.discard("whaler")
+    local.leave("whaler")
     one_round(local, 0, ["diarist", "poet"])
-    before = {name: server.download(name).encode() for name in ("diarist", "poet")}
-    server.join("whaler", Message())
+    before = {name: local.message(name).encode() for name in ("diarist", "poet")}
+    local.join("whaler", Message())
     local.clients["whaler"].receive(down(local, "whaler"))
-    assert before == {name: server.download(name).encode() for name in ("diarist", "poet")}
+    assert before == {name: local.message(name).encode() for name in ("diarist", "poet")}
     alone = start()
-    alone.server.restore(server.state())
-    for run in (server, alone.server):  # nor for what comes after a restart
-        run.start_round(1, list(WRITERS))
-    assert server.download("poet").encode() == alone.server.download("poet").encode()
+    alone.value = alone.value.restored(local.value.state())
+    for run in (local, alone):  # nor for what comes after a restart
+        run.open(nth(1), list(WRITERS))
+    assert local.message("poet").encode() == alone.message("poet").encode()
 
 
 def test_bounds_relax_when_clients_are_missing(start) -> None:
     local = start(clients_per_expert=2, min_experts=2, max_experts=4)
     one_round(local, 0)
-    local.server.start_round(1, ["poet"])  # k_c falls to 1, and b rises to 6
+    local.open(local.config.turn(1), ["poet"])  # k_c falls to 1, and b rises to 6
     assert held(local, "poet", PATHS[0]) == list(range(6))
     one_round(local, 2)
 
@@ -191,9 +191,7 @@ def test_bounds_relax_when_clients_are_missing(start) -> None:
 )
 def test_ablations(start, method) -> None:
     local = start(**method)
-    first = {
-        n: held(local, n, PATHS[0]) for n in WRITERS if not local.server.start_round(0, [*WRITERS])
-    }
+    first = {n: held(local, n, PATHS[0]) for n in WRITERS if not local.open(nth(0), [*WRITERS])}
     up = one_round(local, 0)["poet"]
     second = {name: held(local, name, PATHS[0]) for name in WRITERS}
     if method.get("assignment") == "random-once":
@@ -250,7 +248,7 @@ def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
     other = FedAMoLEClient(one.settings, replace(context, data=data, ledger=Ledger()))
     moved = []
     for round in range(5):
-        local.server.start_round(round, [*WRITERS])
+        local.open(local.config.turn(round), [*WRITERS])
         other.receive(down(local, "poet"))
         other.train(local.config.turn(round))
         turn = local.config.turn(round)
@@ -274,7 +272,7 @@ def test_nothing_is_trained_on_the_embedding_set(start) -> None:
 
 def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
     local = start(embeddings=noisy_with())
-    local.server.start_round(0, [*WRITERS])
+    local.open(local.config.turn(0), [*WRITERS])
     state, download = local.clients["poet"].state(), down(local, "poet")
     upload = step(local, "poet", 0)
     other = start(embeddings=noisy_with())
@@ -288,7 +286,7 @@ def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None
     client = local.clients["poet"]
     state, told = client.state(), []
     for names in (["diarist", "poet", "whaler"], ["poet", "whaler"]):
-        local.server.start_round(0, names)
+        local.open(local.config.turn(0), names)
         client.restore(state)
         upload = step(local, "poet", 0)
         told.append(torch.cat([upload["tokens"][path] for path in PATHS]))
@@ -297,7 +295,7 @@ def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None
 
 def test_a_download_of_unknown_experts_is_refused(start) -> None:
     local = start()
-    local.server.start_round(0, [*WRITERS])
+    local.open(local.config.turn(0), [*WRITERS])
     good = down(local, "poet")
     client, tensors, values = local.clients["poet"], good["adapter"], good.values
     name = next(name for name in tensors if name.startswith("domain."))

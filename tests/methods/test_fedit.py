@@ -23,7 +23,7 @@ def sides(run, method) -> LocalRun:
 def test_queries_and_values_carry_pairs_that_count_alpha_over_rank(config, bases, family) -> None:
     method = FedIT.model_validate({"attention": {"rank": 4}, "lora": {"alpha": 12.0}})
     local = sides(config(base=str(bases / family)), method)
-    local.server.start_round(0, ["poet"])
+    local.open(local.config.turn(0), ["poet"])
     client: Any = local.clients["poet"]
     upload = step(local, "poet", 0)
     assert set(upload.groups) == {"adapter"}

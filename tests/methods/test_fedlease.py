@@ -108,7 +108,7 @@ def test_two_exchanges_follow_the_two_phases(config) -> None:
     ]
     assert np.allclose(cosine_distances(Bs, Bs), distances, atol=1e-6)
     labels = clusters(np.array(distances), 4)
-    assert local.server.cluster == dict(zip(names, labels, strict=True))
+    assert local.value.cluster == dict(zip(names, labels, strict=True))
     take(local)
     for client in local.clients.values():
         for number in (0, 1):
@@ -116,7 +116,7 @@ def test_two_exchanges_follow_the_two_phases(config) -> None:
             assert close(experts_of(client, number), mean_of(members))
     # Phase 2: a client trains its own expert and its router, which are averaged in the cluster.
     one_round(local, 1)
-    cluster = local.server.cluster
+    cluster = local.value.cluster
     trained = {name: experts_of(local.clients[name], own) for name, own in cluster.items()}
     routers = {name: experts_of(local.clients[name], None) for name in names}
     for name, own in cluster.items():
@@ -133,9 +133,9 @@ def test_two_exchanges_follow_the_two_phases(config) -> None:
 def test_a_client_that_comes_late_trains_alone_and_joins_the_nearest_cluster(config) -> None:
     local: Any = joined(config(method=METHOD, rounds=4))
     one_round(local, 0, ["diarist", "whaler"])
-    assert local.server.cluster == {"diarist": 0, "whaler": 0}
+    assert local.value.cluster == {"diarist": 0, "whaler": 0}
     one_round(local, 1)
-    assert local.server.cluster == {"diarist": 0, "poet": 0, "whaler": 0}
+    assert local.value.cluster == {"diarist": 0, "poet": 0, "whaler": 0}
     take(local)
     poet, whaler = local.clients["poet"], local.clients["whaler"]
     assert close(experts_of(poet, 0), experts_of(whaler, 0))

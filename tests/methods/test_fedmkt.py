@@ -34,7 +34,7 @@ class Sides:
     clients: dict[str, FedMKTClient]
 
     def a_round(self) -> dict[str, Message]:
-        return one_round(self.run, self.server.exchange)
+        return one_round(self.run, self.run.exchange.turn.number)
 
 
 def sides(run: coterie.RunConfig) -> Sides:
@@ -93,27 +93,24 @@ def test_losses_are_nats_per_byte_of_the_answer(teachers) -> None:
 def test_clients_are_told_in_their_own_tokens(teachers) -> None:
     both = sides(teachers())
     server, clients = both.server, both.clients
-    assert not server.download("poet")[
-        "knowledge"
-    ]  # before the first round there is nothing to tell
+    assert not both.run.message("poet")["knowledge"]  # there is nothing to tell yet
     both.a_round()
-    assert server.knowledge is not None
     source = Vocabulary.of(server.own.base.tokenizer)
     for name, client in clients.items():
         target = Vocabulary.of(client.context.base.tokenizer)
         ids = vocabulary_map(source, target).ids
-        told = server.download(name)["knowledge"]["tokens"]
-        assert torch.equal(told, ids[server.knowledge.tokens.long()])
+        told = both.run.message(name)["knowledge"]["tokens"]
+        assert torch.equal(told, ids[both.run.value.knowledge["tokens"].long()])
     assert len(server.own.base.tokenizer) != len(clients["diarist"].context.base.tokenizer)
 
 
 def test_a_client_learns_from_the_server_before_it_trains(teachers, monkeypatch) -> None:
     both = sides(teachers())
-    server, clients = both.server, both.clients
+    clients = both.clients
     both.a_round()
     client = clients["diarist"]
     before = client.state()
-    download = server.download("diarist")
+    download = both.run.message("diarist")
     client.receive(download)
     taught = values_of(client)
     assert not equal(taught, before["adapter"])
@@ -154,14 +151,13 @@ def test_no_prediction_of_a_private_sample_travels(teachers, questions, tmp_path
 
 def test_llm2slm_s_server_teaches_and_stays_as_it_is(teachers) -> None:
     both = sides(teachers(method={"name": "llm2slm"}))
-    server = both.server
-    before = values_of(server)
+    before = both.run.value.own
     uploads = both.a_round()
-    told = server.download("poet")["knowledge"]
+    told = both.run.message("poet")["knowledge"]
     assert told
     both.a_round()
-    assert equal(before, values_of(server))
-    assert all(torch.equal(t, told[n]) for n, t in server.download("poet")["knowledge"].items())
+    assert equal(before, both.run.value.own)
+    assert all(torch.equal(t, told[n]) for n, t in both.run.message("poet")["knowledge"].items())
     assert all(not list(upload.tensors()) for upload in uploads.values())
 
 
@@ -201,10 +197,10 @@ def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monk
 def test_labels_alone_take_nothing_from_others(teachers) -> None:
     """With lambda 1 what others know makes no difference."""
     both = sides(teachers(method={"name": "fedmkt", "task_weight": 1}))
-    server, clients = both.server, both.clients
+    clients = both.clients
     both.a_round()
     poet = clients["poet"]
-    before, download = poet.state(), server.download("poet")
+    before, download = poet.state(), both.run.message("poet")
     poet.receive(download)
     alone = values_of(poet)
     poet.restore(before)
@@ -277,9 +273,9 @@ def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
 def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
     """Fine-tunes often add a token to the tokenizer and not to the head."""
     both = sides(teachers())
-    server, clients = both.server, both.clients
+    clients = both.clients
     both.a_round()
-    download = server.download("poet")
+    download = both.run.message("poet")
     known, poet = dict(download["knowledge"]), clients["poet"]
     rows = poet.distiller.vocabulary_size
     known["tokens"][:, 0] = rows
@@ -292,9 +288,9 @@ def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
 
 def test_another_public_text_is_noticed(teachers, caplog) -> None:
     both = sides(teachers())
-    server, clients = both.server, both.clients
+    clients = both.clients
     both.a_round()
-    download = server.download("poet")
+    download = both.run.message("poet")
     others = knowing(download, samples=download["knowledge"]["samples"] ^ 1)
     with caplog.at_level(logging.WARNING):
         clients["poet"].receive(others)
@@ -302,9 +298,9 @@ def test_another_public_text_is_noticed(teachers, caplog) -> None:
 
 
 def test_a_server_that_learns_what_it_is_scored_on_is_told_so(teachers, caplog) -> None:
-    server = sides(teachers()).server  # whose test text is the public one
+    both = sides(teachers())  # whose server's test text is the public one
     with caplog.at_level(logging.WARNING):
-        server.start_round(0, ["poet"])
+        both.a_round()
     assert "the server is trained on 4 of the samples that it is scored on" in caplog.text
 
 

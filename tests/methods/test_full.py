@@ -28,7 +28,7 @@ def plain(path) -> Any:
 def trained(run) -> Any:
     """A client after its first round."""
     local = joined(run)
-    local.server.start_round(0, ["poet"])
+    local.open(local.config.turn(0), ["poet"])
     client: Any = local.clients["poet"]
     client.receive(down(local, "poet"))
     client.train(nth(0))

@@ -18,7 +18,6 @@ from coterie.errors import CoterieError
 from coterie.messages import Message, State
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import close, down, joined, step
-from coterie.turn import FIRST
 
 ROGUE = "diarist"
 Groups = dict[str, dict[str, Tensor]]
@@ -86,7 +85,7 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
     names, rng = sorted(local.clients), random.Random(seed)
     uploads = {}
     for one in (local, twin):
-        one.server.start_round(0, names)
+        one.open(one.config.turn(0), names)
         uploads[one.server] = {name: step(one, name, 0) for name in names}
     found, accepted = Counter[str](), list[bytes]()
     hello = local.clients[ROGUE].hello()
@@ -108,38 +107,38 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
     for data in accepted[:MOST_PASSED_ON]:
         pass_on(local, uploads[local.server] | {ROGUE: local.schema.receive("up", data)})
     for one in (local, twin):
-        one.server.start_round(0, names)
+        one.open(one.config.turn(0), names)
         close(one, 0, {n: u for n, u in uploads[one.server].items() if n != ROGUE})
-    assert_equal(local.server.state(), twin.server.state(), "server")
+    assert_equal(local.value.state(), twin.value.state(), "server")
     return found
 
 
 def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
     """The others can use what comes of an upload that the server took, or of others' beside it."""
-    before, names = State.decode(local.server.state().encode()), sorted(uploads)
-    local.server.start_round(0, names)
+    before, names = State.decode(local.value.state().encode()), sorted(uploads)
+    local.open(local.config.turn(0), names)
     try:
         close(local, 0, uploads)
     except CoterieError:  # such as a mean that is not finite
-        local.server.restore(before)
+        local.value = local.value.restored(before)
         return
     for name in names:
         if name != ROGUE:
             local.clients[name].receive(down(local, name))
-    local.server.restore(before)
+    local.value = local.value.restored(before)
 
 
 def say_hello(local: LocalRun, data: bytes) -> None:
     message = local.schema.receive("hello", data)
     local.server.prepare(ROGUE, message)
-    local.aggregation.transforms.join(ROGUE, message)
-    local.server.join(ROGUE, message)
+    local.transforms.join(ROGUE, message)
+    local.value = local.server.join(local.value, ROGUE, message)
 
 
 def upload(local: LocalRun, data: bytes) -> None:
-    local.uploads.begin()
-    local.uploads.take(ROGUE, data)
-    local.uploads.mean(FIRST)
+    local.exchange.begin()
+    local.take(ROGUE, data)
+    local.exchange.settle()
 
 
 @pytest.fixture(params=each_method())

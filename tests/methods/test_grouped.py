@@ -40,13 +40,13 @@ def test_a_client_that_is_away_keeps_the_mean_of_its_group(config) -> None:
     uploads = one_round(local, 1, ["diarist", "whaler"])
     poet = down(local, "poet")["adapter"]
     assert all(torch.equal(poet[n], before["poet"][n]) for n in poet)
-    local.server.leave("diarist")
+    local.leave("diarist")
     whaler = down(local, "whaler")["adapter"]
     both = [u["adapter"] for u in uploads.values()]
     for name, tensor in whaler.items():
         mean = torch.stack([b[name].double() for b in both]).mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-7)
-    assert "diarist" not in local.server.state().values["means"]
+    assert "diarist" not in local.value.means
 
 
 def test_every_client_needs_a_group(config) -> None:

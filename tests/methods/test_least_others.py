@@ -34,7 +34,7 @@ def test_a_mean_of_all_clients_is_permitted_and_a_mean_of_two_is_not(name, start
     limited, other = start(name, 2), start(name, 1)
     for local in (limited, other):
         forged_round(local, 0)
-    assert_equal(limited.server.state(), other.server.state(), "server")
+    assert_equal(limited.value.state(), other.value.state(), "server")
     before = {client: down(limited, client).groups for client in NAMES}
     for local in (limited, other):
         forged_round(local, 1, present=["diarist", "poet"])
@@ -52,7 +52,7 @@ def test_a_mean_of_two_others_without_the_own_upload_is_permitted(start) -> None
     limited, other = start("fedalt", 2), start("fedalt", 1)
     for local in (limited, other):
         forged_round(local, 0)
-    assert_equal(limited.server.state(), other.server.state(), "server")
+    assert_equal(limited.value.state(), other.value.state(), "server")
 
 
 @pytest.mark.parametrize("name", REFUSED)

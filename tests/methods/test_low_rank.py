@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.methods.low_rank import LowRankSum, product_norm
+from coterie.methods.low_rank import LowRankSum, PaddedMean, product_norm
 
 
 def products(count: int, rows: int = 12, columns: int = 20) -> list[tuple[Tensor, Tensor]]:
@@ -68,3 +68,39 @@ def test_the_norm_of_a_product() -> None:
         expected = np.linalg.norm(dense([(B, A)]))
         assert product_norm(B, A) == pytest.approx(expected, rel=1e-12)
     assert product_norm(torch.zeros(5, 2), torch.randn(2, 7)) == 0
+
+
+def test_pairs_of_different_ranks_are_padded_with_zeros() -> None:
+    chance = torch.Generator().manual_seed(0)
+    ranks, weights = [2, 5, 1, 3], [1.0, 0.5, 3.0, 2.0]
+    shared = torch.randn(7, 6, generator=chance), torch.randn(6, 4, generator=chance)
+    means, Bs, As = (
+        [*map(PaddedMean, shared)],
+        torch.zeros(7, 5).double(),
+        torch.zeros(5, 4).double(),
+    )
+    for rank, weight in zip(ranks, weights, strict=True):
+        B, A = torch.randn(7, rank, generator=chance), torch.randn(rank, 4, generator=chance)
+        before = B.clone(), A.clone()
+        means[0].add(B.double(), weight)
+        means[1].add(A, weight**2)
+        Bs[:, :rank] += weight / sum(weights) * B
+        As[:rank] += weight**2 / sum(w**2 for w in weights) * A
+        assert torch.equal(B, before[0])
+        assert torch.equal(A, before[1])
+    B, A = (mean.result() for mean in means)
+    assert (B.dtype, A.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(B[:, :5].double(), Bs, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(A[:5].double(), As, rtol=1e-6, atol=1e-7)
+    assert torch.equal(B[:, 5:], shared[0][:, 5:])  # what nobody sent stays
+    assert torch.equal(A[5:], shared[1][5:])
+    assert torch.equal(means[0].result(), B)  # asking changes nothing
+
+
+def test_the_first_of_the_largest_rank_is_not_changed_by_those_after_it() -> None:
+    mean = PaddedMean(torch.zeros(3, 2))
+    B = torch.ones(3, 2).double()
+    for _ in range(2):
+        mean.add(B, 3.0)
+    assert B.eq(1).all()
+    assert mean.result().eq(1).all()

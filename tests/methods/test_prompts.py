@@ -34,7 +34,7 @@ def sides(run, method) -> Any:
 def trained(run, method) -> Any:
     """A client after a round, and its upload."""
     local = sides(run, method)
-    local.server.start_round(0, ["poet"])
+    local.open(local.config.turn(0), ["poet"])
     return local.clients["poet"], step(local, "poet", 0)
 
 
@@ -102,10 +102,10 @@ def test_a_server_without_weights_draws_the_clients_first_values(config, bases, 
     mine = client.context
     context = ServerContext(mine.seed, skeleton, ("poet",), lambda *_: None, mine.training)
     server = method.server(context)
-    server.join("poet", client.hello())
+    value = server.join(server.initial(), "poet", client.hello())
     first = client.adapter.tensors()
-    assert server.shared.keys() == first.keys()
-    assert all(torch.equal(server.shared[name], p) for name, p in first.items())
+    assert value.adapter.keys() == first.keys()
+    assert all(torch.equal(value.adapter[name], p) for name, p in first.items())
     other = method.adapter(skeleton, client.context.seed + 1, "poet").tensors()
     drawn = [name for name, p in first.items() if not torch.equal(other[name], p)]
     assert drawn == ([] if method == METHODS["text"] else list(first))
@@ -148,7 +148,7 @@ def test_clients_take_turns_on_one_base(config, method) -> None:
     base = one.context.base.model
     digest, ids = one.context.base.digest, torch.arange(3, 15)
     for name in ("poet", "whaler"):
-        local.server.start_round(0, [name])
+        local.open(local.config.turn(0), [name])
         step(local, name, 0)
     with torch.no_grad():
         bare = base(input_ids=ids[None]).logits

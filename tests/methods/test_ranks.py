@@ -72,7 +72,7 @@ def update(client: str, tensors: Tensors, pair: str, form: str = "paper") -> np.
 
 def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
     """The clients' random uploads, aggregated."""
-    run.server.start_round(0, clients)
+    run.open(run.config.turn(0), clients)
     uploads = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     close(run, 0, uploads)
     return uploads
@@ -81,10 +81,10 @@ def one_round(run: LocalRun, clients: list[str]) -> dict[str, Message]:
 @pytest.mark.parametrize("name", ["flexlora", "hetlora"])
 def test_the_first_download_is_the_runs_first_values_cut(name: str, start: Callable[..., LocalRun]):
     run = start(name)
-    run.server.start_round(0, list(RANKS))
-    largest = run.server.download("whaler")
+    run.open(run.config.turn(0), list(RANKS))
+    largest = run.message("whaler")
     for client, rank in RANKS.items():
-        download = run.server.download(client)
+        download = run.message(client)
         experts, first = download["experts"], largest["experts"]
         assert torch.equal(experts[f"{UP}.A"], first[f"{UP}.A"][:rank])
         assert experts[f"{UP}.B"].shape == (128, rank)
@@ -99,7 +99,7 @@ def test_attention_is_averaged_uniformly(name: str, start: Callable[..., LocalRu
     uploads = one_round(run, list(RANKS))
     for end in ("A", "B"):
         parts = [message["adapter"][f"{ATTENTION}.{end}"] for message in uploads.values()]
-        mean = run.server.download("poet")["adapter"][f"{ATTENTION}.{end}"]
+        mean = run.message("poet")["adapter"][f"{ATTENTION}.{end}"]
         assert torch.allclose(mean, torch.stack(parts).mean(0), atol=1e-6)
 
 
@@ -115,7 +115,7 @@ def test_flexlora_sends_the_best_update_of_each_rank(
     mean = sum(TOKENS[n] / weight * update(n, uploads[n]["experts"], pair, form) for n in clients)
     U, S, Vt = np.linalg.svd(mean, full_matrices=False)  # pyright: ignore
     for name, rank in RANKS.items():  # also for clients that missed the round
-        got = run.server.download(name)["experts"]
+        got = run.message(name)["experts"]
         best = (U[:, :rank] * S[:rank]) @ Vt[:rank]
         np.testing.assert_allclose(update(name, got, pair, form), best, atol=1e-5 * S[0])
         # Directions that no update has must not be dead: A is not zero where B is.
@@ -126,10 +126,10 @@ def test_flexlora_sends_the_best_update_of_each_rank(
 def test_what_nobody_sent_stays(name: str, start: Callable[..., LocalRun]) -> None:
     run = start(name)
     one_round(run, list(RANKS))
-    before = flat(run.server.download("whaler"))
-    run.server.start_round(1, [])
+    before = flat(run.message("whaler"))
+    run.open(run.config.turn(1), [])
     close(run, 1, {})
-    after = flat(run.server.download("whaler"))
+    after = flat(run.message("whaler"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
@@ -140,7 +140,9 @@ def test_flexlora_refuses_a_client_without_a_weight(start: Callable[..., LocalRu
     assert hello.values["tokens"] == TOKENS["poet"]
     for tokens in (None, 0, -3, 2.5, True):
         with pytest.raises(MessageError, match="training tokens"):
-            run.server.join("poet", Message(values={**hello.values, "tokens": tokens}))
+            run.value = run.server.join(
+                run.value, "poet", Message(values={**hello.values, "tokens": tokens})
+            )
 
 
 @pytest.mark.parametrize("clients", [["diarist", "poet", "whaler"], ["diarist", "poet"]])
@@ -149,8 +151,8 @@ def test_hetlora_pads_and_weighs_by_norm(
     clients: list[str], zero: bool, start: Callable[..., LocalRun]
 ) -> None:
     run = start("hetlora")
-    run.server.start_round(0, clients)
-    first = {end: run.server.download("whaler")["experts"][f"{UP}.{end}"] for end in "AB"}
+    run.open(run.config.turn(0), clients)
+    first = {end: run.message("whaler")["experts"][f"{UP}.{end}"] for end in "AB"}
     messages = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     uploads = {name: message["experts"] for name, message in messages.items()}
     for seed, name in enumerate(clients):
@@ -166,7 +168,7 @@ def test_hetlora_pads_and_weighs_by_norm(
     sent = max(RANKS[name] for name in clients)
     A[sent:] = first["A"][sent:].numpy()  # nobody sent these rows
     for name, rank in RANKS.items():
-        got = run.server.download(name)["experts"]
+        got = run.message(name)["experts"]
         np.testing.assert_allclose(got[f"{UP}.A"].numpy(), A[:rank], atol=1e-5)
         expected = B[:, :rank] / gain(name)
         np.testing.assert_allclose(got[f"{UP}.B"].numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -176,7 +178,7 @@ def test_hetlora_as_released_weighs_a_and_b_apart_by_their_own_norms(
     start: Callable[..., LocalRun],
 ) -> None:
     run, clients = start("hetlora", form="released"), [*RANKS]
-    run.server.start_round(0, clients)
+    run.open(run.config.turn(0), clients)
     messages = {name: upload(run, name, seed) for seed, name in enumerate(clients)}
     for scale, name in enumerate(clients, start=1):
         messages[name]["experts"][f"{UP}.B"].mul_(scale)
@@ -188,7 +190,7 @@ def test_hetlora_as_released_weighs_a_and_b_apart_by_their_own_norms(
             rows, columns = tensor.shape
             mean[:rows, :columns] += np.linalg.norm(tensor) / total * tensor
         for name, rank in RANKS.items():
-            got = run.server.download(name)["experts"][f"{UP}.{end}"].numpy()
+            got = run.message(name)["experts"][f"{UP}.{end}"].numpy()
             cut = mean[:rank] if end == "A" else mean[:, :rank]
             np.testing.assert_allclose(got, cut, rtol=1e-5, atol=1e-5)
 
@@ -208,7 +210,7 @@ def test_flexlora_as_released_has_the_penalty_of_hetlora(start: Callable[..., Lo
 
 def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., LocalRun]) -> None:
     run = start("hetlora")
-    run.server.start_round(0, ["whaler"])
+    run.open(run.config.turn(0), ["whaler"])
     whole = upload(run, "whaler", 0)
     A, B = (whole["experts"][f"{UP}.{end}"] for end in "AB")
 
@@ -229,15 +231,15 @@ def test_hetlora_takes_lower_ranks_and_never_higher_ones(start: Callable[..., Lo
         with pytest.raises(MessageError, match="shape"):
             close(run, 0, {"whaler": sent(bad_A, bad_B)})
     close(run, 0, {"whaler": sent(A[:4], B[:, :4])})
-    got = run.server.download("whaler")["experts"]
+    got = run.message("whaler")["experts"]
     assert got[f"{UP}.A"].shape == (4, 32)
     assert got[f"{DOWN}.A"].shape == (7, 128)
     # The gain stays that of rank 7: alone, the client gets back what it sent.
     torch.testing.assert_close(got[f"{UP}.B"], B[:, :4])
     # So does a server that was restarted.
-    other = start("hetlora").server
-    other.restore(State.decode(run.server.state().encode()))
-    assert other.download("whaler")["experts"][f"{UP}.A"].shape == (4, 32)
+    other = start("hetlora")
+    other.value = other.value.restored(State.decode(run.value.state().encode()))
+    assert other.message("whaler")["experts"][f"{UP}.A"].shape == (4, 32)
 
 
 def test_hetlora_penalty(start: Callable[..., LocalRun]) -> None:

@@ -44,17 +44,19 @@ def counted_round(local: Any, round: int, names: list[str], times: float = 1) ->
             its training.
     """
     local.open(nth(round), names)
-    local.uploads.begin()
+    local.exchange.begin()
     for name in names:
         upload = step(local, name, round)
         if name == "dora" and times != 1:
-            for group, starts in local.server.reference(name, upload).items():
+            for group, starts in local.server.reference(
+                local.value, name, upload, local.exchange
+            ).items():
                 for n, tensor in upload.groups.get(group, {}).items():
                     tensor.copy_(starts[n] + times * (tensor - starts[n]))
-        local.uploads.take(name, local.schema.send("up", upload))
-    mean = local.uploads.mean(nth(round))
-    local.close(mean, local.uploads.counted)
-    return dict(local.uploads.refused)
+        local.take(name, local.schema.send("up", upload))
+    local.exchange.settle()
+    local.close()
+    return dict(local.exchange.refused)
 
 
 @pytest.mark.parametrize("method", some({"fedalt", "pcl"}, METHODS))
@@ -92,10 +94,10 @@ def test_references_are_saved(run) -> None:
     local = run("fedalt")
     counted_round(local, 0, NAMES)
     upload = step(local, "ann", 1)
-    before = local.server.reference("ann", upload)["adapter"]
-    local.server.restore(local.server.state())
-    after = local.server.reference("ann", upload)["adapter"]
+    before = local.server.reference(local.value, "ann", upload, local.exchange)["adapter"]
+    local.value = local.value.restored(local.value.state())
+    after = local.server.reference(local.value, "ann", upload, local.exchange)["adapter"]
     assert all(torch.equal(before[name], after[name]) for name in upload["adapter"])
-    assert not all(torch.equal(before[n], t) for n, t in local.server.shared.items())
+    assert not all(torch.equal(before[n], t) for n, t in local.value.adapter.items())
     local.leave("ann")
-    assert "ann" not in local.server.uploads
+    assert "ann" not in local.value.uploads

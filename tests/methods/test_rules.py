@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from coterie.engines.local import LocalRun
 from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Reduce
-from coterie.methods.fedamole.server import FedAMoLEServer
 from coterie.runs import RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, joined, one_round, step, take
@@ -45,8 +44,7 @@ class Middle(Median):
 
 def held(local: LocalRun) -> dict[str, Tensor]:
     """The shared parameters of the server, by name."""
-    server: Any = local.server
-    return server.values if isinstance(server, FedAMoLEServer) else server.shared
+    return local.value.adapter
 
 
 def sent(uploads: dict[str, Message], run: RunConfig) -> dict[str, dict[str, Tensor]]:
@@ -122,7 +120,7 @@ def test_exact_averages_are_weighed_too(config: Callable[..., RunConfig]) -> Non
     before: dict[str, Tensor] = {}  # what was added to a pair's product until now, by its A
     for round in range(2):
         uploads = one_round(local, round)
-        download = local.server.download("poet")
+        download = local.message("poet")
         pairs = [(n, n.removesuffix("A") + "B") for n in held(local) if n.endswith("A")]
         for a, b in pairs:
             products = {
@@ -138,7 +136,7 @@ def test_exact_averages_are_weighed_too(config: Callable[..., RunConfig]) -> Non
 
 def test_nobody_claims_more_tokens_than_when_joining(config: Callable[..., RunConfig]) -> None:
     local = weighed(config(method="fedavg"))
-    local.server.start_round(0, ["poet"])
+    local.open(local.config.turn(0), ["poet"])
     upload = step(local, "poet", 0)
     for tokens in (2001, 10**15):
         with pytest.raises(MessageError, match=r"'poet' claims .* 2,000 when it joined"):
@@ -150,7 +148,7 @@ def test_nobody_claims_more_tokens_than_when_joining(config: Callable[..., RunCo
         close(local, 0, {"poet": replace(upload, values={})})
     for values in ({}, {"tokens": 0}, {"tokens": True}):
         with pytest.raises(MessageError, match="training tokens"):
-            local.aggregation.transforms.join("poet", Message(values=values))
+            local.transforms.join("poet", Message(values=values))
     close(local, 0, {"poet": replace(upload, values={"tokens": 1999})})  # fewer may be
 
 

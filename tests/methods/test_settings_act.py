@@ -248,8 +248,8 @@ def digest_of(session: Session, config: coterie.RunConfig, path: Path) -> str:
             found.update(json.dumps(line).encode())
     for state in sorted(folder.checkpoint(config.exchanges).iterdir()):
         found.update(state.read_bytes())
-    for side in (run.server, *run.clients.values()):
-        if (model := side.model()) is not None:
+    for model in (run.server.model(run.value), *(side.model() for side in run.clients.values())):
+        if model is not None:
             with torch.no_grad():
                 logits = model(input_ids=torch.arange(3, 15)[None]).logits
             found.update(logits.numpy().tobytes())

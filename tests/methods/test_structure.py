@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import coterie.methods
-from coterie.methods.contract import ClientSide, Method, ServerSide
+from coterie.methods.contract import ClientSide, Method, Server
 
 NAMES = {"registry.py"}
 """Files that find methods by their names, and are none themselves."""
@@ -43,7 +43,7 @@ def away(kind: type, root: type) -> int:
     return 1 + max(away(base, root) for base in kind.__bases__ if issubclass(base, root))
 
 
-@pytest.mark.parametrize("root", [Method, ClientSide, ServerSide])
+@pytest.mark.parametrize("root", [Method, ClientSide, Server])
 def test_nothing_is_more_than_three_classes_away_from_the_contract(root: type) -> None:
     found = {kind.__name__: away(kind, root) for kind in classes() if issubclass(kind, root)}
     assert len(found) > 3

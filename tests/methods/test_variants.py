@@ -36,7 +36,7 @@ def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
         found.append((level.name, frozenset(roles), seen[-1]))
 
     client.training._update = watched
-    local.server.start_round(0, ["poet"])
+    local.open(local.config.turn(0), ["poet"])
     client.receive(down(local, "poet"))
     client.train(nth(0))
     return found
@@ -132,7 +132,7 @@ def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
         A = frozen[parts[name].path]
         products = [u["adapter"][name].double() @ A for u in uploads.values()]
         mean = torch.stack(products).mean(0)
-        assert torch.allclose(local.server.shared[name].double() @ A, mean, atol=1e-8)
+        assert torch.allclose(local.value.adapter[name].double() @ A, mean, atol=1e-8)
 
 
 def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config) -> None:

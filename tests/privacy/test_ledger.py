@@ -187,7 +187,7 @@ def test_a_round_opened_25_times_spends_no_more_than_was_promised(
     monkeypatch.setattr(fedamole, "private_mean", seen)
     monkeypatch.setattr("coterie.deployment.orders.MAX_TRAININGS", 25)
     local = joined(private)
-    local.server.start_round(0, sorted(local.clients))
+    local.open(local.config.turn(0), sorted(local.clients))
     download, schema = down(local, "poet"), private.method.schema()
     place, uploads = site(private, "poet", tmp_path), []
     worker = Worker(place)

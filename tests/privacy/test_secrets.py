@@ -87,13 +87,13 @@ def test_no_message_and_no_server_s_state_holds_one(private) -> None:
     local = joined(private())
     clients: Any = local.clients
     for round in range(2):
-        local.server.start_round(round, NAMES)
+        local.open(local.config.turn(round), NAMES)
         for name in NAMES:
             messages = [down(local, name), step(local, name, round)]
             keys = [client.secrets.of(round) for client in clients.values()]
             assert not any(holds_key(message.encode()) for message in messages)
         assert holds_key(clients["poet"].state().encode())
-        assert not holds_key(local.server.state().encode())
+        assert not holds_key(local.value.state().encode())
 
 
 def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
@@ -132,7 +132,7 @@ def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
     by_hand = []
     for _ in range(2):
         local = joined(run)
-        local.server.restore(cut.load("server"))
+        local.value = local.value.restored(cut.load("server"))
         for name in NAMES:
             local.clients[name].restore(cut.load(f"client-{name}"))
         by_hand.append({n: up.encode() for n, up in one_round(local, 1).items()})

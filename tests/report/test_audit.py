@@ -170,14 +170,14 @@ class Both(FedAvg):
 
 
 class BothServer(AdapterServer):
-    def download(self, client):
-        own = super().download(client).groups
+    def download(self, value, client, exchange):
+        own = super().download(value, client, exchange).groups
         peers = {
             name: {group: copied(tensors) for group, tensors in own.items()}
-            for name in self.held
+            for name in value.held
             if name != client
         }
-        return Message(self.exchange, own, peers=peers)
+        return Message(exchange.turn.exchange, own, peers=peers)
 
 
 def test_an_audit_tells_a_clients_own_group_from_its_peers_of_the_same_name(config) -> None:

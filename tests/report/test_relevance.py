@@ -46,6 +46,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
     server, path = relevance._server(config, folder), "transformer.h.1.attn.c_attn"
     assert path in server.paths
     state, window = folder.load("server"), config.data.window
+    value = server.initial().restored(state)
     for one in participants_of(config, coterie.tokenizer(run)):
         samples = spaced_samples(one.data.train, window)
         assert isinstance(one.data.train, Tokens)
@@ -70,11 +71,13 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
             torch.testing.assert_close(embedding, mean, rtol=1e-4, atol=1e-5)
             known = [state["experts"][f"{path}.{j}"] for j in range(5)]
             expected = [float(mean @ expert) / mean.numel() ** 0.5 for expert in known]
-            scores = relevance_to(server, path, embedding[None])
+            scores = relevance_to(server, value, path, embedding[None])
             assert scores[0].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    for held in server.assigned.values():  # each of five experts has chosen two clients
+    names = sorted(folder.description["clients"])
+    assigned = server.choices(value, names, config.exchanges)
+    for held in assigned.values():  # each of five experts has chosen two clients
         assert all(1 <= len(experts) <= 5 for experts in held.values())
-    assert sum(len(held[path]) for held in server.assigned.values()) == 10
+    assert sum(len(held[path]) for held in assigned.values()) == 10
 
 
 @pytest.mark.slow

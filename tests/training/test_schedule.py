@@ -51,8 +51,8 @@ def test_experts_move_on_training_text_only_and_routers_on_validation_text_only(
     original_sample, original_update = local.sample_batch, local.LocalTraining._update
     monkeypatch.setattr(local, "sample_batch", sample)
     monkeypatch.setattr(local.LocalTraining, "_update", update)
-    run.server.start_round(0, sorted(run.clients))
-    client.receive(run.server.download("poet"))
+    run.open(run.config.turn(0), sorted(run.clients))
+    client.receive(run.message("poet"))
     client.train(nth(0))
     experts = {"dense", "generalist", "specialist"}
     assert seen == [("train", experts), ("train", experts), ("valid", {"router"})]

@@ -178,8 +178,8 @@ def test_distillation_in_pieces_is_distillation(teachers) -> None:
         sides: Any = joined(teachers(rounds=1, training={**BASICS, "optimiser": "sgd", **training}))
         one_round(sides, 0)
         take(sides)
-        adapters = [sides.server.adapter, sides.clients["poet"].adapter]
-        return [p.detach().clone() for a in adapters for p in a.tensors().values()]
+        adapters = [sides.value.own, sides.clients["poet"].adapter.tensors()]
+        return [p.detach().clone() for tensors in adapters for p in tensors.values()]
 
     whole = taught(learning_rate=0.1)
     for mine, wanted in zip(taught(learning_rate=0.1, micro_batch=3), whole, strict=True):

@@ -19,11 +19,10 @@ from coterie.data.split import AnyBatch, Split
 from coterie.errors import CoterieError
 from coterie.federation.participants import participants_of, server_context
 from coterie.inference.finished import Loader, tokenizer
-from coterie.messages import Message
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.fedamole.experts import expert_name
 from coterie.methods.fedamole.method import FedAMoLE
-from coterie.methods.fedamole.server import FedAMoLEServer
+from coterie.methods.fedamole.server import Experts, FedAMoLEServer
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 
@@ -83,7 +82,9 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
     if run.result is None:
         raise CoterieError("The run is not finished.")
     config, folder, loader = parse(run.config), RunFolder(run.path), Loader()
-    server, embeddings = _server(config, folder), {}
+    server, names = _server(config, folder), sorted(folder.description["clients"])
+    value, embeddings = server.initial().restored(folder.load("server")), {}
+    assigned = server.choices(value, names, config.exchanges)  # for the round after the last
     for client in participants_of(config, tokenizer(run.path)):
         base, side = loader.side(folder, config, client.name)
         assert isinstance(side, FedAMoLEClient), "the run's method is FedAMoLE"
@@ -93,26 +94,21 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
     layers = []
     for number in chosen_layers(layer, len(server.paths)):
         path = server.paths[number]
-        vectors = {name: relevance_to(server, path, e[path]) for name, e in embeddings.items()}
-        experts = {name: len(held[path]) for name, held in server.assigned.items()}
+        vectors = {
+            name: relevance_to(server, value, path, e[path]) for name, e in embeddings.items()
+        }
+        experts = {name: len(held[path]) for name, held in assigned.items()}
         points, reduction = reduce_to_plane(vectors, config.seed)
         layers.append(LayerRelevance(path, points, reduction, experts))
     return layers
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    """Create the server in its state after the last round.
-
-    In this state, experts are already assigned to clients for the next round.
-    """
     names = sorted(folder.description["clients"])
     skeleton = load_skeleton(config.base, config.root)
     context = server_context(config, skeleton, names, None, lambda name, value: None)
     server = config.method.server(context)
     assert isinstance(server, FedAMoLEServer), "the run's method is FedAMoLE"
-    for name in names:
-        server.join(name, Message(0))
-    server.restore(folder.load("server"))
     return server
 
 
@@ -126,13 +122,14 @@ def spaced_samples(train: Split, window: int) -> AnyBatch:
     return samples.batch(torch.linspace(0, count - 1, min(SAMPLES, count)).round().long())
 
 
-def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarray:
+def relevance_to(server: FedAMoLEServer, value: Experts, path: str, tokens: Tensor) -> np.ndarray:
     """Compute the relevance of samples to a layer's experts (equation 20 of the FedAMoLE paper).
 
     Experts that no client has held yet have no embedding, so they have no column in the result.
 
     Args:
-        server: the server, which has the experts' embeddings.
+        server: the server.
+        value: the server's value, with the experts' embeddings.
         path: the path of the layer.
         tokens: the mean token embedding of each sample, shaped (samples, r) for embeddings of
             width r.
@@ -140,8 +137,8 @@ def relevance_to(server: FedAMoLEServer, path: str, tokens: Tensor) -> np.ndarra
     Returns:
         Relevances, shaped (samples, experts).
     """
-    names = (expert_name(path, j) for j in range(server.experts))
-    means = [server.expert_means[name] for name in names if name in server.expert_means]
+    names = (expert_name(path, j) for j in range(server.count))
+    means = [value.experts[name] for name in names if name in value.experts]
     if not means:
         raise CoterieError("No client has held an expert yet.")
     return (tokens @ torch.stack(means).T / server.relevance_dim(path) ** 0.5).double().numpy()

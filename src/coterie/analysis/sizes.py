@@ -19,13 +19,15 @@ from typing_extensions import TypeVar
 
 from coterie.config.run import RunConfig
 from coterie.data.divide import names_of_clients
-from coterie.exchanges.mean import HELD
+from coterie.exchanges.exchange import Exchange
 from coterie.federation.participants import server_context
 from coterie.federation.sizes import message_sizes
-from coterie.messages import Groups, Message, MessageError, Schema
+from coterie.messages import Message, MessageError, Schema, State, Tensors
 from coterie.methods.adapter import AdapterMethod
-from coterie.methods.contract import ClientId, ClientSide, ServerSide
+from coterie.methods.contract import ClientId, ClientSide, Server
 from coterie.methods.tensors import copied
+from coterie.transforms.context import Rows
+from coterie.turn import Turn
 
 EXCHANGES = 3
 """The number of exchanges of the dry run after a method's `warmup`."""
@@ -118,50 +120,79 @@ def _rehearse(
     """Execute exchanges without training, and return the largest sizes."""
     method = config.method
     server = method.server(server_context(config, skeleton, names, None, lambda *_: None))
-    schema, sizes = method.schema(), Sizes()
+    exchange, value, sizes = Rehearsal(method.schema()), server.initial(), Sizes()
     for name in names:
         hello = side_of(name).hello()
         server.prepare(name, hello)
-        server.join(name, hello)
-    exchanges = EXCHANGES + getattr(method, "warmup", 0)
-    for exchange in range(min(exchanges, config.exchanges)):
-        server.start_round(exchange, [*names])
+        value = server.join(value, name, hello)
+    exchanges = min(EXCHANGES + getattr(method, "warmup", 0), config.exchanges)
+    turns = [config.turn((n + 1) * len(config.phases) - 1) for n in range(exchanges + 1)]
+    for turn in turns[:-1]:
+        exchange.begin(turn, names)
         for name in names:
-            sizes = _with_download(sizes, server.download(name), side_of(name))
-        turn = config.turn((exchange + 1) * len(config.phases) - 1)
-        uploads = {name: side_of(name).upload(turn) for name in names}
-        sizes = replace(sizes, up=max(sizes.up, *map(_size, uploads.values())))
-        aggregate = _aggregated(server, schema, exchange, uploads)
-        sizes = _with_server(sizes, server, aggregate)
+            sizes = _with_download(sizes, server.download(value, name, exchange), side_of(name))
+        for name in names:
+            upload = side_of(name).upload(turn)
+            sizes = replace(sizes, up=max(sizes.up, _size(upload)))
+            exchange.take(server, value, name, upload)
+        value = server.aggregate(value, exchange)
+        sizes = _with_server(sizes, (server, value), value.state(), exchange.size)
+    exchange.begin(turns[-1], ())
     for name in names:
-        sizes = _with_download(sizes, server.download(name), side_of(name))
+        sizes = _with_download(sizes, server.download(value, name, exchange), side_of(name))
     return sizes
 
 
-def _aggregated(
-    server: ServerSide, schema: Schema, exchange: int, uploads: Mapping[ClientId, Message]
-) -> Message:
-    """Let the server end an exchange, and return the aggregate that the server received.
+class Rehearsal(Exchange):
+    """An exchange whose uploads are in memory, and whose means are copies of an upload.
 
-    For each row of averaging weights, the aggregate contains a separate mean, as if the weights of
-    all clients differed.
+    There is a separate mean for each row, as if the weights of all clients differed.
     """
-    each, means, rows = (schema.reduced(reduce) for reduce in ("each", "mean", "rows"))
-    for name, upload in uploads.items():
-        with suppress(MessageError):  # the upload lacks results of training
-            groups = {g: copied(t) for g, t in upload.only(each).groups.items()}
-            server.receive(name, replace(upload, groups=groups))
-    name, upload = next(iter(uploads.items()))
-    expected = {
-        group: {n: torch.zeros(shape) for n, shape in shapes.items()}
-        for group, shapes in server.expects(name).items()
-    }
-    mean: Groups = {g: {**expected.get(g, {}), **copied(upload[g])} for g in sorted(means)}
-    own = {row: {g: copied(upload[g]) for g in rows} for row in server.rows()}
-    held = {group: dict.fromkeys(tensors, len(uploads)) for group, tensors in mean.items()}
-    aggregate = Message(exchange, mean, {HELD: held}, own)
-    server.end_round(aggregate, held)
-    return aggregate
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+
+    def begin(self, turn: Turn, clients: Sequence[ClientId]) -> None:  # pyright: ignore
+        self.turn, self.clients, self.asked = turn, tuple(clients), {*clients}
+        self.size = 0
+        """The size of all means in bytes."""
+        self._uploads: dict[ClientId, Message] = {}
+        self._first: dict[str, Tensors] = {}
+
+    def take(self, server: Server[Any], value: Any, name: ClientId, upload: Message) -> None:
+        """Store an upload, unless it lacks results of training, such as predictions."""
+        zeros = {
+            group: {n: torch.zeros(shape) for n, shape in shapes.items()}
+            for group, shapes in server.expects(value, name, self).items()
+        }
+        self._first = self._first or {
+            group: {**zeros.get(group, {}), **upload[group]} for group in self.schema.averaged
+        }
+        with suppress(MessageError):
+            server.check(value, name, upload, self)
+            self._uploads[name] = upload
+
+    @property
+    def counted(self) -> list[ClientId]:
+        return [*self._uploads]
+
+    def mean(self, group: str, start: Tensors | None = None) -> Tensors:
+        mean = copied(self._first[group])
+        self.size += sum(tensor.nbytes for tensor in mean.values())
+        return mean
+
+    def holders(self, group: str) -> Mapping[str, int]:
+        return dict.fromkeys(self._first[group], len(self.clients))
+
+    def means(self, group: str, rows: Rows) -> dict[str, Tensors]:
+        return {name: self.mean(group) for name in rows}
+
+    def each(self, name: str) -> dict[str, Any]:
+        groups = {c: copied(u[name]) for c, u in self._uploads.items() if name in u.groups}
+        return groups or {c: u.values[name] for c, u in self._uploads.items() if name in u.values}
+
+    def weight(self, client: str) -> float:
+        return 1.0
 
 
 def _with_download(sizes: Sizes, message: Message, side: ClientSide) -> Sizes:
@@ -175,17 +206,20 @@ def _with_download(sizes: Sizes, message: Message, side: ClientSide) -> Sizes:
     return replace(sizes, down=max(sizes.down, _size(own)), peers=max(sizes.peers, _size(peers)))
 
 
-def _with_server(sizes: Sizes, server: ServerSide, aggregate: Message) -> Sizes:
-    """Return the sizes, updated at the end of an exchange."""
-    held = bytes_in(server)
-    groups = (group for _, state in server.state().walk() for group in state.groups.values())
-    state = sum(tensor.nbytes for group in groups for tensor in group.values())
-    work = max(
-        SUMS * _size(aggregate) + SENT * sizes.up,
-        SENT * (sizes.down + sizes.peers),
-        SENT * state,
-    )
-    return replace(sizes, server=max(sizes.server, held + work), state=max(sizes.state, state))
+def _with_server(sizes: Sizes, holders: object, state: State, means: int) -> Sizes:
+    """Return the sizes, updated at the end of an exchange.
+
+    Args:
+        sizes: The sizes before.
+        holders: Everything that the server holds.
+        state: The server's state.
+        means: The size of the means of the exchange in bytes.
+    """
+    groups = (group for _, part in state.walk() for group in part.groups.values())
+    size = sum(tensor.nbytes for group in groups for tensor in group.values())
+    work = max(SUMS * means + SENT * sizes.up, SENT * (sizes.down + sizes.peers), SENT * size)
+    held = bytes_in(holders)
+    return replace(sizes, server=max(sizes.server, held + work), state=max(sizes.state, size))
 
 
 def _size(message: Message) -> int:

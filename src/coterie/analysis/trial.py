@@ -52,13 +52,14 @@ def first_exchange(run: LocalRun) -> Messages:
     }
     for turn in map(run.config.turn, range(run.config.turns if schema.up else 1)):
         run.open(turn, names)
-        run.uploads.begin()
+        run.exchange.begin()
         for name, upload in run.clients.step(turn, names, run.download, run.lost):
             if isinstance(upload, Diverged):
                 raise upload
             messages[name]["up"] = schema.receive("up", upload)
-            run.uploads.take(name, upload)
-        run.close(run.uploads.mean(turn), run.uploads.counted)
+            run.take(name, upload)
+        run.exchange.settle()
+        run.close()
         if turn.phase == TRAIN and any(m["up"].groups or m["up"].values for m in messages.values()):
             break
     for name in names:

@@ -16,9 +16,8 @@ from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
 from coterie.engines.results import result
 from coterie.engines.server_part import ServerPart
 from coterie.errors import CoterieError, Diverged, plural
-from coterie.exchanges.exchange import Exchange
 from coterie.federation.participants import Participant
-from coterie.messages import Message, MessageError, State
+from coterie.messages import MessageError, State
 from coterie.messages.envelope import LEAVES, Kind, Order, Reply, fault_in_words, seal, unseal
 from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
@@ -60,7 +59,6 @@ class ServerRun(ServerPart):
         self.kind: Kind = "step"  # the kind of the order that is sent to the clients in `waiting`
         self.waiting: set[str] = set()  # clients that have not replied to the current order
         self.unlisted: set[str] = set()  # clients that have a key but are not part of the run
-        self.uploads = Exchange(folder.path, self.server, self.aggregation)
         self.late: set[str] = set()  # tickets of orders whose replies are to be discarded
 
     def rounds(self) -> None:
@@ -97,8 +95,8 @@ class ServerRun(ServerPart):
     def _take(self) -> int | None:
         """Take a turn; return the number of accepted uploads, or None if all clients stopped."""
         while members := self._gather():
-            if (mean := self._count(members)) is not None:
-                return self._settle(mean)
+            if self._count(members):
+                return self._settle()
         return None
 
     def _gather(self) -> list[str]:
@@ -112,33 +110,34 @@ class ServerRun(ServerPart):
         self._remove_expelled()
         members = self.quorum.ready()
         self.open(self.turn, members)
-        self.uploads.begin()
+        self.exchange.begin()
         self._ask("step", members)
         self.monitor.opens(self.turn)
         return members
 
-    def _count(self, members: list[str]) -> Message | None:
-        """Wait for enough uploads; return their mean, or None if the round must begin again."""
-        uploads, end = self.uploads, time.monotonic() + self.config.deployment.deadline
+    def _count(self, members: list[str]) -> bool:
+        """Wait for enough uploads; return False if the round must begin again."""
+        uploads, end = self.exchange, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
             uploads.require(self.turn.round, self.waiting)
-            mean, counted = uploads.mean(self.turn), len(uploads.counted)
+            uploads.settle()
+            counted = len(uploads.counted)
             refused = {n: r for n, r in uploads.refused.items() if n not in uploads.diverged}
             for name, reason in sorted(refused.items()):
                 self._tell(f"rejected the upload of {name}: {reason}")
             if self.quorum.suffice(counted, refused, uploads.asked_again, uploads.diverged):
-                return mean
+                return True
             self._tell(f"too few uploads ({counted}); asking again")
             self._ask("step", {*self.waiting, *refused})
             for name in refused:
                 if not uploads.ask_again(name):
                     self.seats[name].fail()
-            self.repeat(members)
-        return None
+            self.repeat()
+        return False
 
     def _uploaded(self, members: list[str], end: float) -> bool:
         """Wait for uploads until `end`; return False if the round must begin again."""
-        replies = members, self.waiting, self.uploads.diverged, end  # `_poll` updates the sets
+        replies = members, self.waiting, self.exchange.diverged, end  # `_poll` updates the sets
         again = False
         while not (self.leaving or again or self.quorum.complete(*replies)):
             uploads = awaited_uploads(self.waiting, end - time.monotonic())
@@ -153,14 +152,14 @@ class ServerRun(ServerPart):
                 self._abandon(self.seats[name])
         return not (again or self.leaving)
 
-    def _settle(self, mean: Message) -> int:
-        """End the round with the mean of its uploads, and return the number of accepted uploads."""
-        counted, diverged = self.uploads.counted, self.uploads.diverged
+    def _settle(self) -> int:
+        """End the round with its uploads, and return the number of accepted uploads."""
+        counted, diverged = self.exchange.counted, self.exchange.diverged
         for name in sorted(self.waiting | diverged):
             self._tell(f"{name} was excluded")
             self.monitor.excludes(name)
             self._abandon(self.seats[name])
-        self.uploads.record(self.recorder)
+        self.exchange.record(self.recorder)
         self.waiting = set()  # no orders are sent until the next round
         self._record_entries(counted)
         for name in counted:
@@ -170,7 +169,7 @@ class ServerRun(ServerPart):
                 self.seats[name].stopped = True
                 rounds = plural(self.config.evaluation.patience or 0, "round")
                 self._note(f"{name} stopped: no better validation score for {rounds}")
-        self.close(mean, counted)
+        self.close()
         self.score(self.turn)
         return len(counted)
 
@@ -263,7 +262,7 @@ class ServerRun(ServerPart):
         self.leaving.append(name)
         self._abandon(self.seats.pop(name, Seat()))
         self.waiting.discard(name)
-        if self.uploads.drop(name):
+        if self.exchange.drop(name):
             self.recorder.log(name, LEFT_OUT, "expelled")
         self.joins.forget(name)
 
@@ -350,9 +349,9 @@ class ServerRun(ServerPart):
     def _complete_order(self, name: str, reply: Reply, body: bytes) -> None:
         if reply.fault is not None:
             self._note(fault_in_words(name, reply.kind, reply.fault))
-            self.uploads.diverge(name)
+            self.exchange.diverge(name)
         elif self.kind == "step":
-            self.uploads.take(name, body)
+            self.take(name, body)
             self.recorder.log(name, BYTES_UP, len(body))
         seat = self.seats[name]
         seat.stops = bool(reply.stops) and self.config.evaluation.patience is not None

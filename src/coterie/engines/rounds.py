@@ -20,7 +20,6 @@ from coterie.engines.runtime import AT_THE_END
 from coterie.engines.server_part import ServerPart
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
-from coterie.exchanges.exchange import Exchange
 from coterie.federation.participants import Participant
 from coterie.messages import Json, State
 from coterie.messages.envelope import FAULT_MESSAGES
@@ -59,13 +58,12 @@ class Rounds(ServerPart, Generic[C]):
         self.callbacks = callbacks
         recorder = Recorder(partial(_log, callbacks))  # a method would cause a reference cycle
         skeleton = load_skeleton(config.base, config.root)  # the server's tensors are on the CPU
-        super().__init__(config, skeleton, self.names, own, folder, recorder)
+        super().__init__(config, skeleton, self.names, own, folder, recorder, strict=True)
         self.tokens = _tokens(config, participants)
         self.lost: set[ClientId] = set()
         """The clients whose last upload was not accepted."""
         self.entries: list[dict[str, Json]] = []
         """The metrics that were recorded in the complete turns of the round in progress."""
-        self.uploads = Exchange(folder.path, self.server, self.aggregation, strict=True)
         by_name = {p.name: p for p in participants}
         self.clients = clients(config, base, by_name, folder, recorder)
         if self.clients.in_process:
@@ -96,7 +94,7 @@ class Rounds(ServerPart, Generic[C]):
             self.folder.finish(result(config, self.folder))
             self.folder.drop(self.folder.checkpoints()[:-1])
 
-    def exchange(self, turn: Turn, names: Sequence[ClientId]) -> None:
+    def step(self, turn: Turn, names: Sequence[ClientId]) -> None:
         """Execute a turn: download, training, upload and aggregation.
 
         Args:
@@ -107,40 +105,41 @@ class Rounds(ServerPart, Generic[C]):
             Diverged: If all clients diverged.
         """
         self.open(turn, sorted(names))
-        self.uploads.begin()
+        self.exchange.begin()
         errors: list[Diverged] = []
         spans: dict[ClientId, tuple[int, int]] = {}
         recorded = self.recorder.count
         for name, upload in self.clients.step(turn, names, self.download, self.lost):
             if isinstance(upload, Diverged):
                 errors.append(upload)
-                self.uploads.diverge(name)
+                self.exchange.diverge(name)
                 for callback in self.callbacks:
                     callback.on_warning(
                         f"Round {turn.round + 1} goes on without {name}: "
                         f"{FAULT_MESSAGES['diverged']}."
                     )
             else:
-                self.uploads.take(name, upload)
+                self.take(name, upload)
                 for callback in self.callbacks:
                     callback.on_client_end(turn.round, name)
             spans[name] = recorded, (recorded := self.recorder.count)
         if len(errors) == len(names):
             raise no_client_left(turn.round, errors[0])
-        mean, refused = self.uploads.mean(turn), self.uploads.refused.keys()
+        self.exchange.settle()
+        refused = self.exchange.refused.keys()
         for name in reversed(spans):  # removing a later span does not move earlier ones
-            if name in refused - self.uploads.diverged:
+            if name in refused - self.exchange.diverged:
                 self.clients.undo(name)
                 self.recorder.undo(*spans[name], keep=BYTES)
         self.lost = self.lost - {*names} | refused
-        self.uploads.record(self.recorder)
-        self.close(mean, self.uploads.counted)
+        self.exchange.record(self.recorder)
+        self.close()
 
     def _take(self, turn: Turn, names: Sequence[ClientId]) -> None:
         """Execute a turn, score models if evaluation is due, and write a checkpoint."""
         began = time.monotonic()
         self.recorder.turn, number = turn, turn.number + 1
-        self.exchange(turn, names)
+        self.step(turn, names)
         ends = number == self.config.turns or not self._active(self.config.turn(number))
         self.score(turn, ends=ends)
         if ends:

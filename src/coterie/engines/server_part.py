@@ -1,26 +1,28 @@
 """The server's part of a run, independent of the engine."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import TRANSFORMS, due, scored
 from coterie.errors import CoterieError
-from coterie.exchanges.exchange import memory_for_aggregation
-from coterie.exchanges.mean import HELD, Aggregation
+from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.exchange import Exchange, memory_for_aggregation
 from coterie.federation.participants import Participant, server_context
 from coterie.messages import Message, State
 from coterie.messages import names as metric
+from coterie.methods.value import Value
 from coterie.runs import Recorder, RunFolder
 from coterie.training.context import ClientId
 from coterie.turn import TRAIN, Turn
 
 
 class ServerPart:
-    """The server's part of a run: the method's server-side object, messages and checkpoints.
+    """The server's part of a run: the method's server, its value, messages and checkpoints.
 
     This is the base class of round loops.
 
@@ -31,6 +33,7 @@ class ServerPart:
         own: The data of the server itself; None if the server has no model.
         folder: The run folder.
         recorder: The recorder of metrics.
+        strict: Whether an invalid upload raises an error instead of being excluded.
     """
 
     def __init__(
@@ -41,64 +44,83 @@ class ServerPart:
         own: Participant | None,
         folder: RunFolder,
         recorder: Recorder,
+        *,
+        strict: bool = False,
     ) -> None:
         self.config, self.own, self.folder, self.recorder = config, own, folder, recorder
         self.turn = config.turn(0)
         """The turn in progress or, between turns, the last one."""
-        least_others = config.aggregation.least_others
-        self.aggregation = Aggregation(
-            config.method.schema(), config.every_transform, config.exchanges, least_others
-        )
-        self.schema = self.aggregation.schema
+        method = config.method
+        self.transforms = ServerTransforms(config.pipeline())
+        self.schema = self.transforms.pipeline.schema
+        """The fields that may be sent, after transforms have encoded them."""
         log = partial(recorder.log, None)
-        self.server = config.method.server(server_context(config, base, clients, own, log))
+        self.server = method.server(server_context(config, base, clients, own, log))
+        self.value: Any = self.server.initial()
+        """The value of the method's server after the last complete exchange."""
+        least_others = config.aggregation.least_others
+        self.exchange = Exchange(
+            folder.path, self.transforms, method.schema(), least_others, strict=strict
+        )
 
     def join(self, name: ClientId, hello: Message) -> None:
-        """Add a client to the run; `ServerSide.prepare` must have been called for this client."""
-        self.aggregation.transforms.join(name, hello)
-        self.server.join(name, hello)
+        """Add a client to the run; `Server.prepare` must have been called for this client."""
+        self.transforms.join(name, hello)
+        self.value = self.server.join(self.value, name, hello)
 
     def leave(self, name: ClientId) -> None:
-        """Remove a client from the run."""
-        self.server.leave(name)
-        self.aggregation.transforms.leave(name)
+        """Remove a client from the run. No exchange may be in progress."""
+        self.value = self.value.without(name)
+        self.transforms.leave(name)
 
     def open(self, turn: Turn, names: Sequence[ClientId]) -> None:
         """Start or restart a turn."""
         self.turn = turn
-        self.aggregation.transforms.begin(turn.number, turn.phase, names)
-        if turn.phase == TRAIN:
-            self.server.start_round(turn.exchange, list(names))
+        self.transforms.begin(turn.number, turn.phase, names)
+        self.exchange.open(turn, names)
 
-    def repeat(self, names: Sequence[ClientId]) -> None:
+    def repeat(self) -> None:
         """Restart the aggregation of a turn, with the uploads that have already arrived."""
-        self.aggregation.transforms.repeat()
-        if self.turn.phase == TRAIN:
-            self.server.start_round(self.turn.exchange, list(names))
+        self.transforms.repeat()
+        self.exchange.repeat()
 
     def download(self, name: ClientId) -> bytes:
         """Return the current download for a client."""
-        transforms = self.aggregation.transforms
-        message = self.server.download(name) if transforms.phase == TRAIN else Message()
-        return self.schema.send("down", transforms.download(name, message))
+        message = self.message(name) if self.transforms.phase == TRAIN else Message()
+        return self.schema.send("down", self.transforms.download(name, message))
 
-    def close(self, mean: Message, counted: Collection[ClientId]) -> None:
-        """Complete a turn.
+    def message(self, name: ClientId) -> Message:
+        """Return the download for a client before transforms encode it."""
+        return self.server.download(self.value, name, self.exchange)
 
-        Args:
-            mean: The mean of the uploads; empty in a phase that a transform added to the run.
-            counted: The clients whose uploads were accepted.
+    def take(self, name: ClientId, body: bytes) -> None:
+        """Decode, check and store a client's upload, or exclude it."""
+        uploads, transforms = self.exchange, self.transforms
+        uploads.drop(name)
+        try:
+            message = self.schema.receive("up", body)
+            if transforms.phase == TRAIN:
+                if transforms.pipeline.active:
+                    message = transforms.upload(name, message, self.message(name))
+                self.server.check(self.value, name, message, uploads)
+            uploads.put(name, message, partial(self.server.reference, self.value, name))
+        except Exception as error:  # one invalid upload must not stop the round
+            uploads.refuse(name, error)
+
+    def close(self) -> None:
+        """Complete a turn with the uploads that are not excluded.
 
         Raises:
-            CoterieError: If the aggregate is not finite. In this case, nothing is saved.
+            CoterieError: The new value of the server is not finite. In this case, nothing changes.
         """
-        transforms = self.aggregation.transforms
+        uploads, transforms = self.exchange, self.transforms
         if transforms.phase == TRAIN:
-            self._end_round(mean)
-        transforms.commit(counted)
+            self.value = self._aggregated()
+        transforms.commit(uploads.counted)
         transforms.begin(transforms.exchange + 1, TRAIN, ())
+        uploads.open(replace(self.config.turn(transforms.exchange), phase=TRAIN), ())
 
-    def _end_round(self, mean: Message) -> None:
+    def _aggregated(self) -> Value:
         unusable = CoterieError(
             f"The aggregate of round {self.turn.round + 1} is not finite and was not saved; "
             "find the client that uploaded extremely large values, and continue without this "
@@ -106,13 +128,19 @@ class ServerPart:
         )
         try:
             with memory_for_aggregation():
-                groups = self.aggregation.transforms.on_mean(mean.groups, self.server.replaces())
-                self.server.end_round(replace(mean, groups=groups), mean.values[HELD])
-                finite = all(state.is_finite() for _, state in self.states())
+                value = self.server.aggregate(self.value, self.exchange)
+                states = (value.state(), self.transforms.state())
+                finite = all(state.is_finite() for state in states)
         except (ArithmeticError, RuntimeError) as error:  # raised by torch.linalg
             raise unusable from error
         if not finite:
             raise unusable
+        if self.config.aggregation.optimiser and self.exchange.replaces is False:
+            raise CoterieError(
+                "aggregation.optimiser has no effect, because the server replaces none of its "
+                "parameters with a mean of uploads; remove the key."
+            )
+        return value
 
     def score(self, turn: Turn, *, ends: bool = False) -> None:
         """Score the server's model after a turn, if there is a model and evaluation is due.
@@ -125,18 +153,19 @@ class ServerPart:
         own, is_due = self.own, ends or (turn.last and due(self.config, turn.round))
         if own is None or own.base is None or not is_due:
             return
-        if (model := self.server.model()) is not None:
+        if (model := self.server.model(self.value)) is not None:
             for score in scored(self.config, own.base, model, own).values():
                 self.recorder.log(None, metric.SERVER_SCORE, score.as_dict())
 
     def states(self) -> Iterator[tuple[str, State]]:
         """Yield pairs of a file's name and a state of the server, for a checkpoint."""
-        yield "server", self.server.state()
-        if self.aggregation.transforms.memories:
-            yield TRANSFORMS, self.aggregation.transforms.state()
+        yield "server", self.value.state()
+        if self.transforms.memories:
+            yield TRANSFORMS, self.transforms.state()
 
     def restore(self) -> None:
         """Restore the server's state from the newest checkpoint."""
-        self.server.restore(self.folder.load("server"))
-        if self.aggregation.transforms.memories:
-            self.aggregation.transforms.restore(self.folder.load(TRANSFORMS))
+        self.value = self.value.restored(self.folder.load("server"))
+        if self.transforms.memories:
+            self.transforms.restore(self.folder.load(TRANSFORMS))
+        self.exchange.open(replace(self.config.turn(self.folder.turns()), phase=TRAIN), ())

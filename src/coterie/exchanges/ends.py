@@ -136,7 +136,7 @@ class ServerTransforms:
         self._sent: dict[str, Message] = {}
         self._joined: dict[str, dict[str, Any]] = {}
         """The results of `Transform.join`, keyed by transform and client."""
-        self._limits: dict[str, dict[str, Any]] = {}
+        self.limits: dict[str, dict[str, Any]] = {}
         """The limits of the exchange's uploads, keyed by client and transform."""
 
     def join(self, client: str, hello: Message) -> None:
@@ -157,7 +157,7 @@ class ServerTransforms:
 
     def repeat(self) -> None:
         """Restart the aggregation of an exchange, whose uploads are already decoded."""
-        self._limits, self.memories = {}, _copied(self._final)
+        self.limits, self.memories = {}, _copied(self._final)
 
     def download(self, client: str, message: Message) -> Message:
         """Encode a download.
@@ -269,7 +269,7 @@ class ServerTransforms:
         Returns:
             The reasons for exclusions, keyed by the clients whose uploads are excluded.
         """
-        self._limits, refused = {}, dict[str, str]()
+        self.limits, refused = {}, dict[str, str]()
         for stage in self.pipeline.stages_with("refuse"):
             arguments = _measures_of(stage.key, measures), self.memories[stage.key]
             decisions = stage.call_for(Mapping, "refuse", *arguments)
@@ -277,7 +277,7 @@ class ServerTransforms:
                 if isinstance(decision, str):
                     refused[client] = decision
                 else:
-                    self._limits.setdefault(client, {})[stage.key] = decision
+                    self.limits.setdefault(client, {})[stage.key] = decision
         return refused
 
     def bounded(self, client: str, upload: Message, reference: Callable[[], Groups]) -> Message:
@@ -289,7 +289,7 @@ class ServerTransforms:
             reference: A function that returns the client's parameters at the start of the round,
                 keyed by group and name.
         """
-        if limits := self._limits.get(client):
+        if limits := self.limits.get(client):
             start = reference()
             for stage in self.pipeline.stages:
                 if stage.key in limits:
@@ -322,9 +322,9 @@ class ServerTransforms:
                     yield client, name, value
 
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
-        """Let the transforms change the mean of a round, and return the changed mean.
+        """Let the transforms change the mean of a group, and return the changed mean.
 
-        This function is called once per completed round.
+        This function is called once per exchange for each group that a method averages.
 
         Args:
             mean: The reduced uploads, keyed by group and name.

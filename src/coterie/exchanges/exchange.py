@@ -1,24 +1,28 @@
-"""One exchange on the server: uploads are decoded, measured and stored, then aggregated."""
+"""One exchange on the server: uploads are measured and stored, then passed to the method."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from coterie.errors import CoterieError, enough_memory, no_client_left, ran_out_of_memory
-from coterie.exchanges.mean import Aggregation
+from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.mean import means_of, selected, weighted_mean
 from coterie.exchanges.store import Store
-from coterie.messages import Groups, Message, MessageError, Shapes
+from coterie.messages import Groups, Message, Schema, Tensors
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import LEFT_OUT
+from coterie.messages.schema import Reduce
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import Recorder
 from coterie.transforms.context import Contribution, Rows
-from coterie.turn import TRAIN, Turn
+from coterie.turn import FIRST, TRAIN, Turn
 
 SMALLER = ("`base` to a smaller one", "the LoRA rank to a smaller number")
 """Changes that reduce the memory of every task."""
+Reference = Callable[[Message, "Exchange"], Groups]
+"""A function that returns the tensors from which the training for an upload started."""
 
 
 def memory_for_aggregation() -> AbstractContextManager[None]:
@@ -26,79 +30,204 @@ def memory_for_aggregation() -> AbstractContextManager[None]:
     return enough_memory("the aggregation", lambda: SMALLER)
 
 
-class Receiver(Protocol):
-    """The calls of a method's server-side object that an exchange makes; see `ServerSide`."""
-
-    def download(self, client: str, /) -> Message:
-        """Return a client's download."""
-        ...
-
-    def expects(self, client: str, /) -> Mapping[str, Shapes]:
-        """Return the shapes that a client must upload, keyed by group and name."""
-        ...
-
-    def reference(self, client: str, upload: Message, /) -> Groups:
-        """Return the tensors from which a client's training started, keyed by group and name."""
-        ...
-
-    def receive(self, client: str, upload: Message, /) -> None:
-        """Process the part of an upload that is not averaged."""
-        ...
-
-    def rows(self) -> Rows:
-        """Return the clients' weights in each mean of the fields whose reduction is `rows`."""
-        ...
-
-
 class Exchange:
-    """The uploads of the current exchange, which are aggregated in the order of client names.
+    """The exchange in progress: its numbers, its clients and their uploads.
 
-    Each upload is decoded once, when it arrives. Decoded uploads wait on disk.
+    A method's server reads uploads with `mean`, `means` and `each`. Engines call the other
+    functions. Uploads wait on disk, and are aggregated in the order of client names.
 
     Args:
         folder: The folder of the temporary file that contains the uploads.
-        server: The method's server-side object.
-        aggregation: The run's aggregation.
+        transforms: The transforms of the run on the server.
+        schema: The fields that the method may send, before transforms encode them.
+        least_others: The smallest number of other clients whose tensors a client may receive in a
+            mean. Tensors of fewer clients are not averaged; 1 permits all means.
         strict: Whether an invalid upload raises an error instead of being excluded.
     """
 
     def __init__(
-        self, folder: Path, server: Receiver, aggregation: Aggregation, *, strict: bool = False
+        self,
+        folder: Path,
+        transforms: ServerTransforms,
+        schema: Schema,
+        least_others: int = 1,
+        *,
+        strict: bool = False,
     ) -> None:
-        self.server, self.aggregation, self.strict = server, aggregation, strict
+        self.transforms, self.schema = transforms, schema
+        self.least_others, self.strict = least_others, strict
+        self.turn: Turn = FIRST
+        """The numbers of the exchange."""
+        self.clients: tuple[str, ...] = ()
+        """The names of the clients that take part, sorted."""
+        self.asked: set[str] = set()
+        """The clients that took part in any attempt at this exchange."""
         self.refused: dict[str, str] = {}
         """A mapping from each excluded client to the reason why the client's upload is excluded."""
         self.diverged: set[str] = set()
         """Excluded clients that have no upload because they diverged."""
         self.asked_again: set[str] = set()
         """Clients that were asked for a second upload."""
+        self.replaces: bool | None = None
+        """Whether a mean of this exchange replaced parameters; None if no mean was requested."""
         self.store = Store(folder)
+        self._references: dict[str, Reference] = {}
         self._measures: dict[str, dict[str, Any]] = {}
         """The results of transforms' `measure` hooks. The first key is a client, and the second key
         is a transform."""
+        self._means: Groups | None = None
+        """The means of all groups; None before the uploads are averaged."""
+        self._results: dict[str, Tensors] = {}
+        """The means, by group, after transforms have changed them."""
+        self._held: dict[str, Counter[str]] = {}
+
+    @property
+    def counted(self) -> list[str]:
+        """The clients whose uploads are not excluded, sorted by name."""
+        return [name for name in self.store if name not in self.refused]
+
+    def mean(self, group: str, start: Tensors | None = None) -> Tensors:
+        """Return the weighted mean of a group over the clients, or the run's other reduction.
+
+        Args:
+            group: The name of a field whose reduction is `mean`.
+            start: The server's parameters that the mean will replace, by name. If the run has a
+                server optimiser, it takes a step from these parameters towards the mean, and the
+                result is returned. Without `start`, the server optimiser does not change the mean.
+
+        Returns:
+            The mean of each tensor over the clients that uploaded it. Tensors that no client
+            uploaded, or fewer clients than the setting `least_others` requires, are missing. If the
+            mean of a group is requested again, the result is the same.
+
+        Raises:
+            CoterieError: The schema declares no such field with this reduction.
+        """
+        self._require(group, "mean")
+        if self._means is None:
+            self._means = self._all_means()
+        if group not in self._results:
+            before = {group: start} if start else {}
+            self.replaces = bool(self.replaces or start)
+            changed = self.transforms.on_mean({group: self._means.get(group, {})}, before)
+            self._results[group] = changed[group]
+        return self._results[group]
+
+    def holders(self, group: str) -> Mapping[str, int]:
+        """Return the number of clients that uploaded each tensor of a mean, by the tensor's name.
+
+        Args:
+            group: The name of a field whose mean `mean` has returned.
+        """
+        return self._held.get(group, {})
+
+    def means(self, group: str, rows: Rows) -> dict[str, Tensors]:
+        """Return several means of a group, with different weights of the clients.
+
+        Args:
+            group: The name of a field whose reduction is `rows`.
+            rows: A mapping from the name of each mean, usually the client that receives the mean,
+                to the weights of the clients' uploads. Each weight is multiplied by the client's
+                weight in the run's aggregation, such as its number of tokens. The weights of a
+                mean need not sum to 1. Excluded uploads contribute to no mean.
+
+        Returns:
+            The tensors of each mean. A mean is missing if no client with a weight above 0 has sent
+            an upload.
+
+        Raises:
+            CoterieError: The schema declares no such field with this reduction.
+        """
+        self._require(group, "rows")
+        means = means_of(self._contributions({group}), rows, self.least_others)
+        return {name: groups.get(group, {}) for name, groups in means.items()}
+
+    def each(self, name: str) -> dict[str, Any]:
+        """Return a group of tensors, or a JSON value, from each client that uploaded it.
+
+        Args:
+            name: The name of a field whose reduction is `each`.
+
+        Returns:
+            The group or the value by client, in the order of the clients' names.
+
+        Raises:
+            CoterieError: The schema declares no such field with this reduction.
+        """
+        self._require(name, "each")
+        sent: dict[str, Any] = {}
+        for client in self.counted:
+            upload = self._upload(client)
+            if name in upload.groups:
+                sent[client] = upload[name]
+            elif name in upload.values:
+                sent[client] = upload.values[name]
+        return sent
+
+    def weight(self, client: str) -> float:
+        """Return the weight of a client's upload in the run's means."""
+        return self.transforms.weight(client, self._upload(client))
+
+    def open(self, turn: Turn, clients: Iterable[str]) -> None:
+        """Set the numbers and the clients, when a turn starts or begins again."""
+        if turn != self.turn:
+            self.asked.clear()
+        self.turn, self.clients = turn, tuple(sorted(clients))
+        self.asked |= {*self.clients}
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Aggregate again, with the uploads that have already arrived."""
+        self._means, self._results, self._held, self.replaces = None, {}, {}, None
 
     def begin(self) -> None:
-        """Start an exchange: remove all uploads."""
+        """Remove all uploads."""
         for name in [*self.store, *self.refused]:
             self.drop(name)
         self.asked_again.clear()
         self.store.clear()
 
-    def take(self, name: str, body: bytes) -> None:
-        """Validate and decode an upload, pass it to transforms' `measure` hooks, and store it."""
-        self.drop(name)
-        transforms = self.aggregation.transforms
-        try:
-            message = self.aggregation.schema.receive("up", body)
-            if transforms.phase == TRAIN:
-                if transforms.pipeline.active:
-                    message = transforms.upload(name, message, self.server.download(name))
-                reference = self.server.reference(name, message)
-                self._measures[name] = transforms.measure(name, message, reference)
-        except CoterieError as error:
-            self._refuse(name, error)
-        else:
-            self.store.put(name, message)
+    def put(self, name: str, message: Message, reference: Reference) -> None:
+        """Pass a decoded upload to the transforms' `measure` and `weight` hooks, and store it.
+
+        Args:
+            name: The client that sent the upload.
+            message: The upload.
+            reference: A function that returns the tensors from which the client's training started.
+
+        Raises:
+            CoterieError: A transform refuses the upload.
+        """
+        if self.turn.phase == TRAIN:
+            measures = self.transforms.measure(name, message, reference(message, self))
+            self.transforms.weight(name, message)
+            self._measures[name], self._references[name] = measures, reference
+        self.store.put(name, message)
+
+    def settle(self) -> None:
+        """Exclude the uploads that transforms refuse, when all uploads have arrived."""
+        transforms = self.transforms
+        if self.turn.phase == TRAIN:
+            self.refused |= transforms.refuse(self._measures)
+            with memory_for_aggregation():
+                for name in [name for name in self.counted if name in transforms.limits]:
+                    try:
+                        self.weight(name)
+                    except Exception as error:
+                        self.refuse(name, error)
+            return
+        for name in self.counted:
+            try:
+                transforms.collect(name, self.store.get(name))
+            except CoterieError as error:
+                self.refuse(name, error)
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Exclude a client's upload because of an error, or raise the error if `strict` is true."""
+        if self.strict or ran_out_of_memory(error):
+            raise error
+        expected = isinstance(error, CoterieError)
+        self.refused[name] = str(error) if expected else f"{type(error).__name__} in the method"
 
     def diverge(self, name: str) -> None:
         """Record that a client diverged and has no upload."""
@@ -143,72 +272,50 @@ class Exchange:
         """
         self.diverged.discard(name)
         self._measures.pop(name, None)
+        self._references.pop(name, None)
         refused = self.refused.pop(name, None) is not None
         return self.store.drop(name) or refused
 
-    @property
-    def counted(self) -> list[str]:
-        """The clients whose uploads are not excluded, sorted by name."""
-        return [name for name in self.store if name not in self.refused]
-
     def record(self, recorder: Recorder) -> None:
         """Record the metrics of all uploads, and the reasons why uploads were excluded."""
-        for name, metric, value in self.aggregation.transforms.figures(self._measures):
+        for name, metric, value in self.transforms.figures(self._measures):
             recorder.log(name, metric, value)
         for name, reason in sorted(self.refused.items()):
             recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
-    def mean(self, turn: Turn) -> Message:
-        """Aggregate all valid uploads of a turn.
+    def _require(self, name: str, reduce: Reduce) -> None:
+        if name not in self.schema.reduced(reduce):
+            raise CoterieError(
+                f"The method's server aggregates the field {name!r} in the form {reduce!r}, but "
+                "the method's schema declares no upload field of this name with "
+                f"reduce={reduce!r}."
+            )
 
-        An upload that proves to be invalid is excluded, and `self.refused` then has the reason.
+    def _upload(self, name: str) -> Message:
+        """Return a client's upload, with the limits that transforms have set for it."""
+        reference = self._references[name]
+        upload = self.store.get(name)
+        return self.transforms.bounded(name, upload, lambda: reference(upload, self))
 
-        Returns:
-            The mean, with the means that `rows` requests as peers. If the current phase was added
-            by a transform, the message is empty, because the transform itself collects the uploads
-            of this phase.
-        """
-        aggregation = self.aggregation
-        if turn.phase == TRAIN:
-            with memory_for_aggregation():
-                mean = aggregation.mean(turn.exchange, self._contributions(first=True))
-                rows = self.server.rows()
-                if not rows:
-                    return mean
-                return aggregation.with_rows(mean, self._contributions(first=False), rows)
+    def _contributions(self, groups: set[str]) -> Iterator[Contribution]:
         for name in self.counted:
-            try:
-                aggregation.transforms.collect(name, self.store.get(name))
-            except MessageError as error:
-                self._refuse(name, error)
-        return Message(turn.exchange)
+            upload = self._upload(name)
+            weight = self.transforms.weight(name, upload)
+            yield Contribution(name, upload.only(groups).groups, weight)
 
-    def _contributions(self, *, first: bool) -> Iterator[Contribution]:
-        """Yield the clients' contributions to the means.
+    def _all_means(self) -> Groups:
+        """Compute the means of all groups whose reduction is `mean` in one pass."""
+        held: dict[str, Counter[str]] = defaultdict(Counter)
 
-        Args:
-            first: Whether this is the first pass over the uploads. Only the first pass decides
-                which uploads are excluded, and passes the groups whose reduction is `each` to the
-                method.
-        """
-        server, transforms = self.server, self.aggregation.transforms
-        if first:
-            self.refused |= transforms.refuse(self._measures)
-        for name in self.counted:
-            try:
-                upload = self.store.get(name)
-                reference = partial(server.reference, name, upload)
-                upload = transforms.bounded(name, upload, reference)
-                result = self.aggregation.contribution(name, upload, server.expects(name))
-                if first:
-                    server.receive(name, self.aggregation.each(upload))
-            except Exception as error:  # one invalid upload must not stop the round
-                self._refuse(name, error)
-            else:
-                yield result
+        def counted() -> Iterator[Contribution]:
+            for contribution in self._contributions(self.schema.reduced("mean")):
+                for group, tensors in contribution.groups.items():
+                    held[group].update(tensors.keys())
+                yield contribution
 
-    def _refuse(self, name: str, error: Exception) -> None:
-        if self.strict or ran_out_of_memory(error):
-            raise error
-        expected = isinstance(error, CoterieError)
-        self.refused[name] = str(error) if expected else f"{type(error).__name__} in the method"
+        reduction = self.transforms.pipeline.reduction
+        means = (self.transforms.reduce if reduction else weighted_mean)(counted())
+        if self.least_others > 1:
+            means = selected(means, lambda group, name: held[group][name] > self.least_others)
+        self._held = {g: Counter({n: held[g][n] for n in ts}) for g, ts in means.items()}
+        return means

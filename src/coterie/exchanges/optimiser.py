@@ -44,11 +44,6 @@ class ServerOptimiser(Transform):
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> dict[str, dict[str, Tensor]]:
         # Moments are in the groups m.GROUP and, for adaptive optimisers, v.GROUP of the memory.
         # Means that replace no parameters are returned unchanged.
-        if not any(before.values()):
-            raise CoterieError(
-                "aggregation.optimiser has no effect, because the server replaces none of its "
-                "parameters with a mean of uploads; remove the key."
-            )
         result = {group: dict(tensors) for group, tensors in mean.items()}
         for group, tensors in result.items():
             moments = {kind: dict(memory.groups.get(f"{kind}.{group}", {})) for kind in "mv"}

@@ -233,10 +233,10 @@ class Loader:
         names, base = folder.description["clients"], self.base(config, SERVER)
         own = _empty(SERVER, base)
         side = config.method.server(server_context(config, skeleton, names, own, _quiet))
-        side.restore(folder.load("server"))
+        value = side.initial().restored(folder.load("server"))
 
         def model() -> PreTrainedModel:
-            if (server_model := side.model()) is None:
+            if (server_model := side.model(value)) is None:
                 raise CoterieError(f"{config.label} does not train a model on the server.")
             return server_model
 

@@ -32,7 +32,7 @@ class Field:
             permits a value made of numbers, text, lists and mappings, instead of tensors.
         reduce: Used only for uploads. With `"mean"`, the server's method object receives the mean
             over clients. With `"rows"`, it receives several means whose weights it chooses, such as
-            one mean for each client; see `ServerSide.rows`. With `"each"`, it receives every
+            one mean for each client; see `Exchange.means`. With `"each"`, it receives every
             client's upload. If the server needs a group in several forms, the schema contains one
             field of this name for each form.
         peers: Used only for downloads. If true, the field contains single values that other

@@ -7,7 +7,8 @@ classes are the same for all of these methods. The engine computes the mean (exc
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Generic
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from typing_extensions import TypeVar
 
 from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, trained
 from coterie.errors import CoterieError
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
 from coterie.methods.contract import (
@@ -23,13 +25,13 @@ from coterie.methods.contract import (
     ClientSide,
     Method,
     RunFacts,
+    Server,
     ServerContext,
-    ServerSide,
 )
-from coterie.methods.exact import Residuals, residual_shapes, with_residuals
+from coterie.methods.exact import residual_shapes, residuals, with_residuals
 from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
+from coterie.methods.value import PerClient, Value, from_hello
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, Penalty, learning_rate
 from coterie.turn import Turn
@@ -208,7 +210,7 @@ class AdapterMethod(Method):
     def client(self, context: ClientContext) -> "AdapterClient":
         return AdapterClient(self, context)
 
-    def server(self, context: ServerContext) -> "AdapterServer":
+    def server(self, context: ServerContext) -> "AdapterServer[Any, Any]":
         return AdapterServer(self, context)
 
 
@@ -285,15 +287,30 @@ class AdapterClient(ClientSide, Generic[M]):
         return tensor.to(device, copy=True)
 
 
-class AdapterServer(ServerSide, Generic[M]):
+@dataclass(frozen=True, eq=False)
+class Shared(Value):
+    """The shared parameters, and which client holds which of them."""
+
+    adapter: Tensors = field(default_factory=dict)
+    """The shared parameters."""
+    residual: Tensors = field(default_factory=dict)
+    """The low-rank factors of residuals, if LoRA pairs are averaged exactly (methods/exact.py)."""
+    held: PerClient[Shapes] = from_hello()
+    """The shapes of each client's shared tensors."""
+
+
+V = TypeVar("V", bound=Shared, default=Shared)
+
+
+class AdapterServer(Server[V], Generic[M, V]):
     """A server that replaces each shared parameter with the clients' mean in every exchange."""
 
     def __init__(self, method: M, context: ServerContext) -> None:
         self.method = method
         # The initial values depend on the run's seed alone, so the server can draw them as well.
         # If clients' ranks differ, the server holds the tensors of the highest rank.
-        self.shared: dict[str, Tensor] = {}
-        """A mapping from the name of each shared tensor to the tensor."""
+        self.start: dict[str, Tensor] = {}
+        """A mapping from the name of each shared tensor to the tensor's initial values."""
         self.parameters: dict[str, Parameter] = {}
         """A mapping from the name of each shared tensor to the parameter that describes it."""
         for client in method.representatives(context.clients) if method.shared_roles else ():
@@ -301,24 +318,15 @@ class AdapterServer(ServerSide, Generic[M]):
             for name, parameter in adapter.parameters().items():
                 if method.shared(parameter) and name not in self.parameters:
                     self.parameters[name] = parameter
-                    self.shared[name] = parameter.tensor.detach()
-        self.buffers: dict[str, dict[str, Tensor]] = {}
-        """Groups of tensors, other than the shared parameters, that must survive a restart.
+                    self.start[name] = parameter.tensor.detach()
 
-        Downloads contain the groups in `Schema.down`; tensors have the shared parameters' names.
-        """
-        self.held: dict[ClientId, dict[str, tuple[int, ...]]] = {}
-        """For each client, a mapping from the names of the shared tensors to their shapes."""
-        self.residuals = Residuals(self.parameters if method.averages_exactly else {})
+    def initial(self) -> V:
+        return cast("V", Shared(self.start))
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self.residuals.start_round()
+    def join(self, value: V, client: ClientId, hello: Message) -> V:
+        return replace(value, held=value.held | {client: self.declared(client, hello)})
 
-    def join(self, client: ClientId, hello: Message) -> None:
-        self.held[client] = self.declared(client, hello)
-
-    def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
+    def declared(self, client: ClientId, hello: Message) -> Shapes:
         """Return the shapes that a client's hello declares for the client's shared tensors.
 
         Args:
@@ -340,17 +348,13 @@ class AdapterServer(ServerSide, Generic[M]):
             )
         shapes = {name: tuple(shape) for name, shape in declared.items()}
         for name, shape in shapes.items():
-            if name not in self.shared or shape != self.shape(client, name):
+            if name not in self.start or shape != self.shape(client, name):
                 raise MessageError(
                     f"The client {client!r} declares the shared tensor {name!r} with the shape "
                     f"{shape}, which the server does not expect; `shared` must return the same "
                     "value on the client and on the server."
                 )
         return shapes
-
-    def leave(self, client: ClientId) -> None:
-        self.held.pop(client, None)
-        super().leave(client)
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
         """Return the shape that a client's shared tensor must have.
@@ -362,39 +366,26 @@ class AdapterServer(ServerSide, Generic[M]):
         Returns:
             By default, the shape of the server's tensor.
         """
-        return tuple(self.shared[name].shape)
+        return tuple(self.start[name].shape)
 
-    def download(self, client: ClientId) -> Message:
-        held, down = self.held[client], {field.name for field in self.method.schema().down}
-        groups = {
-            group: {name: tensors[name] for name in held}
-            for group, tensors in {"adapter": self.shared, **self.buffers}.items()
-            if group in down
-        }
-        return Message(self.exchange, {**groups, **self.residuals.groups(held)})
+    def download(self, value: V, client: ClientId, exchange: Exchange) -> Message:
+        # The value's fields have the names of the groups in the download.
+        fields = (f.name for f in self.method.schema().down if hasattr(value, f.name))
+        tensors: dict[str, Tensors] = {name: getattr(value, name) for name in fields}
+        groups = {g: {n: t[n] for n in value.held[client] if n in t} for g, t in tensors.items()}
+        return Message(exchange.turn.exchange, groups)
 
-    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        held, parameters, sends = self.held[client], self.parameters, self.method.sends
-        shapes = {n: s for n, s in held.items() if sends(parameters[n], self.exchange)}
-        return dict.fromkeys(self.method.schema().averaged, shapes)
+    def expects(self, value: V, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
+        held, number, sends = value.held[client], exchange.turn.exchange, self.method.sends
+        shapes = {n: s for n, s in held.items() if sends(self.parameters[n], number)}
+        return {f.name: shapes for f in self.method.schema().up if f.dtype != "json"}
 
-    def replaces(self) -> dict[str, Tensors]:
-        return {"adapter": self.shared}
-
-    def receive(self, client: ClientId, upload: Message) -> None:
-        self.residuals.receive(upload)
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        self.shared.update(mean["adapter"])  # parameters that no client sent keep their values
-        self.residuals.end_round(self.shared)
-        super().end_round(mean, held)
-
-    def state(self) -> State:
-        groups = {"adapter": self.shared, **self.buffers, **self.residuals.groups(self.shared)}
-        return State(groups, {"round": self.exchange})
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.shared = dict(state["adapter"])
-        self.buffers = {group: dict(state[group]) for group in self.buffers}
-        self.residuals.tensors = dict(state["residual"])
+    def aggregate(self, value: V, exchange: Exchange) -> V:
+        if not self.parameters:  # nothing is shared
+            return value
+        mean = exchange.mean("adapter", start=value.adapter)
+        adapter = {**value.adapter, **mean}  # parameters that no client sent keep their values
+        if not self.method.averages_exactly:
+            return replace(value, adapter=adapter)
+        residual = residuals(self.parameters, value.residual, adapter, exchange)
+        return replace(value, adapter=adapter, residual=residual)

@@ -34,7 +34,7 @@ mean's loss is not lower.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -42,17 +42,15 @@ from pydantic import Field
 from coterie.adapters import Parameter, Role
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import Groups, Json, Message, Schema, State, Tensors, check_shapes
 from coterie.messages.host import on_host
 from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.choice import (
-    Choice,
     checked_choice,
     checked_sizes,
-    choices_as_values,
-    choices_from_values,
     latest_trial,
     limited_rows,
     row_from_slopes,
@@ -63,10 +61,10 @@ from coterie.methods.choice import (
 from coterie.methods.clusters import nearest
 from coterie.methods.comigs import Mixture
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
-from coterie.methods.grouped import PersonalServer
+from coterie.methods.grouped import Personal, PersonalServer
 from coterie.methods.settings import Generalists, PhasedRouter
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, shapes_of
+from coterie.methods.value import PerClient
 from coterie.privacy.ledger import Budget
 from coterie.training.probe import divided, probe_batch, sample_losses, sample_slopes
 from coterie.transforms.context import Row, Rows
@@ -285,7 +283,26 @@ class AutoClient(AdapterClient[Auto]):
         self.row, self.stage = dict(choice["row"]), choice["stage"]
 
 
-class AutoServer(PersonalServer[Auto]):
+@dataclass(frozen=True, eq=False)
+class Chosen(Personal):
+    """The clients' choices, and the pairs for trials."""
+
+    rows: PerClient[PerClient[float]] = PerClient()
+    """Each client's weights for all clients, or nothing before its first trial."""
+    tokens: PerClient[int] = PerClient()
+    """The number of each client's training tokens."""
+    tried: PerClient[int] = PerClient()
+    """For each client, the number of rounds after which its latest trial was due."""
+    uploads: PerClient[Tensors] = PerClient()
+    """The latest pairs of each client, if a trial is due for any client."""
+    before: PerClient[Tensors] = PerClient()
+    """The upload of each client's latest trial, until its next upload. A client that stays alone
+    after the trial trains from these parameters, and not from its mean."""
+    current: PerClient[bool] = PerClient()
+    """The clients that received the means of the last exchange of all parameters."""
+
+
+class AutoServer(PersonalServer[Auto, Chosen]):
     """A server that averages with each client's own weights, and forwards pairs for trials.
 
     The server decides which data of others a client receives: pairs once per trial. A client's
@@ -295,105 +312,89 @@ class AutoServer(PersonalServer[Auto]):
     def __init__(self, method: Auto, context: ServerContext) -> None:
         super().__init__(method, context)
         self.context = context
-        self.choices: dict[ClientId, Choice] = {}
-        """The latest choice of each client."""
-        self.tried: dict[ClientId, int] = {}
-        """For each client, the number of rounds after which its latest trial was due."""
-        self.uploads: dict[ClientId, Tensors] = {}
-        """The latest pairs of each client, if a trial is due for any client."""
-        self.before: dict[ClientId, Tensors] = {}
-        """The upload of each client's latest trial, until its next upload. A client that stays
-        alone after the trial trains from these parameters, and not from its mean."""
-        self.current: set[ClientId] = set()
-        """The clients that received the means of the last exchange of all parameters."""
-        self._received: dict[ClientId, Tensors] = {}
-        self._chosen: dict[ClientId, Choice] = {}
-        """The choices of this exchange, kept apart because the exchange may be repeated."""
-        self._trying: set[ClientId] = set()
-        """The clients that may have received pairs in this exchange, or in an earlier attempt."""
-        self._nearest: dict[ClientId, list[ClientId]] = {}
-        """The peers of each client in `uploads`, or an empty mapping if not computed yet."""
+        self._compared: tuple[Chosen, Mapping[ClientId, list[ClientId]]] | None = None
+        """A value, and the clients with similar pairs for each client in its `uploads`."""
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self._received, self._chosen = {}, {}
-        self._trying |= {client for client in participants if self._peers(client)}
+    def initial(self) -> Chosen:
+        return Chosen(self.start)
 
-    def _due(self, client: ClientId) -> bool:
-        """Return whether a trial is due for a client before the exchange in progress."""
-        return latest_trial(self.exchange, self.context.rounds) > self.tried.get(client, 0)
+    def _due(self, value: Chosen, client: ClientId, exchange: int) -> bool:
+        """Return whether a trial is due for a client before an exchange."""
+        return latest_trial(exchange, self.context.rounds) > value.tried.get(client, 0)
 
-    def _peers(self, client: ClientId) -> list[ClientId]:
-        """Return the clients whose pairs a client receives in this exchange."""
-        if client not in self.uploads or not self._due(client):
+    def _peers(self, value: Chosen, client: ClientId, exchange: Exchange) -> list[ClientId]:
+        """Return the clients whose pairs a client receives in an exchange."""
+        if client not in value.uploads or not self._due(value, client, exchange.turn.exchange):
             return []
-        if not self._nearest:
-            self._nearest = nearest(self.uploads, self.shared, self.method.peers)
-        return self._nearest[client]
+        if self._compared is None or self._compared[0] is not value:
+            self._compared = value, nearest(value.uploads, self.start, self.method.peers)
+        return self._compared[1][client]
 
-    def download(self, client: ClientId) -> Message:
-        message = super().download(client)
-        names = self.method.downloaded(self.parameters, client not in self.current)
+    def download(self, value: Chosen, client: ClientId, exchange: Exchange) -> Message:
+        message = super().download(value, client, exchange)
+        names = self.method.downloaded(self.parameters, client not in value.current)
         sent = {n: t for n, t in message["adapter"].items() if n in names}
-        peers = {peer: {"adapter": self.uploads[peer]} for peer in self._peers(client)}
-        values = {"sizes": {p: self.choices[p]["tokens"] for p in peers}} if peers else {}
+        peers = {p: {"adapter": value.uploads[p]} for p in self._peers(value, client, exchange)}
+        values = {"sizes": {p: value.tokens[p] for p in peers}} if peers else {}
         return replace(message, groups={"adapter": sent}, peers=peers, values=values)
 
-    def reference(self, client: ClientId, upload: Message) -> Groups:
-        start, before = super().download(client)["adapter"], self.before.get(client, {})
-        row = checked_choice(client, upload.values.get("choice"), self.held)["row"]
-        return {"adapter": {**start, **before} if row == {client: 1.0} else start}
+    def check(self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange) -> None:
+        super().check(value, client, upload, exchange)
+        checked_choice(client, upload.values.get("choice"), value.held)
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        super().receive(client, upload)
-        choice = checked_choice(client, upload.values.get("choice"), self.held)
-        if client not in self._trying and choice["row"] != {client: 1.0}:
-            old = self.choices.get(client)
-            choice = Choice(row={} if old is None else old["row"], tokens=choice["tokens"])
-        self._chosen[client] = choice
-        tensors = upload["adapter"]
-        self._received[client] = tensors if client in self._trying else self._judged(tensors)
+    def reference(
+        self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
+        start = super().download(value, client, exchange)["adapter"]
+        row = checked_choice(client, upload.values.get("choice"), value.held)["row"]
+        before = value.before.get(client, {}) if row == {client: 1.0} else {}
+        return {"adapter": {**start, **before}}
+
+    def rows(self, value: Chosen, exchange: Exchange) -> Rows:
+        everybody = shares_of(value.tokens)
+        rows = {client: row or everybody for client, row in value.rows.items()}
+        return limited_rows(rows, exchange.counted, self.context.least_others)
+
+    def aggregate(self, value: Chosen, exchange: Exchange) -> Chosen:
+        number = exchange.turn.exchange
+        trying = {client for client in exchange.asked if self._peers(value, client, exchange)}
+        choices = {
+            client: checked_choice(client, choice, value.held)
+            for client, choice in exchange.each("choice").items()
+        }
+        alone = {client for client, choice in choices.items() if choice["row"] == {client: 1.0}}
+        rows = {
+            client: PerClient(choice["row"])
+            if client in trying | alone
+            else value.rows.get(client, PerClient[float]())
+            for client, choice in choices.items()
+        }
+        means = {  # the others have trained from their means
+            client: {**value.means.get(client, {}), **value.before[client]}
+            for client in alone & value.before.keys()
+        }
+        tokens = {client: choice["tokens"] for client, choice in choices.items()}
+        value = replace(
+            value,
+            rows=value.rows | rows,
+            tokens=value.tokens | tokens,
+            tried=value.tried | dict.fromkeys(trying, latest_trial(number, self.context.rounds)),
+            means=value.means | means,
+        )
+        value = super().aggregate(value, exchange)
+        uploads = exchange.each("adapter")
+        before = {client: t for client, t in value.before.items() if client not in uploads}
+        before |= {client: t for client, t in uploads.items() if client in trying}
+        due = any(self._due(value, client, number + 1) for client in value.rows)
+        pairs = {client: self._judged(tensors) for client, tensors in uploads.items()}
+        complete = (number + 1) % self.method.every == 0
+        return replace(
+            value,
+            uploads=value.uploads | pairs if due else PerClient(),
+            before=PerClient(before),
+            current=PerClient() if complete else value.current | dict.fromkeys(choices, True),
+        )
 
     def _judged(self, tensors: Tensors) -> Tensors:
         """Return the tensors that trials compare."""
         return {n: t for n, t in tensors.items() if self.method.judges(self.parameters[n])}
-
-    def rows(self) -> Rows:
-        choices = self.choices | self._chosen
-        everybody = shares_of({client: choice["tokens"] for client, choice in choices.items()})
-        rows = {client: choice["row"] or everybody for client, choice in choices.items()}
-        return limited_rows(rows, self._received, self.context.least_others)
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        for client in self._chosen.keys() & self.before.keys():
-            if self._chosen[client]["row"] == {client: 1.0}:  # else it has trained from its mean
-                self.means[client] = {**self.means.get(client, {}), **self.before[client]}
-        super().end_round(mean, held)
-        self.choices, self._chosen = self.choices | self._chosen, {}
-        latest = latest_trial(self.exchange - 1, self.context.rounds)
-        self.tried |= dict.fromkeys(self._trying, latest)
-        complete = self.exchange % self.method.every == 0
-        self.current = set() if complete else self.current | self._received.keys()
-        before = {c: t for c, t in self.before.items() if c not in self._received}
-        self.before = before | {c: t for c, t in self._received.items() if c in self._trying}
-        pairs = {client: self._judged(tensors) for client, tensors in self._received.items()}
-        self.uploads = {**self.uploads, **pairs} if any(map(self._due, self.choices)) else {}
-        self._trying, self._nearest = set(), {}
-
-    def state(self) -> State:
-        state = super().state()
-        groups = {"adapter": self.uploads, "before": self.before}
-        parts = {c: State({g: t.get(c, {}) for g, t in groups.items()}) for c in sorted(self.held)}
-        sets = {"current": self.current, "trying": self._trying}
-        named = {k: dict.fromkeys(sorted(s), True) for k, s in sets.items()}  # for `State.without`
-        values = {**named, "tried": self.tried, **choices_as_values(self.choices)}
-        return replace(state, values={**state.values, **values}, parts=parts)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.choices = choices_from_values(state.values)
-        self.tried, self.current = dict(state.values["tried"]), {*state.values["current"]}
-        self._trying, self._nearest = {*state.values["trying"]}, {}
-        parts = state.parts.items()
-        self.uploads = {c: part["adapter"] for c, part in parts if part["adapter"]}
-        self.before = {c: part["before"] for c, part in parts if part["before"]}

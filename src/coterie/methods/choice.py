@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from statistics import median_low
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -149,21 +149,6 @@ def with_least_others(row: Mapping[str, float], own: str, least_others: int) -> 
         factor = (sum(weights) - larger * limit) / rest if rest else 0.0
     limited = {c: limit if i < larger else w * factor for i, (w, c) in enumerate(others)}
     return {client: limited.get(client, weight) for client, weight in row.items()}
-
-
-def choices_as_values(choices: Mapping[str, Choice]) -> dict[str, dict[str, Any]]:
-    """Return clients' choices as values of a state, by key and client.
-
-    Clients' names are the inner keys, because `State.without` deletes a client's name from nested
-    mappings, and would delete `row` or `tokens` if a client had this name.
-    """
-    return {key: {c: v[key] for c, v in choices.items()} for key in Choice.__annotations__}
-
-
-def choices_from_values(values: Mapping[str, Any]) -> dict[str, Choice]:
-    """Return the choices from which `choices_as_values` made the values."""
-    keys = Choice.__annotations__
-    return {client: Choice(**{k: values[k][client] for k in keys}) for client in values["row"]}
 
 
 def limited_rows(

@@ -18,8 +18,7 @@ adapters, weighted by w_ij. The client uses m_i to compute its penalty, because 
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import combinations
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -29,15 +28,16 @@ from torch import Tensor
 from coterie.adapters import trained
 from coterie.bases.precision import autocast
 from coterie.data.windows import sample_batch
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
-from coterie.messages import Groups, Message, MessageError, Schema, State, Tensors, check_shapes
+from coterie.messages import Groups, Message, MessageError, Schema, Shapes, Tensors, check_shapes
 from coterie.messages.host import copied_to_host
 from coterie.messages.names import TRUST
-from coterie.methods.adapter import AdapterClient, AdapterServer
+from coterie.methods.adapter import AdapterClient, AdapterServer, Shared
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import closest, copied, copy, shapes_of
+from coterie.methods.value import PerClient
 from coterie.privacy.ledger import Budget
 from coterie.seeding import generator
 from coterie.training.passes import training_pass
@@ -166,83 +166,91 @@ class CoBoClient(AdapterClient[CoBo]):
         return replace(message, groups={**message.groups, "gradients": self.gradients})
 
 
-class CoBoServer(AdapterServer[CoBo]):
+@dataclass(frozen=True, eq=False)
+class Known(Shared):
+    """The clients' latest adapters and weights."""
+
+    uploads: PerClient[Tensors] = PerClient()
+    """The latest adapter of each client that has uploaded one."""
+    weights: PerClient[PerClient[float]] = PerClient()
+    """For each client, its weights w_ij that differ from the initial weights."""
+
+
+class CoBoServer(AdapterServer[CoBo, Known]):
     """A server that learns which clients help one another, and averages adapters accordingly."""
 
     def __init__(self, method: CoBo, context: ServerContext) -> None:
         super().__init__(method, context)
         self.seed, self.steps = context.seed, context.training.steps
-        self.uploads: dict[ClientId, Tensors] = {}
-        """The latest adapter of each client that has uploaded one."""
-        self.weights: dict[ClientId, Row] = {}
-        """For each client, its weights w_ij that differ from the initial weights."""
-        self.partners: dict[ClientId, list[ClientId]] = {}
-        """The clients with which each client computes gradients in the exchange in progress."""
-        self._received: dict[ClientId, Message] = {}
 
-    def row(self, client: ClientId) -> Row:
+    def initial(self) -> Known:
+        return Known(self.start)
+
+    def row(self, value: Known, client: ClientId) -> Row:
         """Return a client's weights, including its own.
 
         The client's own weight has no effect on its loss, but takes part in the projection.
 
         Args:
+            value: The current value.
             client: The client's name.
 
         Returns:
             The weight of every client that has joined, in the order of the names.
         """
-        simplex, others = self.method.domain == "simplex", len(self.held) - 1
+        simplex, others = self.method.domain == "simplex", len(value.held) - 1
         initial = 1 / max(others, 1) if simplex else 1.0
-        start = {other: initial if other != client else 0.0 for other in sorted(self.held)}
-        changed = self.weights.get(client, {})
+        start = {other: initial if other != client else 0.0 for other in sorted(value.held)}
+        changed = value.weights.get(client, {})
         return {other: changed.get(other, weight) for other, weight in start.items()}
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self._received = {}
-        self.partners = {client: [] for client in participants}
-        for i, j in combinations(sorted(participants), 2):
-            chance = generator(self.seed, "pair", exchange, i, j)
-            if torch.rand((), generator=chance) < self.method.pair_share:
-                self.partners[i].append(j)
-                self.partners[j].append(i)
+    def partners(self, client: ClientId, exchange: Exchange) -> list[ClientId]:
+        """Return the clients with which a client computes gradients in an exchange."""
 
-    def download(self, client: ClientId) -> Message:
-        row, uploads = self.row(client), self.uploads
+        def drawn(other: ClientId) -> bool:
+            pair = sorted((client, other))
+            chance = generator(self.seed, "pair", exchange.turn.exchange, *pair)
+            return bool(torch.rand((), generator=chance) < self.method.pair_share)
+
+        members = exchange.clients if client in exchange.clients else ()
+        return [other for other in members if other != client and drawn(other)]
+
+    def download(self, value: Known, client: ClientId, exchange: Exchange) -> Message:
+        row, uploads = self.row(value, client), value.uploads
         weights = {j: w for j, w in row.items() if j != client and j in uploads}
         total = sum(weights.values())
         mean = {
             n: torch.stack([w / total * uploads[j][n] for j, w in weights.items()]).sum(0)
-            for n in (self.shared if total else ())
+            for n in (self.start if total else ())
         }
         # A client that has not uploaded yet has the initial values.
-        partners = self.partners.get(client, ())
-        peers = {j: {"adapter": copied(uploads.get(j, self.shared))} for j in partners}
-        return Message(self.exchange, {"mean": mean}, {"weights": weights}, peers)
+        partners = self.partners(client, exchange)
+        peers = {j: {"adapter": copied(uploads.get(j, self.start))} for j in partners}
+        return Message(exchange.turn.exchange, {"mean": mean}, {"weights": weights}, peers)
 
-    def reference(self, client: ClientId, upload: Message) -> Groups:
+    def expects(self, value: Known, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
+        size = sum(tensor.numel() for tensor in self.start.values())
+        gradients = dict.fromkeys(self.partners(client, exchange), (size,))
+        return {"adapter": shapes_of(self.start), "gradients": gradients}
+
+    def reference(
+        self, value: Known, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
         # A client that has lost its state begins with the initial values.
-        last = self.uploads.get(client, self.shared)
-        return {"adapter": closest(upload["adapter"], last, self.shared)}
+        last = value.uploads.get(client, self.start)
+        return {"adapter": closest(upload["adapter"], last, self.start)}
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        size = sum(tensor.numel() for tensor in self.shared.values())
-        check_shapes(upload["adapter"], shapes_of(self.shared))
-        check_shapes(upload["gradients"], dict.fromkeys(self.partners.get(client, ()), (size,)))
-        self._received[client] = upload
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        gradients = {client: upload["gradients"] for client, upload in self._received.items()}
+    def aggregate(self, value: Known, exchange: Exchange) -> Known:
+        gradients, weights = exchange.each("gradients"), dict(value.weights)
         for i, partners in gradients.items():
             if agreeing := [j for j in partners if j in gradients]:
-                row, step = self.row(i), self.method.weight_step * self.steps
+                row, step = self.row(value, i), self.method.weight_step * self.steps
                 for j in agreeing:
                     product = torch.dot(gradients[i][j].double(), gradients[j][i].double())
                     row[j] += step * product.item()
-                self.weights = {**self.weights, i: self._projected(row)}
-        self.uploads |= {c: upload["adapter"] for c, upload in self._received.items()}
-        self.partners, self._received = {}, {}
-        super().end_round(mean, held)
+                weights[i] = PerClient(self._projected(row))
+        uploads = value.uploads | exchange.each("adapter")
+        return replace(value, weights=PerClient(weights), uploads=uploads)
 
     def _projected(self, row: Mapping[ClientId, float]) -> Row:
         """Return the nearest valid weights of a client."""
@@ -254,13 +262,3 @@ class CoBoServer(AdapterServer[CoBo]):
             excess = (descending.cumsum(0) - 1) / counts
             weights = weights - excess[descending > excess][-1]
         return dict(zip(row, weights.clamp(0, 1).tolist(), strict=True))
-
-    def state(self) -> State:
-        state = super().state()
-        parts = {client: State({"adapter": tensors}) for client, tensors in self.uploads.items()}
-        return replace(state, values={**state.values, "weights": self.weights}, parts=parts)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.uploads = {client: part["adapter"] for client, part in state.parts.items()}
-        self.weights = dict(state.values["weights"])

@@ -13,7 +13,7 @@ following class is a complete method, which shares nothing and trains nothing::
             return PretrainedClient(context)
 
         def server(self, context):
-            return ServerSide()
+            return Server()
 
 To use a method in Python, pass an instance to `coterie.run(config, method=Silent())`. To use it in
 run files, put the class in a file, pass the file with `--plugin FILE.py`, and write the class's
@@ -30,7 +30,7 @@ from torch import nn
 from coterie.adapters import Parameter
 from coterie.bases import BaseSpec
 from coterie.messages import Message, Schema
-from coterie.methods.sides import ClientSide, ServerSide
+from coterie.methods.sides import ClientSide, Server
 from coterie.privacy.ledger import Budget
 from coterie.registry import Section
 from coterie.training.context import ClientContext, ClientId, Log
@@ -193,7 +193,7 @@ class Method(Section):
         """
         raise NotImplementedError
 
-    def server(self, context: ServerContext) -> ServerSide:
+    def server(self, context: ServerContext) -> Server[Any]:
         """Create the server-side object.
 
         Args:
@@ -203,7 +203,7 @@ class Method(Section):
             The object that runs on the server. By default, the object sends only empty downloads
             and ignores uploads.
         """
-        return ServerSide()
+        return Server()
 
     def exchanges(self, rounds: int) -> int:
         """Return the number of exchanges in the first rounds of a run.

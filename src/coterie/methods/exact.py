@@ -7,7 +7,7 @@ base's weights. In Coterie, several clients may use one copy of the base, so res
 separately, as low-rank factors.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.adapters import Parameter, pairs_of
-from coterie.exchanges.weights import TOKENS
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
-from coterie.messages import Groups, Message, Schema, Shapes, Tensors
+from coterie.messages import Schema, Shapes, Tensors
 from coterie.methods.low_rank import LowRankSum, product_norm
 
 SETTING: Any = Field(
@@ -42,7 +42,7 @@ def with_residuals(averaged: Schema) -> Schema:
             `mean`.
 
     Returns:
-        A schema in which downloads also contain residuals (see `Residuals`). The server receives
+        A schema in which downloads also contain residuals (see `residuals`). The server receives
         each client's LoRA pairs in addition to the mean of all pairs.
     """
     each = tuple(replace(field, reduce="each") for field in averaged.up)
@@ -80,71 +80,50 @@ def residual_shapes(
     return shapes
 
 
-class Residuals:
-    """The residuals of all shared pairs, on the server.
+def residuals(
+    parameters: Mapping[str, Parameter], before: Tensors, means: Tensors, exchange: Exchange
+) -> dict[str, Tensor]:
+    """Return the residuals of all shared pairs after an exchange.
 
     The residual R of a pair is the sum of `mean_i(B_i A_i) - B A` over all rounds. Here mean_i is
     the mean over clients, and B and A are the means of the round's B_i and A_i. R is the same for
     all clients. A client starts a round with the update `B A + R`, which is exactly the mean of the
-    clients' updates at the end of the previous round.
+    clients' updates at the end of the previous round. Singular values of R that are negligible in
+    float32 are dropped.
+
+    Args:
+        parameters: The shared parameters, by name.
+        before: The low-rank factors of each residual before the exchange, under the names of the
+            pair's A and B.
+        means: The mean of each A and each B over the clients, keyed by the tensor's name.
+        exchange: The exchange, with the uploads of the clients' pairs.
+
+    Returns:
+        The low-rank factors of each residual, under the names of the pair's A and B.
     """
-
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self.pairs = [(a.name, b.name) for a, b in pairs_of(parameters)]
-        self.tensors: dict[str, Tensor] = {}
-        """The low-rank factors of each residual R, under the names of the pair's A and B."""
-        self.start_round()
-
-    def start_round(self) -> None:
-        """Reset the sums of the clients' products B A at the start of a round."""
-        self.sums: dict[str, LowRankSum] = {}
-
-    def groups(self, names: Iterable[str]) -> Groups:
-        """Return the group `residual`, which contains low-rank factors of the residuals.
-
-        The group is one part of a download or of the server's state.
-
-        Args:
-            names: The names of the tensors A and B whose factors the group contains. Names without
-                a residual are ignored.
-
-        Returns:
-            A mapping from the key `residual` to the group. The group is a mapping from the name of
-            each A or B to the factor that is stored under this name. If no LoRA pairs are averaged
-            exactly, there is no group, and the outer mapping is empty.
-        """
-        residuals = {name: self.tensors[name] for name in names if name in self.tensors}
-        return {"residual": residuals} if self.pairs else {}
-
-    def receive(self, upload: Message) -> None:
-        """Add a client's products B A, multiplied by the client's weight, to the round's sums."""
-        adapter, weight = upload["adapter"], upload.values.get(TOKENS.name, 1)
-        for a, b in self.pairs:
+    pairs = [(a.name, b.name) for a, b in pairs_of(parameters)]
+    sums: dict[str, LowRankSum] = {}
+    for client, adapter in exchange.each("adapter").items():
+        weight = exchange.weight(client)
+        for a, b in pairs:
             if a in adapter and b in adapter:
-                total = self.sums.setdefault(a, LowRankSum())
+                total = sums.setdefault(a, LowRankSum())
                 total.add(weight * adapter[b].double(), adapter[a])
                 total.weight += weight
-
-    def end_round(self, means: Tensors) -> None:
-        """Add this round's `mean_i(B_i A_i) - B A` to the residual R of every pair.
-
-        Singular values of R that are negligible in float32 are dropped.
-
-        Args:
-            means: The mean of each A and each B over the clients, keyed by the tensor's name.
-        """
-        for a, b in self.pairs:
-            if a not in self.sums:
-                continue
-            total, A, B = self.sums.pop(a), means[a], means[b]
-            weight = total.weight
-            total.add(-weight * B.double(), A)
-            if a in self.tensors:
-                total.add(weight * self.tensors.pop(b).double(), self.tensors.pop(a))
-            U, S, Vt = total.svd()
-            S = S / weight
-            threshold = NEGLIGIBLE * max(S[0].item(), product_norm(B, A))
-            rank = int(S.gt(threshold).sum())
-            if rank:
-                self.tensors[a] = Vt[:rank].float().contiguous()
-                self.tensors[b] = (U * S)[:, :rank].float().contiguous()
+    after = dict(before)
+    for a, b in pairs:
+        if a not in sums:
+            continue
+        total, A, B = sums.pop(a), means[a], means[b]
+        weight = total.weight
+        total.add(-weight * B.double(), A)
+        if a in after:
+            total.add(weight * after.pop(b).double(), after.pop(a))
+        U, S, Vt = total.svd()
+        S = S / weight
+        threshold = NEGLIGIBLE * max(S[0].item(), product_norm(B, A))
+        rank = int(S.gt(threshold).sum())
+        if rank:
+            after[a] = Vt[:rank].float().contiguous()
+            after[b] = (U * S)[:, :rank].float().contiguous()
+    return after

@@ -13,7 +13,7 @@ w1 and w2:
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, ClassVar, Literal, Self
 
@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 from coterie.bases.precision import autocast
 from coterie.bases.sites import QUERY_VALUE
 from coterie.errors import CoterieError
-from coterie.messages import Message, State
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Message, State, Tensors
 from coterie.messages.names import FUSION
-from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer
+from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, Shared
 from coterie.methods.contract import ClientContext, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, refuse_unused
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy
 from coterie.seeding import generator
 from coterie.training.apart import set_apart
@@ -214,7 +214,14 @@ class FDLoraClient(AdapterClient[FDLora]):
         context.log(FUSION, self.weights)
 
 
-class FDLoraServer(AdapterServer[FDLora]):
+@dataclass(frozen=True, eq=False)
+class WithMomentum(Shared):
+    """The shared adapter, and the server's momentum buffer."""
+
+    momentum: Tensors = field(default_factory=dict)
+
+
+class FDLoraServer(AdapterServer[FDLora, WithMomentum]):
     """A server that averages in exchange 0 and then takes a Nesterov SGD step per exchange.
 
     Let `mean` be the mean of the uploads. In exchange 0, `mean` becomes the shared adapter. With
@@ -222,21 +229,19 @@ class FDLoraServer(AdapterServer[FDLora]):
     buffer m, the step is `m <- mu m + delta`, `shared <- shared - lr (delta + mu m)`.
     """
 
-    def __init__(self, method: FDLora, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.buffers["momentum"] = {}
+    def initial(self) -> WithMomentum:
+        return WithMomentum(self.start)
 
-    def end_round(self, mean: Message, held: Holders) -> None:
+    def aggregate(self, value: WithMomentum, exchange: Exchange) -> WithMomentum:
         lr, mu = self.method.outer_learning_rate, self.method.outer_momentum
-        if self.exchange == 0:
-            super().end_round(mean, held)
-            return
-        momentum = self.buffers["momentum"]
-        for name, tensor in mean["adapter"].items():
-            delta = self.shared[name] - tensor
+        if exchange.turn.exchange == 0:
+            return super().aggregate(value, exchange)
+        shared, momentum = dict(value.adapter), dict(value.momentum)
+        for name, tensor in exchange.mean("adapter", start=value.adapter).items():
+            delta = shared[name] - tensor
             m = momentum[name] = mu * momentum[name] + delta if name in momentum else delta
-            self.shared[name] = self.shared[name] - lr * (delta + mu * m)
-        self.exchange += 1
+            shared[name] = shared[name] - lr * (delta + mu * m)
+        return replace(value, adapter=shared, momentum=momentum)
 
 
 @contextmanager

@@ -11,20 +11,21 @@ For each client, the server averages the A1 and the B1 of all other clients. The
 means into its rest-of-world pair, and keeps its own pair.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import nn
 
 from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable
 from coterie.bases.sites import QUERY_VALUE
-from coterie.messages import Groups, Message, Schema, State, Tensors, check_shapes
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Groups, Message, Schema, Tensors, check_shapes
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
-from coterie.methods.grouped import PersonalMethod, PersonalServer
+from coterie.methods.grouped import Personal, PersonalMethod, PersonalServer
 from coterie.methods.settings import Attention, Lora
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import closest, copy, shapes_of
+from coterie.methods.value import PerClient
 from coterie.training.schedule import Level
 from coterie.transforms.context import Rows
 
@@ -88,39 +89,30 @@ class FedALTClient(AdapterClient[FedALT]):
         copy(download["adapter"], dict(zip(self.shared, others.values(), strict=True)))
 
 
-class FedALTServer(PersonalServer[FedALT]):
+@dataclass(frozen=True, eq=False)
+class Own(Personal):
+    """The clients' means and own pairs."""
+
+    uploads: PerClient[Tensors] = PerClient()
+    """The latest own pairs of each client, from which the client trains."""
+
+
+class FedALTServer(PersonalServer[FedALT, Own]):
     """A server that averages, for each client, the uploads of all other clients."""
 
-    def __init__(self, method: FedALT, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.uploads: dict[ClientId, Tensors] = {}
-        """The latest own pairs of each client, from which the client trains."""
-        self._received: dict[ClientId, Tensors] = {}
+    def initial(self) -> Own:
+        return Own(self.start)
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self._received = {}
+    def rows(self, value: Own, exchange: Exchange) -> Rows:
+        return {c: dict.fromkeys(value.held.keys() - {c}, 1.0) for c in value.held}
 
-    def rows(self) -> Rows:
-        return {c: dict.fromkeys(self.held.keys() - {c}, 1.0) for c in self.held}
-
-    def reference(self, client: ClientId, upload: Message) -> Groups:
+    def reference(
+        self, value: Own, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
         # A client that has lost its state begins with the initial values.
-        last = self.uploads.get(client, self.shared)
-        return {"adapter": closest(upload["adapter"], last, self.shared)}
+        last = value.uploads.get(client, self.start)
+        return {"adapter": closest(upload["adapter"], last, self.start)}
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        super().receive(client, upload)
-        self._received[client] = upload["adapter"]
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        super().end_round(mean, held)
-        self.uploads = {**self.uploads, **self._received}
-
-    def state(self) -> State:
-        parts = {client: State({"adapter": tensors}) for client, tensors in self.uploads.items()}
-        return replace(super().state(), parts=parts)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.uploads = {client: part["adapter"] for client, part in state.parts.items()}
+    def aggregate(self, value: Own, exchange: Exchange) -> Own:
+        uploads = value.uploads | exchange.each("adapter")
+        return replace(super().aggregate(value, exchange), uploads=uploads)

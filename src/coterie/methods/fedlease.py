@@ -9,7 +9,7 @@ The server averages both within the cluster. adapters/lease.py describes the rou
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from coterie.adapters import LeaseAdapter, Parameter
 from coterie.adapters.layout import Layout
 from coterie.bases.sites import QUERY_VALUE
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import (
     Groups,
@@ -33,11 +34,11 @@ from coterie.messages import (
 from coterie.methods.clusters import clusters, cosine_distances
 from coterie.methods.contract import ClientContext, ClientId, Method, ServerContext
 from coterie.methods.settings import Attention, LoraAlpha
-from coterie.methods.sides import ClientSide, Holders, ServerSide
+from coterie.methods.sides import ClientSide, Server
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
+from coterie.methods.value import PerClient, Value
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Level, learning_rate
-from coterie.transforms.context import Rows
 from coterie.turn import Turn
 
 
@@ -169,111 +170,103 @@ class FedLeaseClient(ClientSide):
         copy(state["adapter"], self.adapter.tensors())
 
 
-class FedLeaseServer(ServerSide):
+@dataclass(frozen=True, eq=False)
+class Clustered(Value):
+    """The clusters of the clients."""
+
+    cluster: PerClient[int] = PerClient()
+    """The number of each client's cluster, which is also the number of its expert."""
+    values: tuple[Tensors, ...] = ()
+    """The expert and the router of each cluster; empty until the clients are clustered.
+
+    The routers' tensors have the same names in all clusters.
+    """
+
+
+class FedLeaseServer(Server[Clustered]):
     """A server that clusters the clients, and averages experts and routers within the clusters."""
 
     def __init__(self, method: FedLease, context: ServerContext) -> None:
         self.method, self.context = method, context
-        self.cluster: dict[ClientId, int] = {}
-        """The number of each client's cluster, which is also the number of its expert."""
-        self.values: list[Tensors] = []
-        """The expert and the router of each cluster; empty until the clients are clustered.
-
-        The routers' tensors have the same names in all clusters.
-        """
-        self.alone: dict[ClientId, Tensors] = {}
-        """The LoRA pairs that clients without a cluster uploaded in this exchange."""
-        self.joining: dict[ClientId, int] = {}
-        """The cluster assigned in this exchange to each client in `alone`."""
 
     def _adapter(self, experts: int, own: int) -> LeaseAdapter:
         return self.method.adapter(self.context.base, self.context.seed, experts, own)
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self.alone, self.joining = {}, {}
+    def initial(self) -> Clustered:
+        return Clustered()
 
-    def download(self, client: ClientId) -> Message:
-        if client not in self.cluster:
-            return Message(self.exchange)
-        own, tensors = self.cluster[client], {}
-        for values in (*self.values, self.values[own]):  # the last router is the cluster's own
+    def download(self, value: Clustered, client: ClientId, exchange: Exchange) -> Message:
+        number = exchange.turn.exchange
+        if client not in value.cluster:
+            return Message(number)
+        own, tensors = value.cluster[client], {}
+        for values in (*value.values, value.values[own]):  # the last router is the cluster's own
             tensors |= values
-        facts = {"experts": len(self.values), "own": own}
-        return Message(self.exchange, {"adapter": tensors}, facts)
+        facts = {"experts": len(value.values), "own": own}
+        return Message(number, {"adapter": tensors}, facts)
 
-    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        if self.exchange + 1 < self.method.warmup:
-            return {"adapter": {}}
-        if client in self.cluster:
-            return {"adapter": shapes_of(self.values[self.cluster[client]])}
+    def expects(
+        self, value: Clustered, client: ClientId, exchange: Exchange
+    ) -> Mapping[str, Shapes]:
+        if exchange.turn.exchange + 1 < self.method.warmup:
+            return {}
+        if client in value.cluster:
+            return {"adapter": shapes_of(value.values[value.cluster[client]])}
         return {"adapter": shapes_of(own_tensors(self._adapter(1, 0)))}
 
-    def reference(self, client: ClientId, upload: Message) -> Groups:
-        if client in self.cluster:
-            return super().reference(client, upload)
+    def reference(
+        self, value: Clustered, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
+        if client in value.cluster:
+            return super().reference(value, client, upload, exchange)
         return {"adapter": own_tensors(self._adapter(1, 0))}  # a client trains alone from these
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        if client not in self.cluster and upload.groups:
-            self.alone[client] = upload["adapter"]
-
-    def rows(self) -> Rows:
-        self.joining = self._assigned() if self.alone else {}
+    def aggregate(self, value: Clustered, exchange: Exchange) -> Clustered:
+        uploads = exchange.each("adapter")
+        alone = {client: t for client, t in uploads.items() if client not in value.cluster}
+        joining = self._assigned(value, alone) if alone else {}
         # The first values of experts are means over clients that have trained alone. Clients that
         # join a cluster later begin with the cluster's values.
-        cluster = self.cluster if self.values else self.joining
-        return {
+        cluster = value.cluster if value.values else joining
+        rows = {
             cluster_name(number): dict.fromkeys((c for c in cluster if cluster[c] == number), 1.0)
             for number in sorted({*cluster.values()})
         }
+        means = exchange.means("adapter", rows)
+        if not value.values and joining:
+            values = self._first_values(max(joining.values()) + 1, means)
+        else:
+            old = enumerate(value.values)
+            values = tuple({**tensors, **means.get(cluster_name(n), {})} for n, tensors in old)
+        return Clustered(value.cluster | joining, values)
 
-    def _assigned(self) -> dict[ClientId, int]:
+    def _assigned(self, value: Clustered, alone: Mapping[ClientId, Tensors]) -> dict[ClientId, int]:
         """Assign clients that have trained alone to clusters, by the distances between their B."""
-        names, parameters = sorted(self.alone), self._adapter(1, 0).parameters()
-        uploads = [factors(parameters, self.alone[client], 0) for client in names]
-        if not self.values:
+        names, parameters = sorted(alone), self._adapter(1, 0).parameters()
+        uploads = [factors(parameters, alone[client], 0) for client in names]
+        if not value.values:
             distances = cosine_distances(uploads, uploads)
             return dict(zip(names, clusters(distances, self.method.max_clusters), strict=True))
-        parameters = self._adapter(len(self.values), 0).parameters()
-        experts = [factors(parameters, values, n) for n, values in enumerate(self.values)]
+        parameters = self._adapter(len(value.values), 0).parameters()
+        experts = [factors(parameters, values, n) for n, values in enumerate(value.values)]
         nearest = cosine_distances(uploads, experts).argmin(1)
         return dict(zip(names, nearest.tolist(), strict=True))
 
-    def end_round(self, mean: Message, held: Holders) -> None:
-        if not self.values and self.joining:
-            self.values = self._first_values(mean)
-        else:
-            for number in range(len(self.values)):
-                means = mean.peers.get(cluster_name(number), {}).get("adapter", {})
-                self.values[number] = {**self.values[number], **means}
-        self.cluster = {**self.cluster, **self.joining}
-        super().end_round(mean, held)
-
-    def _first_values(self, mean: Message) -> list[Tensors]:
+    def _first_values(self, count: int, means: Mapping[str, Tensors]) -> tuple[Tensors, ...]:
         """Return the expert and the router of each cluster after the clients' training alone."""
-        count, single = max(self.joining.values()) + 1, self._adapter(1, 0)
+        single = self._adapter(1, 0)
         pairs = {(p.path, p.factor): name for name, p in single.parameters().items()}
-        first = []
+        first: list[Tensors] = []
         for number in range(count):
-            means = mean.peers.get(cluster_name(number), {}).get("adapter", {})
+            mean = means.get(cluster_name(number), {})
             adapter = self._adapter(count, number)
             parameters, values = adapter.parameters(), own_tensors(adapter)
             for name in values:
                 # The router is in no pair, and keeps its initial values.
                 source = pairs.get((parameters[name].path, parameters[name].factor), "")
-                values[name] = means.get(source, values[name])
+                values[name] = mean.get(source, values[name])
             first.append(values)
-        return first
-
-    def state(self) -> State:
-        groups = {f"cluster-{number}": tensors for number, tensors in enumerate(self.values)}
-        return State(groups, {"round": self.exchange, "cluster": self.cluster})
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.values = [state[f"cluster-{number}"] for number in range(len(state.groups))]
-        self.cluster = dict(state.values["cluster"])
+        return tuple(first)
 
 
 def cluster_name(number: int) -> str:

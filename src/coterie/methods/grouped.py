@@ -1,18 +1,18 @@
 """Methods whose server computes a mean for each client, such as averaging within groups."""
 
-from dataclasses import replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, cast
 
 from pydantic import Field
 from typing_extensions import TypeVar
 
 from coterie.errors import CoterieError
-from coterie.messages import Message, Schema, State, Tensors
-from coterie.methods.adapter import AdapterMethod, AdapterServer
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Message, Schema, Tensors
+from coterie.methods.adapter import AdapterMethod, AdapterServer, Shared
 from coterie.methods.contract import ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
-from coterie.methods.sides import Holders
-from coterie.methods.tensors import copied
+from coterie.methods.value import PerClient
 from coterie.transforms.context import Rows
 
 
@@ -27,48 +27,41 @@ class PersonalMethod(AdapterMethod):
 M = TypeVar("M", bound=AdapterMethod, default=PersonalMethod, covariant=True)
 
 
-class PersonalServer(AdapterServer[M]):
+@dataclass(frozen=True, eq=False)
+class Personal(Shared):
+    """The initial values, and the clients' means."""
+
+    means: PerClient[Tensors] = PerClient()
+    """The latest mean of each client."""
+
+
+V = TypeVar("V", bound=Personal, default=Personal)
+
+
+class PersonalServer(AdapterServer[M, V]):
     """The server of a `PersonalMethod`.
 
     Subclasses override `rows`, and name each mean after the client that receives it. A client
     without a mean receives the initial values.
     """
 
-    def __init__(self, method: M, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.means: dict[ClientId, Tensors] = {}
-        """The latest mean of each client."""
+    def initial(self) -> V:
+        return cast("V", Personal(self.start))
 
-    def download(self, client: ClientId) -> Message:
-        message = super().download(client)
-        mean = self.means.get(client, {})
+    def rows(self, value: V, exchange: Exchange) -> Rows:
+        """Return the clients' weights in each client's mean."""
+        raise NotImplementedError
+
+    def download(self, value: V, client: ClientId, exchange: Exchange) -> Message:
+        message, mean = super().download(value, client, exchange), value.means.get(client, {})
         own = {name: mean.get(name, tensor) for name, tensor in message["adapter"].items()}
         return replace(message, groups={**message.groups, "adapter": own})
 
-    def replaces(self) -> dict[str, Tensors]:
-        return {}
-
-    def end_round(self, mean: Message, held: Holders) -> None:
+    def aggregate(self, value: V, exchange: Exchange) -> V:
+        means = exchange.means("adapter", self.rows(value, exchange))
         # Parameters that no client sent keep their values.
-        for client, groups in mean.peers.items():
-            self.means[client] = {**self.means.get(client, {}), **groups["adapter"]}
-        super().end_round(mean, held)
-
-    def state(self) -> State:
-        # Clients with equal rows have means of the same tensors, which are stored once.
-        keys = {c: tuple(id(t) for t in mean.values()) for c, mean in self.means.items()}
-        means = {keys[client]: self.means[client] for client in sorted(self.means)}
-        numbers = {key: number for number, key in enumerate(means)}
-        state = super().state()
-        # Different means may share tensors that were not sent recently, hence the copies.
-        groups = {f"mean-{numbers[key]}": copied(tensors) for key, tensors in means.items()}
-        values = {"means": {client: numbers[key] for client, key in keys.items()}}
-        return replace(state, groups={**state.groups, **groups}, values={**state.values, **values})
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        groups = {number: state[f"mean-{number}"] for number in {*state.values["means"].values()}}
-        self.means = {client: groups[number] for client, number in state.values["means"].items()}
+        after = {client: {**value.means.get(client, {}), **mean} for client, mean in means.items()}
+        return replace(value, means=value.means | after)
 
 
 class Grouped(PersonalMethod):
@@ -99,8 +92,8 @@ class Grouped(PersonalMethod):
 class GroupedServer(PersonalServer[Grouped]):
     """A server that averages the uploads of each group."""
 
-    def rows(self) -> Rows:
-        group = {client: self.method.groups[client] for client in self.held}
+    def rows(self, value: Personal, exchange: Exchange) -> Rows:
+        group = {client: self.method.groups[client] for client in value.held}
         return {
             client: dict.fromkeys((c for c in group if group[c] == group[client]), 1.0)
             for client in group

@@ -1,5 +1,6 @@
 """HetLoRA (arXiv 2401.06432): client-specific ranks that shrink during training."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -8,20 +9,22 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Message, Shapes, Tensors, check_shapes
 from coterie.messages.names import RANK
 from coterie.methods.adapter import AdapterClient
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
 from coterie.methods.low_rank import PaddedMean, product_norm
 from coterie.methods.ranks import (
+    Pair,
     Pairs,
     RankClient,
+    Ranked,
     RankMethod,
     RankServer,
     pruned_rank,
     weighted_tails,
 )
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import shapes_of
 from coterie.training.schedule import Penalty
 from coterie.turn import Turn
@@ -137,27 +140,22 @@ class HetLoraClient(RankClient[HetLora]):
 class HetLoraServer(RankServer[HetLora]):
     """A server that averages zero-padded LoRA pairs, weighted by norms of the pairs."""
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self.means: dict[str, PaddedMean] = {}
-        """A mapping from the name of each A and B to the tensor's weighted mean so far."""
+    def check(self, value: Ranked, client: ClientId, upload: Message, exchange: Exchange) -> None:
+        expected, pairs = self.expects(value, client, exchange), value.ranks[client]
+        check_shapes(upload["adapter"], expected["adapter"])
+        experts = upload["experts"]
+        shapes = _shrunk(experts, expected["experts"], {a: self.pairs[a] for a in pairs})
+        check_shapes(experts, shapes)
 
-    def expected(self, client: ClientId, experts: Tensors) -> Shapes:
-        pairs = {a: self.pairs[a] for a in self.ranks[client]}
-        return _shrunk(experts, self.held[client], pairs)
-
-    def add_pair(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        tensors = {self.pairs[a]: B, a: A}
-        for (name, tensor), weight in zip(tensors.items(), self.method.weights(B, A), strict=True):
-            if name not in self.means:
-                self.means[name] = PaddedMean(self.shared[name])
-            self.means[name].add(tensor, weight)
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        super().end_round(mean, held)
-        while self.means:
-            name, padded = self.means.popitem()
-            self.shared[name] = padded.result()
+    def averaged(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
+        means: dict[str, PaddedMean] = {}
+        for _, a, B, A in pairs:
+            tensors, weights = {self.pairs[a]: B, a: A}, self.method.weights(B, A)
+            for (name, tensor), weight in zip(tensors.items(), weights, strict=True):
+                if name not in means:
+                    means[name] = PaddedMean(value.adapter[name])
+                means[name].add(tensor, weight)
+        return {name: mean.result() for name, mean in means.items()}
 
 
 def _shrunk(experts: Tensors, initial: Shapes, pairs: Pairs) -> Shapes:

@@ -16,7 +16,7 @@ class LowRankSum:
     def __init__(self) -> None:
         self._factors: tuple[Tensor, Tensor] | None = None
         self._sum: Tensor | None = None
-        self.weight = 0
+        self.weight = 0.0
         """The total weight of the products, which the caller of `add` must update."""
 
     def add(self, B: Tensor, A: Tensor) -> None:

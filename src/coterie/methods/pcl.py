@@ -11,7 +11,7 @@ average adapters instead of updates and draw their own initial A, and strategies
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -23,6 +23,7 @@ from coterie.data.split import AnyBatch
 from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError, plural
 from coterie.evaluation.evaluate import mean_loss, top_logits
+from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import (
     Groups,
@@ -30,17 +31,16 @@ from coterie.messages import (
     MessageError,
     Schema,
     Shapes,
-    State,
     Tensors,
     check_shapes,
 )
 from coterie.messages.names import TRUST
-from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer
+from coterie.methods.adapter import AdapterClient, AdapterMethod, AdapterServer, Shared
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets, Trusted
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy, shapes_of
 from coterie.methods.trust import cosine, sparse_distance
+from coterie.methods.value import PerClient
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec
 from coterie.transforms.context import Row
@@ -343,58 +343,54 @@ class PCLClient(AdapterClient[PCL]):
         return losses
 
 
-class PCLServer(AdapterServer[PCL]):
+@dataclass(frozen=True, eq=False)
+class Forwarded(Shared):
+    """The uploads of the last exchange, which the next downloads contain."""
+
+    uploads: PerClient[Groups] = PerClient()
+
+
+class PCLServer(AdapterServer[PCL, Forwarded]):
     """A server that forwards every client's upload to the other clients and aggregates nothing."""
 
     def __init__(self, method: PCL, context: ServerContext) -> None:
         super().__init__(method, context)
         self.context = context
-        self.uploads: dict[ClientId, Groups] = {}
-        """The uploads of the last exchange, which the next downloads contain."""
-        self._received: dict[ClientId, Groups] = {}
-        """The uploads received so far in the round in progress."""
 
-    def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
+    def initial(self) -> Forwarded:
+        return Forwarded()
+
+    def declared(self, client: ClientId, hello: Message) -> Shapes:
         shapes = super().declared(client, hello)
-        if missing := self.shared.keys() - shapes:
+        if missing := self.start.keys() - shapes:
             raise MessageError(
                 f"The client {client!r} does not declare the shared tensor {min(missing)!r}; PCL "
                 "needs all shared tensors of every client."
             )
         return shapes
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self._received = {}
+    def download(self, value: Forwarded, client: ClientId, exchange: Exchange) -> Message:
+        return Message(exchange.turn.exchange, peers=value.uploads.without(client))
 
-    def download(self, client: ClientId) -> Message:
-        others = {peer: groups for peer, groups in self.uploads.items() if peer != client}
-        return Message(self.exchange, peers=others)
-
-    def reference(self, client: ClientId, upload: Message) -> Groups:
+    def reference(
+        self, value: Forwarded, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
         # The server does not know the client's parameters after mixing, so it compares an uploaded
         # adapter with the client's initial adapter, and an update with zero.
         adapter = self.method.adapter(self.context.base, self.context.seed, client)
-        start = {n: tensor for n, tensor in adapter.tensors().items() if n in self.shared}
+        start = {n: tensor for n, tensor in adapter.tensors().items() if n in self.start}
         return {"adapter": start, "update": {n: torch.zeros_like(t) for n, t in start.items()}}
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        adapter = dict.fromkeys(self.method.groups, self.held[client])
-        for group, shapes in {
-            **adapter,
-            **self.method.evidence_shapes(self.context.training),
-        }.items():
-            check_shapes(upload[group], shapes if self.method.due(self.exchange + 1) else {})
-        self._received[client] = upload.groups
+    def expects(
+        self, value: Forwarded, client: ClientId, exchange: Exchange
+    ) -> Mapping[str, Shapes]:
+        if not self.method.due(exchange.turn.exchange + 1):
+            return {}
+        evidence = self.method.evidence_shapes(self.context.training)
+        return {**dict.fromkeys(self.method.groups, value.held[client]), **evidence}
 
-    def end_round(self, mean: Message, held: Holders) -> None:
-        self.uploads = self._received if self.method.due(self.exchange + 1) else {}
-        self.exchange += 1
-
-    def state(self) -> State:
-        parts = {peer: State(groups) for peer, groups in self.uploads.items()}
-        return State(values={"round": self.exchange}, parts=parts)
-
-    def restore(self, state: State) -> None:
-        self.exchange = state.values["round"]
-        self.uploads = {peer: part.groups for peer, part in state.parts.items()}
+    def aggregate(self, value: Forwarded, exchange: Exchange) -> Forwarded:
+        groups = {g: exchange.each(g) for g in self.method.schema().reduced("each")}
+        uploads = {c: {g: t[c] for g, t in groups.items() if c in t} for c in exchange.counted}
+        due = self.method.due(exchange.turn.exchange + 1)
+        return replace(value, uploads=PerClient(uploads if due else {}))

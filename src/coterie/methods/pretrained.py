@@ -6,7 +6,8 @@ from transformers import PreTrainedModel
 
 from coterie.adapters import detach
 from coterie.bases import Base
-from coterie.methods.contract import ClientContext, ClientSide, Method, ServerContext, ServerSide
+from coterie.methods.contract import ClientContext, ClientSide, Method, Server, ServerContext
+from coterie.methods.value import Value
 
 
 class Pretrained(Method):
@@ -19,7 +20,7 @@ class Pretrained(Method):
     def client(self, context: ClientContext) -> "PretrainedClient":
         return PretrainedClient(context)
 
-    def server(self, context: ServerContext) -> ServerSide:
+    def server(self, context: ServerContext) -> Server:
         return PretrainedServer(context)
 
 
@@ -33,13 +34,13 @@ class PretrainedClient(ClientSide):
         return bare(self.context.base)
 
 
-class PretrainedServer(ServerSide):
+class PretrainedServer(Server):
     """A server that trains nothing. Its model, if it has one, is a base without an adapter."""
 
     def __init__(self, context: ServerContext) -> None:
         self.own = context.own
 
-    def model(self) -> PreTrainedModel | None:
+    def model(self, value: Value) -> PreTrainedModel | None:
         return None if self.own is None else bare(self.own.base)
 
 

@@ -8,8 +8,8 @@ divides B by the gain of the receiving client before a download.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Literal
 
 import torch
@@ -18,15 +18,22 @@ from typing_extensions import TypeVar
 
 from coterie.adapters import Parameter, pairs_of
 from coterie.errors import CoterieError
+from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.weights import TOKENS
 from coterie.messages import Field as MessageField
-from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
+from coterie.messages import Message, MessageError, Schema, Shapes, Tensors
 from coterie.messages.host import on_host
-from coterie.methods.adapter import DESCRIPTIONS, AdapterClient, AdapterMethod, AdapterServer
+from coterie.methods.adapter import (
+    DESCRIPTIONS,
+    AdapterClient,
+    AdapterMethod,
+    AdapterServer,
+    Shared,
+)
 from coterie.methods.contract import ClientContext, ClientId, RunFacts, ServerContext
 from coterie.methods.low_rank import LowRankSum
 from coterie.methods.settings import Attention, Lora, SharedSets
-from coterie.methods.sides import Holders
+from coterie.methods.value import PerClient, from_hello
 from coterie.training.schedule import Penalty
 from coterie.turn import Turn
 
@@ -78,14 +85,30 @@ class RankClient(AdapterClient[R], Generic[R]):
         return Message(turn.exchange, {"adapter": rest, "experts": experts})
 
 
-class RankServer(AdapterServer[R], Generic[R]):
+Pair = tuple[ClientId, str, Tensor, Tensor]
+"""A client, the name of a pair's A, the pair's B, shaped (out, r), float64, multiplied by the
+client's gain, and the pair's A, shaped (r, in)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked(Shared):
+    """The shared parameters, with pairs of the highest rank, and the clients' ranks."""
+
+    ranks: PerClient[dict[str, int]] = PerClient()
+    """The current rank of each client's pairs, by the client's name and the name of A."""
+    tokens: PerClient[int] = from_hello()
+    """The number of each client's training tokens, if the method uses it."""
+
+
+class RankServer(AdapterServer[R, Ranked], Generic[R]):
     """A server that stores pairs at the highest rank and truncates them to each client's rank."""
 
     def __init__(self, method: R, context: ServerContext) -> None:
         super().__init__(method, context)
         self.pairs: Pairs = {a.name: b.name for a, b in expert_pairs(self.parameters)}
-        self.ranks: dict[ClientId, dict[str, int]] = {}
-        """The current rank of each client's pairs, by the client's name and the name of A."""
+
+    def initial(self) -> Ranked:
+        return Ranked(self.start)
 
     def shape(self, client: ClientId, name: str) -> tuple[int, ...]:
         largest, parameter = super().shape(client, name), self.parameters[name]
@@ -94,7 +117,7 @@ class RankServer(AdapterServer[R], Generic[R]):
         rank = self.method.layout(client).rank
         return (rank, largest[1]) if parameter.factor == "A" else (largest[0], rank)
 
-    def declared(self, client: ClientId, hello: Message) -> dict[str, tuple[int, ...]]:
+    def declared(self, client: ClientId, hello: Message) -> Shapes:
         shapes = super().declared(client, hello)
         for a, b in self.pairs.items():
             if (a in shapes) != (b in shapes):
@@ -104,64 +127,49 @@ class RankServer(AdapterServer[R], Generic[R]):
                 )
         return shapes
 
-    def join(self, client: ClientId, hello: Message) -> None:
-        super().join(client, hello)
-        held = self.held[client]
-        self.ranks[client] = {a: held[a][0] for a in self.pairs if a in held}
+    def join(self, value: Ranked, client: ClientId, hello: Message) -> Ranked:
+        value = super().join(value, client, hello)
+        held = value.held[client]
+        ranks = {a: held[a][0] for a in self.pairs if a in held}
+        return replace(value, ranks=value.ranks | {client: ranks})
 
-    def download(self, client: ClientId) -> Message:
-        rest, experts = dict(super().download(client)["adapter"]), {}
-        for a, rank in self.ranks[client].items():
+    def download(self, value: Ranked, client: ClientId, exchange: Exchange) -> Message:
+        message = super().download(value, client, exchange)
+        rest, experts = dict(message["adapter"]), {}
+        for a, rank in value.ranks[client].items():
             b = self.pairs[a]
             experts[a] = rest.pop(a)[:rank]
             experts[b] = rest.pop(b)[:, :rank] / self.method.gain(client)
-        return Message(self.exchange, {"adapter": rest, "experts": experts})
+        return replace(message, groups={"adapter": rest, "experts": experts})
 
-    def expects(self, client: ClientId) -> dict[str, Shapes]:
-        held, parameters = self.held[client].items(), self.parameters
-        return {"adapter": {n: s for n, s in held if parameters[n].role != "generalist"}}
+    def expects(self, value: Ranked, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
+        held, experts = value.held[client], {*self.pairs, *self.pairs.values()}
+        return {
+            "adapter": {name: shape for name, shape in held.items() if name not in experts},
+            "experts": {name: shape for name, shape in held.items() if name in experts},
+        }
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        experts = upload["experts"]
-        shapes = self.expected(client, experts)
-        check_shapes(experts, shapes)
-        self.ranks[client] = {a: shapes[a][0] for a in self.ranks[client]}
-        for a in self.ranks[client]:
-            B = self.method.gain(client) * experts[self.pairs[a]].double()
-            self.add_pair(client, a, B, experts[a])
+    def aggregate(self, value: Ranked, exchange: Exchange) -> Ranked:
+        value, uploads = super().aggregate(value, exchange), exchange.each("experts")
+        ranks = {c: {a: len(experts[a]) for a in value.ranks[c]} for c, experts in uploads.items()}
 
-    def expected(self, client: ClientId, experts: Tensors) -> Shapes:
-        """Return the shapes that a client's uploaded pairs must have.
+        def pairs() -> Iterator[Pair]:
+            for client, experts in uploads.items():
+                for a in ranks[client]:
+                    B = self.method.gain(client) * experts[self.pairs[a]].double()
+                    yield client, a, B, experts[a]
 
-        Args:
-            client: The client's name.
-            experts: The uploaded A and B of all pairs, as a mapping from names to tensors.
+        adapter = {**value.adapter, **self.averaged(value, pairs())}
+        return replace(value, adapter=adapter, ranks=value.ranks | ranks)
 
-        Returns:
-            A mapping from the name of each tensor to the tensor's shape. By default, these are the
-            shapes that the client declared in its `hello` message when it joined the run.
-        """
-        held = self.held[client]
-        return {name: held[name] for a in self.ranks[client] for name in (a, self.pairs[a])}
-
-    def add_pair(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        """Add one client's pair to the aggregate.
+    def averaged(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
+        """Return the A and B of all pairs after an exchange, under their names.
 
         Args:
-            client: The client's name.
-            a: The name of the pair's A.
-            B: The pair's B, shaped (out, r), float64. B is already multiplied by the client's gain.
-            A: The pair's A, shaped (r, in).
+            value: The value before the exchange.
+            pairs: The clients' pairs, in the order of the clients' names.
         """
         raise NotImplementedError
-
-    def state(self) -> State:
-        state = super().state()
-        return replace(state, values={**state.values, "ranks": self.ranks})
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.ranks = dict(state.values["ranks"])
 
 
 class RankMethod(AdapterMethod):
@@ -261,37 +269,30 @@ class FlexLoraClient(RankClient):
 class FlexLoraServer(RankServer):
     """A server that averages updates of all ranks and factorises the mean by SVD into new pairs."""
 
-    def __init__(self, method: FlexLora, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.tokens: dict[ClientId, int] = {}
-
-    def join(self, client: ClientId, hello: Message) -> None:
+    def join(self, value: Ranked, client: ClientId, hello: Message) -> Ranked:
         tokens = hello.values.get(TOKENS.name)
         if type(tokens) is not int or tokens < 1:
             raise MessageError(f"The client {client!r} did not send its number of training tokens.")
-        super().join(client, hello)
-        self.tokens[client] = tokens
+        value = super().join(value, client, hello)
+        return replace(value, tokens=value.tokens | {client: tokens})
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self.sums: dict[str, LowRankSum] = {}
-
-    def add_pair(self, client: ClientId, a: str, B: Tensor, A: Tensor) -> None:
-        if a not in self.sums:
-            self.sums[a] = LowRankSum()
-            # If the rank of the sum is lower than a client's rank, the SVD still needs non-zero
-            # directions for the remaining rows of A; rows of zeros could never be learnt.
-            self.sums[a].add(0 * self.shared[self.pairs[a]], self.shared[a])
-        self.sums[a].add(self.tokens[client] * B, A)
-        self.sums[a].weight += self.tokens[client]
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        super().end_round(mean, held)
-        while self.sums:
-            a, total = self.sums.popitem()
-            B, A = total.factors(len(self.shared[a]))
-            self.shared[a] = A.float().contiguous()
-            self.shared[self.pairs[a]] = (B / total.weight).float()
+    def averaged(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
+        sums: dict[str, LowRankSum] = {}
+        for client, a, B, A in pairs:
+            if a not in sums:
+                sums[a] = LowRankSum()
+                # If the rank of the sum is lower than a client's rank, the SVD still needs non-zero
+                # directions for the remaining rows of A; rows of zeros could never be learnt.
+                sums[a].add(0 * value.adapter[self.pairs[a]], value.adapter[a])
+            sums[a].add(value.tokens[client] * B, A)
+            sums[a].weight += value.tokens[client]
+        mean: dict[str, Tensor] = {}
+        while sums:
+            a, total = sums.popitem()
+            B, A = total.factors(len(value.adapter[a]))
+            mean[a] = A.float().contiguous()
+            mean[self.pairs[a]] = (B / total.weight).float()
+        return mean
 
 
 def pruned_rank(rank: int, gamma: float) -> int:

@@ -4,21 +4,20 @@ The client-side object runs where a client's data are, and the server-side objec
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Generic, cast
 
 from transformers import PreTrainedModel
+from typing_extensions import TypeVar
 
 from coterie.adapters import Parameter
-from coterie.messages import Groups, Message, Shapes, State
+from coterie.errors import CoterieError
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Groups, Message, Shapes, State, check_shapes
+from coterie.methods.value import Value
 from coterie.training.context import ClientId
-from coterie.transforms.context import Rows
 from coterie.turn import Turn
 
-Holders = Mapping[str, Mapping[str, int]]
-"""The number of clients whose uploads contained a tensor, for each tensor of an aggregate.
-
-The outer keys are the names of groups, and the inner keys are the names of tensors.
-"""
+V = TypeVar("V", bound=Value, default=Value)
 
 
 class ClientSide:
@@ -111,11 +110,34 @@ class ClientSide:
         """
 
 
-class ServerSide:
-    """The server-side object of a method. By default, it sends no parameters to clients."""
+class Server(Generic[V]):
+    """The server-side object of a method. By default, it sends and averages nothing.
 
-    exchange: int = 0
-    """The number of the exchange in progress or, between exchanges, of the next exchange."""
+    The object itself contains only facts that do not change during a run. Everything that it learns
+    is in a value of type V (see `Value`), which the engine stores. No method changes a value. An
+    exchange can therefore be repeated at any time: the engine calls the same methods again with the
+    same value.
+
+    In the following methods, `exchange` contains the numbers of the exchange, its clients and, for
+    `aggregate`, the clients' uploads.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: D105
+        super().__init_subclass__(**kwargs)
+        for name in ("start_round", "receive", "replaces", "end_round"):
+            if name in vars(cls):
+                raise CoterieError(
+                    f"The class {cls.__name__} defines `{name}`, which Coterie does not call. A "
+                    "server's algorithm is in `aggregate`; see docs/develop/add-a-method.md."
+                )
+
+    def initial(self) -> V:
+        """Return the value at the start of a run.
+
+        Returns:
+            A value without data of clients.
+        """
+        return cast("V", Value())
 
     def prepare(self, client: ClientId, hello: Message) -> None:
         """Perform the slow part of a client's join. The engine calls `join` afterwards.
@@ -132,157 +154,107 @@ class ServerSide:
             MessageError: The client is refused.
         """
 
-    def join(self, client: ClientId, hello: Message) -> None:
+    def join(self, value: V, client: ClientId, hello: Message) -> V:
         """Add a client that joins the run for the first time or joins it again.
 
         Args:
+            value: The current value.
             client: The client's name.
             hello: The message that the client's `hello()` returned.
+
+        Returns:
+            The value with the client's data.
 
         Raises:
             MessageError: The client is refused.
         """
+        return value
 
-    def leave(self, client: ClientId) -> None:
-        """Delete the data of a client that leaves the run.
-
-        The engine calls this method only before it starts or repeats an exchange, or after the last
-        exchange.
-
-        Aggregates of past rounds do not change, even if the client contributed to them. By default,
-        `leave` calls `state`, deletes the client's entries from the returned state, and passes this
-        state to `restore`. A class that stores clients' data outside this state must override
-        `leave`.
-
-        Args:
-            client: The client's name.
-        """
-        self.restore(self.state().without(client))
-
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        """Begin an exchange, or repeat an exchange for which too few uploads arrived.
-
-        Args:
-            exchange: The number of the exchange; the first is 0.
-            participants: The names of the clients that take part.
-        """
-        self.exchange = exchange
-
-    def download(self, client: ClientId) -> Message:
+    def download(self, value: V, client: ClientId, exchange: Exchange) -> Message:
         """Return a client's download at the start of an exchange, or after the last exchange.
 
         Args:
+            value: The current value.
             client: The client's name.
+            exchange: The exchange. After the last exchange, this is the exchange that would follow;
+                it has no clients.
 
         Returns:
             A message whose `round` is the number of completed exchanges. The message may contain
             only fields in `Schema.down`.
         """
-        return Message(self.exchange)
+        return Message(exchange.turn.exchange)
 
-    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
+    def expects(self, value: V, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
         """Return the shapes of the tensors that a client must upload in this exchange.
 
         Args:
+            value: The current value.
             client: The client's name.
+            exchange: The exchange.
 
         Returns:
-            A nested mapping of shapes. The outer keys are the groups whose reduction in the schema
-            is `mean`, and the inner keys are the names of tensors.
+            A nested mapping of shapes. The outer keys are the groups in `Schema.up`, and the inner
+            keys are the names of tensors. Groups that are missing may not be uploaded.
         """
         return {}
 
-    def reference(self, client: ClientId, upload: Message) -> Groups:
+    def check(self, value: V, client: ClientId, upload: Message, exchange: Exchange) -> None:
+        """Check a client's upload when it arrives.
+
+        By default, shapes are compared with `expects`. A class that overrides this method can also
+        check values, or shapes that the server does not know in advance.
+
+        Args:
+            value: The current value.
+            client: The client's name.
+            upload: The client's upload.
+            exchange: The exchange.
+
+        Raises:
+            MessageError: The upload is refused.
+        """
+        expected = self.expects(value, client, exchange)
+        for group in sorted(expected.keys() | upload.groups.keys()):
+            check_shapes(upload[group], expected.get(group, {}))
+
+    def reference(self, value: V, client: ClientId, upload: Message, exchange: Exchange) -> Groups:
         """Return the tensors from which a client's training started in this exchange.
 
         The engine limits the distance between an uploaded group and the group's reference. For
         uploaded groups without a reference, such as predictions, the engine limits the norm.
 
         Args:
+            value: The current value.
             client: The client's name.
             upload: The client's upload.
+            exchange: The exchange.
 
         Returns:
             A nested mapping of tensors. The outer keys are groups, and the inner keys are the names
             of tensors. By default, the mapping contains all groups of the download.
         """
-        return self.download(client).groups
+        return self.download(value, client, exchange).groups
 
-    def replaces(self) -> Groups:
-        """Return the server's parameters that `end_round` will replace by their aggregates.
-
-        If the run has a server optimiser, the optimiser takes a step from these parameters towards
-        the aggregates, and `end_round` receives the result of the step instead of the aggregates.
-
-        Returns:
-            A nested mapping of parameters. The outer keys are groups, and the inner keys are the
-            names of parameters. If this mapping lacks an aggregated group (for example, a group of
-            statistics), the server optimiser does not change the aggregates of that group.
-        """
-        return {}
-
-    def receive(self, client: ClientId, upload: Message) -> None:
-        """Process one client's upload.
-
-        Uploads are received in the order of the clients' names.
+    def aggregate(self, value: V, exchange: Exchange) -> V:
+        """Return the value after an exchange. This is the algorithm of the method's server.
 
         Args:
-            client: The client's name.
-            upload: The client's upload. The attribute `values` contains all values that the client
-                uploaded. The attribute `groups` contains only the groups whose reduction in the
-                schema is `each`, because the engine aggregates all other groups.
-
-        Raises:
-            MessageError: The upload is refused.
-        """
-
-    def rows(self) -> Rows:
-        """Return the clients' weights in each mean of the fields whose reduction is `rows`.
-
-        The engine calls this method after it has called `receive` with all uploads of an exchange.
+            value: The value before the exchange.
+            exchange: The exchange, with the accepted uploads.
 
         Returns:
-            A mapping from the name of each mean, usually the client that receives the mean, to the
-            weights of the clients' uploads. Each weight is multiplied by the client's weight in the
-            run's aggregation, such as its number of tokens. The weights of a mean need not sum to
-            1. Excluded uploads contribute to no mean.
+            The new value. The value before the exchange must not have changed.
         """
-        return {}
+        return value
 
-    def end_round(self, mean: Message, held: Holders) -> None:
-        """End the exchange that `start_round` began. Later downloads belong to the next exchange.
-
-        Args:
-            mean: The aggregates of the fields whose reduction in the schema is `mean`. The
-                attribute `peers` contains the means that `rows` requested, by name. A mean is
-                missing if no client with a weight above 0 has sent an upload.
-            held: For each tensor of `mean`, the number of clients whose uploads contained the
-                tensor. The keys are the same groups and names as in `mean`.
-        """
-        self.exchange += 1
-
-    def model(self) -> PreTrainedModel | None:
+    def model(self, value: V) -> PreTrainedModel | None:
         """Return the server's own model.
+
+        Args:
+            value: The current value.
 
         Returns:
             A model that is ready for evaluation, or None if the server has no model of its own.
         """
         return None
-
-    def state(self) -> State:
-        """Return everything that must survive a restart.
-
-        Returns:
-            A state in which each client's data are stored under the client's name, so that `leave`
-            can delete the data. The data must be in `State.parts` or in a mapping in
-            `State.values`.
-        """
-        return State(values={"round": self.exchange})
-
-    def restore(self, state: State) -> None:
-        """Restore a state returned by `state()`.
-
-        Args:
-            state: The state.
-        """
-        self.exchange = state.values["round"]

@@ -93,7 +93,7 @@ class MethodContract(RunContract):
         not `shared`.
         """
         local = joined(run)
-        local.server.start_round(0, sorted(local.clients))
+        local.open(run.turn(0), sorted(local.clients))
         declared = {field.name for field in local.schema.up}
         for name, client in local.clients.items():
             part, download = local.clients.part(name), down(local, name)
@@ -125,7 +125,7 @@ class MethodContract(RunContract):
         Also check that creating an upload does not change the state.
         """
         local = joined(run)
-        local.server.start_round(0, sorted(local.clients))
+        local.open(run.turn(0), sorted(local.clients))
         for name, client in local.clients.items():
             download = down(local, name)
             before = client.state()
@@ -159,13 +159,13 @@ class MethodContract(RunContract):
         names, leaver = sorted(local.clients), sorted(local.clients)[0]
         for round in range(2):
             one_round(local, round, names)
-        local.server.leave(leaver)
-        assert leaver.encode() not in local.server.state().encode()
+        local.leave(leaver)
+        assert leaver.encode() not in local.value.state().encode()
         remaining = [name for name in names if name != leaver]
         one_round(local, 2, remaining)
         for name in remaining:
             assert leaver.encode() not in down(local, name).encode()
-        assert leaver.encode() not in local.server.state().encode()
+        assert leaver.encode() not in local.value.state().encode()
 
     def test_poisoned_uploads_are_refused(self, run: RunConfig) -> None:
         """Check that invalid uploads are refused.
@@ -176,8 +176,8 @@ class MethodContract(RunContract):
         local = joined(run)
         if not local.schema.up:
             pytest.skip("nothing is uploaded")
-        server, names = local.server, sorted(local.clients)
-        server.start_round(0, names)
+        names = sorted(local.clients)
+        local.open(run.turn(0), names)
         uploads = {name: step(local, name, 0) for name in names}
         upload = uploads.pop(names[0])
 
@@ -195,7 +195,7 @@ class MethodContract(RunContract):
             with pytest.raises(MessageError, match=error):
                 close(local, 0, {names[0]: message})
         close(local, 0, uploads)
-        assert server.state().is_finite()
+        assert local.value.state().is_finite()
 
     def test_an_evaluation_adds_no_work(
         self, run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,10 +5,9 @@
         uploads = one_round(run, turn)
     take(run)
 
-`one_round` calls `start_round` of the server's method object, `step` for every client, and `close`.
-`step` calls `down`, `receive` and `train` of the client's method object, and `up`. Your own loop
-can call these functions, or the methods of `run.clients[name]` and `run.server`, as in
-examples/fedavg_loop.py.
+`one_round` calls `open` of the run, `step` for every client, and `close`. `step` calls `down`,
+`receive` and `train` of the client's method object, and `up`. Your own loop can call these
+functions, or the methods of `run.clients[name]` and `run.server`, as in examples/fedavg_loop.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -100,17 +99,18 @@ def take(local: LocalRun) -> None:
 
 
 def close(local: LocalRun, turn: int, uploads: Mapping[str, Message]) -> None:
-    """End an exchange by passing the uploads and their aggregate to the server's method object.
+    """End an exchange: let the server's method object aggregate the uploads.
 
     Args:
         local: The run.
         turn: The number of the turn, counted from 0. In most methods, a round is one turn.
         uploads: A mapping from the clients' names to the uploads to aggregate.
     """
-    local.uploads.begin()
+    local.exchange.begin()
     for name in sorted(uploads):
-        local.uploads.take(name, uploads[name].encode())
-    local.close(local.uploads.mean(local.config.turn(turn)), uploads)
+        local.take(name, uploads[name].encode())
+    local.exchange.settle()
+    local.close()
 
 
 def one_round(local: LocalRun, turn: int, present: list[str] | None = None) -> dict[str, Message]:

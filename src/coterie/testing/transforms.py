@@ -109,8 +109,8 @@ class TransformContract(RunContract):
         names, least = sorted(local.clients), self.transform.least
         present = [names[:least], names[-least:]]
         for turn in map(run.turn, range(run.turns)):
-            local.exchange(turn, present[turn.round])
-        assert local.server.state().is_finite()
+            local.step(turn, present[turn.round])
+        assert local.value.state().is_finite()
 
     def test_invalid_uploads_are_refused(self, run: RunConfig) -> None:
         """Check that uploads with missing or wrongly shaped tensors are refused.
@@ -121,7 +121,7 @@ class TransformContract(RunContract):
         names = sorted(local.clients)
         *earlier, turn = map(run.turn, range(1 + len(self.transform.before)))
         for phase in earlier:
-            local.exchange(phase, names)
+            local.step(phase, names)
         local.open(turn, names)
         uploads = {
             name: local.schema.receive(
@@ -138,4 +138,4 @@ class TransformContract(RunContract):
             with pytest.raises(MessageError):
                 close(local, turn.number, {names[0]: message})
         close(local, turn.number, uploads)
-        assert local.server.state().is_finite()
+        assert local.value.state().is_finite()

@@ -17,7 +17,7 @@ Row = dict[str, float]
 Rows = Mapping[str, Mapping[str, float]]
 """A matrix of weights: each row contains the clients' weights in one mean, by the mean's name.
 
-`ServerSide.rows` returns these weights."""
+A method's server passes these weights to `Exchange.means`."""
 
 
 @dataclass

@@ -336,11 +336,14 @@ class Transform(Section):
         return {}
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
-        """Transform the mean of a round, and return the result. Runs on the server.
+        """Transform the mean of a group, and return the result. Runs on the server.
+
+        The hook is called once per exchange for each group that the method averages over clients.
 
         Args:
-            mean: The reduced uploads, keyed by group and name.
+            mean: The reduced uploads of the group, keyed by group and name.
             before: The server's parameters before the mean replaces them, keyed by group and name.
+                The mapping is empty if the mean replaces no parameters.
             memory: The transform's state on the server.
 
         Returns:

@@ -6,6 +6,7 @@ tokens. One exact linear programme per layer computes the choices (arXiv 2411.19
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,129 +14,147 @@ from torch import Tensor
 
 from coterie.adapters import AmoleAdapter
 from coterie.bases.sites import chosen_linears
-from coterie.messages import Message, Shapes, State, Tensors, check_shapes
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Message, Shapes, Tensors
 from coterie.messages.names import ASSIGNMENT
-from coterie.methods.contract import ClientId, ServerContext, ServerSide
+from coterie.methods.contract import ClientId, Server, ServerContext
 from coterie.methods.fedamole.assignment import assign_all, relevance_of_known
 from coterie.methods.fedamole.experts import Held, expert_name, values_of
 from coterie.methods.fedamole.settings import FedAMoLESettings
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import shapes_of
+from coterie.methods.value import PerClient, Value, from_hello
 from coterie.seeding import generator
 
 
-class FedAMoLEServer(ServerSide):
+@dataclass(frozen=True, eq=False)
+class Experts(Value):
+    """All experts, and the mean embeddings from which they choose clients."""
+
+    adapter: Tensors = field(default_factory=dict)
+    """The shared parameters, with all experts."""
+    experts: Tensors = field(default_factory=dict)
+    """A mapping from names returned by `expert_name` to the experts' latest mean embeddings."""
+    tokens: PerClient[Tensors] = PerClient()
+    """For each client, a mapping from layers to the client's latest mean token embeddings."""
+    joined: PerClient[bool] = from_hello()
+    """The clients that have joined."""
+    members: PerClient[bool] = from_hello()
+    """The clients that had joined when the last exchange ended."""
+
+
+class FedAMoLEServer(Server[Experts]):
     """A server that holds all experts, averages them and assigns them to clients."""
 
     def __init__(self, settings: FedAMoLESettings, context: ServerContext) -> None:
         self.settings, self.seed, self.log = settings, context.seed, context.log
-        self.experts = settings.count(len(context.clients))
-        layout = settings.layout(self.experts)
+        self.count = settings.count(len(context.clients))
+        """The number of experts on each layer."""
+        layout = settings.layout(self.count)
         self.paths = list(chosen_linears(context.base, layout.targets))
-        all_experts = dict.fromkeys(self.paths, range(self.experts))
+        all_experts = dict.fromkeys(self.paths, range(self.count))
         adapter = AmoleAdapter(context.base, layout, context.seed, all_experts)
-        self.parameters, self.values = adapter.parameters(), values_of(adapter)
-        self.expert_means: dict[str, Tensor] = {}
-        """A mapping from names returned by `expert_name` to the experts' latest mean embeddings."""
-        self.token_means: dict[ClientId, Tensors] = {}
-        """For each client, a mapping from layers to the client's latest mean token embeddings."""
-        self.received_means: dict[ClientId, Tensors] = {}
-        """The mean token embeddings that were uploaded in the round in progress."""
-        self.joined: set[ClientId] = set()
-        """The clients that experts can choose."""
-        self.assigned: dict[ClientId, Held] = {}
-        """For each client, a mapping from layers to the experts assigned to the client."""
-        self.assigned_for: tuple[int, Sequence[ClientId]] = -1, ()
-        """The exchange and participants of the latest assignment; -1 and () if there is none."""
+        self.parameters, self.start = adapter.parameters(), values_of(adapter)
+        self._chosen: tuple[tuple[object, ...], Mapping[ClientId, Held]] = (), {}
+        """The arguments and the result of the last call of `choices`, which is slow."""
 
-    def join(self, client: ClientId, hello: Message) -> None:
-        self.joined.add(client)
+    def initial(self) -> Experts:
+        return Experts(self.start)
 
-    def leave(self, client: ClientId) -> None:
-        self.joined.discard(client)
-        super().leave(client)
+    def join(self, value: Experts, client: ClientId, hello: Message) -> Experts:
+        return replace(value, joined=value.joined | {client: True})
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self.received_means = {}
-        if self.assigned_for != (exchange, participants):  # else end_round assigned them
-            self._assign(participants)
+    def held(self, value: Experts, client: ClientId, exchange: Exchange) -> Held:
+        """Return a mapping from layers to the experts that are assigned to a client.
+
+        After the last exchange, experts choose among the clients that had joined when it ended. A
+        client that joins later gets experts as if they chose among all clients.
+        """
+        members = exchange.clients or tuple(sorted(value.members or value.joined))
+        if client not in members:
+            members = tuple(sorted(value.joined))
+        return self._choose(value, members, exchange)[client]
+
+    def _choose(
+        self, value: Experts, members: Sequence[ClientId], exchange: Exchange
+    ) -> Mapping[ClientId, Held]:
+        given = (value, members, exchange.turn.exchange)  # values are equal if identical
+        if self._chosen[0] != given:
+            self._chosen = given, self.choices(*given)
+        return self._chosen[1]
+
+    def download(self, value: Experts, client: ClientId, exchange: Exchange) -> Message:
+        held = self.held(value, client, exchange)
+        values = {"count": self.count, "held": held}
+        return Message(exchange.turn.exchange, {"adapter": self._held_by(value, held)}, values)
+
+    def expects(self, value: Experts, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
+        held, rank = self.held(value, client, exchange), (self.settings.attention.rank,)
+        shapes = {"adapter": shapes_of(self._held_by(value, held))}
+        if self.settings.chooses:
+            means = {expert_name(p, j): rank for p, experts in held.items() for j in experts}
+            shapes |= {"experts": means, "tokens": dict.fromkeys(self.paths, rank)}
+        return shapes
+
+    def aggregate(self, value: Experts, exchange: Exchange) -> Experts:
+        assigned = self._choose(value, exchange.clients, exchange)
         for path in self.paths:
-            experts = {client: layers[path] for client, layers in self.assigned.items()}
-            self.log(f"{ASSIGNMENT}{path}", experts)
+            self.log(f"{ASSIGNMENT}{path}", {c: layers[path] for c, layers in assigned.items()})
+        # Tensors that no client sent keep their values.
+        adapter = {**value.adapter, **exchange.mean("adapter", start=value.adapter)}
+        value = replace(value, adapter=adapter, members=value.joined)
+        if not self.settings.chooses:
+            return value
+        experts = {**value.experts, **exchange.mean("experts")}
+        tokens = value.tokens | exchange.each("tokens")
+        return replace(value, experts=experts, tokens=tokens)
 
-    def download(self, client: ClientId) -> Message:
-        if client not in self.assigned:  # the client joined after the assignment
-            experts = self._choices(sorted(self.joined))[client]
-            self.assigned = self.assigned | {client: experts}
-        values = {"count": self.experts, "held": self.assigned[client]}
-        return Message(self.exchange, {"adapter": self._held_by(client)}, values)
-
-    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        means = {
-            expert_name(p, j): (self.settings.attention.rank,) for p, j in self._experts_of(client)
-        }
-        shapes = {"adapter": shapes_of(self._held_by(client))}
-        return {**shapes, "experts": means} if self.settings.chooses else shapes
-
-    def replaces(self) -> dict[str, Tensors]:
-        return {"adapter": self.values}
-
-    def receive(self, client: ClientId, upload: Message) -> None:
-        paths = self.paths if self.settings.chooses else ()
-        check_shapes(upload["tokens"], dict.fromkeys(paths, (self.settings.attention.rank,)))
-        self.received_means[client] = upload["tokens"]
-
-    def end_round(self, mean: Message, held: Holders) -> None:
-        self.values.update(mean["adapter"])  # tensors that no client sent keep their values
-        self.expert_means.update(mean["experts"])
-        self.token_means.update(self.received_means)
-        super().end_round(mean, held)
-        self._assign(sorted(self.joined))
-
-    def _experts_of(self, client: ClientId) -> set[tuple[str, int]]:
-        return {(path, j) for path, held in self.assigned[client].items() for j in held}
-
-    def _held_by(self, client: ClientId) -> dict[str, Tensor]:
+    def _held_by(self, value: Experts, held: Held) -> dict[str, Tensor]:
         """Return the shared parameters and the parameters of a client's domain experts."""
-        experts, parameters = self._experts_of(client), self.parameters
+        experts = {(path, j) for path, numbers in held.items() for j in numbers}
         return {
             name: tensor
-            for name, tensor in self.values.items()
-            if (j := parameters[name].expert) is None or (parameters[name].path, j) in experts
+            for name, tensor in value.adapter.items()
+            if (j := self.parameters[name].expert) is None
+            or (self.parameters[name].path, j) in experts
         }
 
-    def _assign(self, participants: Sequence[ClientId]) -> None:
-        self.assigned_for = self.exchange, participants
-        self.assigned = self._choices(participants)
-
-    def _choices(self, participants: Sequence[ClientId]) -> dict[ClientId, Held]:
+    def choices(
+        self, value: Experts, participants: Sequence[ClientId], exchange: int
+    ) -> dict[ClientId, Held]:
         """Let the experts of every layer choose among the participants.
 
-        Within a run, the result depends only on the exchange, the participants and the embeddings.
+        Args:
+            value: The experts, with the embeddings on which relevance depends.
+            participants: The clients among which experts choose, sorted.
+            exchange: The number of the exchange for which they choose.
+
+        Returns:
+            For each client, a mapping from layers to the numbers of the client's experts.
         """
-        bounds = self.settings.bounds(self.experts, len(participants), relaxed=True)
-        scores = {path: self._scores(path, participants) for path in self.paths}
+        bounds = self.settings.bounds(self.count, len(participants), relaxed=True)
+        scores = {path: self._scores(value, path, participants, exchange) for path in self.paths}
         chosen = assign_all(scores, bounds)
         return {
             client: {path: np.flatnonzero(D[:, i]).tolist() for path, D in chosen.items()}
             for i, client in enumerate(participants)
         }
 
-    def _scores(self, path: str, participants: Sequence[ClientId]) -> np.ndarray:
+    def _scores(
+        self, value: Experts, path: str, participants: Sequence[ClientId], exchange: int
+    ) -> np.ndarray:
         """Return the scores by which a layer's experts choose clients, shaped (experts, clients).
 
         A score is usually the relevance of an expert for a client's tokens. However, all scores are
         random if the setting `assignment` is "random" or "random-once", or if no participant has
         uploaded embeddings yet.
         """
-        tokens = [self.token_means.get(c, {}).get(path) for c in participants]
+        tokens = [value.tokens.get(c, {}).get(path) for c in participants]
         if self.settings.chooses and any(mean is not None for mean in tokens):
-            experts = [self.expert_means.get(expert_name(path, j)) for j in range(self.experts)]
+            experts = [value.experts.get(expert_name(path, j)) for j in range(self.count)]
             return relevance_of_known(experts, tokens, self.relevance_dim(path))
-        round = 0 if self.settings.assignment == "random-once" else self.exchange
+        round = 0 if self.settings.assignment == "random-once" else exchange
         chances = (generator(self.seed, "assign", round, path, c) for c in participants)
-        draws = [torch.rand(self.experts, generator=chance) for chance in chances]
+        draws = [torch.rand(self.count, generator=chance) for chance in chances]
         return torch.stack(draws, dim=1).numpy()
 
     def relevance_dim(self, path: str) -> int:
@@ -148,17 +167,5 @@ class FedAMoLEServer(ServerSide):
             The LoRA rank r if the setting `router.score_scale` is "rank". Otherwise, the layer's
             input width d.
         """
-        rank, width = self.values[f"projection/{path}"].shape
+        rank, width = self.start[f"projection/{path}"].shape
         return rank if self.settings.router.score_scale == "rank" else width
-
-    def state(self) -> State:
-        groups = {"adapter": self.values, "experts": self.expert_means}
-        clients = {client: State({"tokens": means}) for client, means in self.token_means.items()}
-        return State(groups, {"round": self.exchange}, clients)
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.values = {name: state["adapter"][name] for name in self.values}
-        self.expert_means = dict(state["experts"])
-        self.token_means = {client: inner["tokens"] for client, inner in state.parts.items()}
-        self._assign(sorted(self.joined))

@@ -1,8 +1,7 @@
 """FedMKT's server: it learns from the clients' best predictions and sends its own predictions."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -12,20 +11,33 @@ from coterie.alignment.cache import cached_map
 from coterie.alignment.knowledge import Knowledge
 from coterie.alignment.mapping import VocabularyMap
 from coterie.alignment.vocabulary import Vocabulary
-from coterie.messages import Groups, Message, Shapes, State
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Groups, Message, Tensors, check_shapes
 from coterie.messages.names import TAUGHT
-from coterie.methods.adapter import AdapterServer
+from coterie.methods.adapter import AdapterServer, Shared
 from coterie.methods.contract import ClientId, ServerContext
 from coterie.methods.fedmkt.distillation import Distiller, keys_of
 from coterie.methods.fedmkt.settings import FedMKTSettings
 from coterie.methods.fedmkt.vocabulary import decode_vocabulary
-from coterie.methods.sides import Holders
 from coterie.methods.tensors import copied, copy
+from coterie.methods.value import PerClient, from_hello
 
 log = logging.getLogger(__name__)
 
 
-class FedMKTServer(AdapterServer[FedMKTSettings]):
+@dataclass(frozen=True, eq=False)
+class Teaching(Shared):
+    """The server's model and predictions."""
+
+    own: Tensors = field(default_factory=dict)
+    """The adapter of the server's model."""
+    knowledge: Tensors = field(default_factory=dict)
+    """The server's current predictions; empty before the end of the first round."""
+    clients: PerClient[tuple[int, VocabularyMap, VocabularyMap]] = from_hello()
+    """Each client's vocabulary size, and two token maps: client to server, server to client."""
+
+
+class FedMKTServer(AdapterServer[FedMKTSettings, Teaching]):
     """A server that learns from the clients and, in `fedmkt-fedavg`, averages their adapters."""
 
     def __init__(self, method: FedMKTSettings, context: ServerContext) -> None:
@@ -34,12 +46,11 @@ class FedMKTServer(AdapterServer[FedMKTSettings]):
         self.own, self.log = context.own, context.log
         self.adapter = method.adapter(self.own.base.model, self.own.seed, self.own.name)
         self.vocabulary = Vocabulary.of(self.own.base.tokenizer)
-        self.knowledge: Knowledge | None = None
-        """The server's current predictions; None before the end of the first round."""
-        self.clients: dict[ClientId, tuple[int, VocabularyMap, VocabularyMap]] = {}
-        """Each client's vocabulary size, and two token maps: client to server, server to client."""
-        self.prepared = dict(self.clients)
-        """Entries that `prepare` has computed and `join` will move to `clients`."""
+        self.prepared: dict[ClientId, tuple[int, VocabularyMap, VocabularyMap]] = {}
+        """Entries of `Teaching.clients` that `prepare` has computed for `join`."""
+
+    def initial(self) -> Teaching:
+        return Teaching(self.start, own=copied(self.adapter.tensors()))
 
     @cached_property
     def distiller(self) -> Distiller:
@@ -60,61 +71,59 @@ class FedMKTServer(AdapterServer[FedMKTSettings]):
         to_client = cached_map(self.vocabulary, vocabulary)
         self.prepared[client] = len(vocabulary.tokens), to_server, to_client
 
-    def join(self, client: ClientId, hello: Message) -> None:
-        super().join(client, hello)
-        self.clients[client] = self.prepared.pop(client)
+    def join(self, value: Teaching, client: ClientId, hello: Message) -> Teaching:
+        value = super().join(value, client, hello)
+        return replace(value, clients=value.clients | {client: self.prepared.pop(client)})
 
-    def start_round(self, exchange: int, participants: list[ClientId]) -> None:
-        super().start_round(exchange, participants)
-        self.names = sorted(participants)
-        if self.method.teaches and not self.method.averages(exchange):
-            self.distiller.begin(self.knowledge or self.distiller.knowledge())
+    def download(self, value: Teaching, client: ClientId, exchange: Exchange) -> Message:
+        number = exchange.turn.exchange
+        if not value.knowledge or self.method.averages(number - 1):
+            return self._shared(value, client, exchange)
+        _, _, to_client = value.clients[client]
+        tokens = to_client.ids[value.knowledge["tokens"].long()]
+        return Message(number, {"knowledge": {**value.knowledge, "tokens": tokens}})
 
-    def download(self, client: ClientId) -> Message:
-        if self.knowledge is None or self.method.averages(self.exchange - 1):
-            return super().download(client)
-        _, _, to_client = self.clients[client]
-        tokens = to_client.ids[self.knowledge.tokens.long()]
-        knowledge = replace(self.knowledge, tokens=tokens).tensors()
-        return Message(self.exchange, {"knowledge": knowledge})
+    def _shared(self, value: Teaching, client: ClientId, exchange: Exchange) -> Message:
+        return super().download(value, client, exchange).only(["adapter"])
 
-    def reference(self, client: ClientId, upload: Message) -> Groups:
-        return super().download(client).groups  # predictions have no reference
+    def reference(
+        self, value: Teaching, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
+        return self._shared(value, client, exchange).groups  # predictions have no reference
 
-    def expects(self, client: ClientId) -> Mapping[str, Shapes]:
-        return super().expects(client) if self.method.averages(self.exchange) else {}
+    def check(self, value: Teaching, client: ClientId, upload: Message, exchange: Exchange) -> None:
+        averages = self.method.averages(exchange.turn.exchange)
+        check_shapes(upload["adapter"], value.held[client] if averages else {})
+        if self.method.teaches and not averages:
+            self._received(value, client, upload["knowledge"])
 
-    def receive(self, client: ClientId, upload: Message) -> None:
-        size, to_server, _ = self.clients[client]
-        if self.method.teaches and not self.method.averages(self.exchange):
-            knowledge = Knowledge.received(upload["knowledge"], size, self.method.logits)
-            self.distiller.offer(self.names.index(client), knowledge, to_server.ids)
+    def _received(self, value: Teaching, client: ClientId, tensors: Tensors) -> Knowledge:
+        return Knowledge.received(tensors, value.clients[client][0], self.method.logits)
 
-    def end_round(self, mean: Message, held: Holders) -> None:
-        if not self.method.averages(self.exchange):
-            self._learn()
-        super().end_round(mean, held)
-
-    def _learn(self) -> None:
+    def aggregate(self, value: Teaching, exchange: Exchange) -> Teaching:
+        if self.method.averages(exchange.turn.exchange):
+            return super().aggregate(value, exchange)
+        copy(value.own, self.adapter.tensors())
         if self.method.teaches:
-            round = self.exchange // self.method.per_round
-            loss, teachers = self.distiller.distil(round), self.distiller.teachers
-            counts = {name: int((teachers == n).sum()) for n, name in enumerate(self.names)}
-            quality = self.distiller.quality()
-            self.log(TAUGHT, {"after": self.exchange, "loss": loss, **quality, "by": counts})
-        if self.method.teaches or self.knowledge is None:
-            self.knowledge = self.distiller.knowledge()
+            self._learn(value, exchange)
+        elif value.knowledge:
+            return value
+        knowledge = self.distiller.knowledge().tensors()
+        return replace(value, own=copied(self.adapter.tensors()), knowledge=knowledge)
 
-    def model(self) -> PreTrainedModel:
+    def _learn(self, value: Teaching, exchange: Exchange) -> None:
+        """Train the server's model on the clients' best predictions."""
+        own = Knowledge.of(value.knowledge) if value.knowledge else self.distiller.knowledge()
+        self.distiller.begin(own)
+        for client, tensors in exchange.each("knowledge").items():
+            number, (_, to_server, _) = exchange.clients.index(client), value.clients[client]
+            self.distiller.offer(number, self._received(value, client, tensors), to_server.ids)
+        number = exchange.turn.exchange
+        loss, teachers = self.distiller.distil(exchange.turn.round), self.distiller.teachers
+        counts = {name: int((teachers == n).sum()) for n, name in enumerate(exchange.clients)}
+        quality = self.distiller.quality()
+        self.log(TAUGHT, {"after": number, "loss": loss, **quality, "by": counts})
+
+    def model(self, value: Teaching) -> PreTrainedModel:
+        copy(value.own, self.adapter.tensors())
         return self.adapter.attach(self.own.base.model)
-
-    def state(self) -> State:
-        state, groups = super().state(), {"own": copied(self.adapter.tensors())}
-        if self.knowledge is not None:
-            groups["knowledge"] = self.knowledge.tensors()
-        return replace(state, groups={**state.groups, **groups})
-
-    def restore(self, state: State) -> None:
-        super().restore(state)
-        self.knowledge = Knowledge.of(state["knowledge"]) if state["knowledge"] else None
-        copy(state["own"], self.adapter.tensors())

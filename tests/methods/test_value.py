@@ -1,0 +1,119 @@
+"""Values of servers: saving, restoring and forgetting a client follow from the fields' types."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from coterie.errors import CoterieError
+from coterie.messages import Groups, State, Tensors
+from coterie.methods.sides import Server
+from coterie.methods.value import PerClient, Value, from_hello
+
+
+@dataclass(frozen=True, eq=False)
+class Everything(Value):
+    shared: Tensors = field(default_factory=dict)
+    clusters: tuple[Tensors, ...] = ()
+    means: PerClient[Tensors] = PerClient()
+    uploads: PerClient[Groups] = PerClient()
+    tokens: PerClient[int] = PerClient()
+    rows: PerClient[PerClient[float]] = PerClient()
+    ranks: PerClient[dict[str, int]] = PerClient()
+    notes: dict[str, list[float | None]] = field(default_factory=dict)
+    count: int = 0
+    held: PerClient[frozenset[str]] = from_hello()
+
+
+def tensors(*values: float) -> Tensors:
+    return {f"t{i}": torch.tensor([value, 2.0]) for i, value in enumerate(values)}
+
+
+def example() -> Everything:
+    mean = tensors(1.0)
+    return Everything(
+        shared=tensors(3.0, 4.0),
+        clusters=(tensors(5.0), tensors(6.0)),
+        means=PerClient({"eve": mean, "bob": mean, "cyd": {**mean, "own": torch.ones(1)}}),
+        uploads=PerClient({"eve": {"a": tensors(7.0), "b": tensors(8.0)}, "bob": {}}),
+        tokens=PerClient({"eve": 3, "cyd": 4}),
+        rows=PerClient({"eve": PerClient({"eve": 0.5, "bob": 0.5}), "cyd": PerClient()}),
+        ranks=PerClient({"eve": {"bob": 4}}),  # "bob" is the name of a tensor here
+        notes={"x": [1.5, None]},
+        count=2,
+        held=PerClient({"eve": frozenset("xy")}),
+    )
+
+
+def plain(content: Any) -> Any:
+    """Content that `==` can compare."""
+    if isinstance(content, torch.Tensor):
+        return content.tolist()
+    if isinstance(content, Mapping):
+        return {key: plain(item) for key, item in content.items()}
+    return [*map(plain, content)] if isinstance(content, tuple | list) else content
+
+
+def saved(value: Value) -> State:
+    """The state after its bytes have been written and read."""
+    return State.decode(value.state().encode())
+
+
+def test_every_field_comes_back_from_its_bytes() -> None:
+    before = example()
+    after = Everything(held=PerClient({"bob": frozenset()})).restored(saved(before))
+    for name in vars(before):
+        if name != "held":
+            assert plain(getattr(after, name)) == plain(getattr(before, name)), name
+    assert isinstance(after.rows["eve"], PerClient)
+    assert {*after.held} == {"bob"}  # clients send their hellos again
+    assert saved(after).encode() == saved(before).encode()
+    assert plain(vars(Everything().restored(saved(Everything())))) == plain(vars(Everything()))
+
+
+def test_tensors_that_clients_have_in_common_are_saved_once_and_shared_again() -> None:
+    state = saved(example())
+    assert [group for group in state.groups if group.startswith("means")] == ["means-0"]
+    assert state.parts["cyd"]["means"].keys() == {"t0", "own"}
+    means = Everything().restored(state).means
+    assert means["eve"]["t0"] is means["bob"]["t0"]
+
+
+def test_nothing_is_left_of_a_client() -> None:
+    value = example().without("bob")
+    assert {*value.means} == {"eve", "cyd"}
+    assert plain(value.rows) == {"eve": {"eve": 0.5}, "cyd": {}}
+    assert value.ranks["eve"] == {"bob": 4}  # names of tensors stay
+    value = value.without("eve")
+    assert b"eve" not in value.state().encode()
+    assert {*value.means} == {*value.tokens} == {"cyd"}
+    assert not value.held
+    assert {*example().held} == {"eve"}  # a value does not change
+
+
+def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
+    """Checkpoints are cleaned without the method."""
+    state = saved(example()).without("eve")
+    assert plain(vars(Everything().restored(state))) == plain(
+        vars(example().without("eve").restored(saved(example().without("eve"))))
+    ) | {"held": {}}
+
+
+@pytest.mark.parametrize("kind", [set[str], object, torch.Tensor, dict[int, str], PerClient[bytes]])
+def test_a_field_that_cannot_be_saved_is_refused_before_the_run(kind) -> None:
+    @dataclass(frozen=True, eq=False)
+    class Odd(Value):
+        thing: Any = None
+
+    Odd.__annotations__["thing"] = kind
+    with pytest.raises(CoterieError, match="The field 'thing' of Odd cannot be saved"):
+        Odd()
+
+
+@pytest.mark.parametrize("hook", ["start_round", "receive", "replaces", "end_round"])
+def test_a_server_with_hooks_that_are_not_called_is_refused(hook) -> None:
+    """Otherwise, its algorithm would be ignored without a word."""
+    with pytest.raises(CoterieError, match=f"Mine defines `{hook}`, which Coterie does not call"):
+        type("Mine", (Server,), {hook: lambda self: None})
