@@ -135,7 +135,7 @@ def test_the_order_is_the_order_given() -> None:
         assert torch.equal(weighted_mean(stream)["g"]["x"], (total / weight).float())
 
 
-@pytest.mark.parametrize("form", ["mean", "rows"])
+@pytest.mark.parametrize("form", ["mean", "rows", "each"])
 def test_uploads_are_read_one_at_a_time_and_none_is_kept(form, monkeypatch) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
@@ -156,9 +156,14 @@ def test_uploads_are_read_one_at_a_time_and_none_is_kept(form, monkeypatch) -> N
     monkeypatch.setattr(found.store, "get", watched)
     if form == "mean":
         mean = found.mean("adapter")["x"]
-    else:
+    elif form == "rows":
         mean = found.means("adapter", {"all": dict.fromkeys(names, 1.0)})["all"]["x"]
-    assert mean.tolist() == [9.5] * 3
+    else:
+        mean = torch.zeros(3)
+        for adapter in found.each("adapter").values():
+            mean += adapter["x"] / 20
+            del adapter
+    assert mean.tolist() == pytest.approx([9.5] * 3)
     gc.collect()
     assert len(alive) == 20
     assert most <= 1  # the one that the loop over them still names

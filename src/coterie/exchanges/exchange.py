@@ -1,7 +1,7 @@
 """One exchange on the server: uploads are measured and stored, then passed to the method."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ class Exchange:
         """Whether a mean of this exchange replaced parameters; None if no mean was requested."""
         self.store = Store(folder)
         self._references: dict[str, Reference] = {}
+        self._fields: dict[str, set[str]] = {}
+        """The names of the fields of each client's upload."""
         self._measures: dict[str, dict[str, Any]] = {}
         """The results of transforms' `measure` hooks. The first key is a client, and the second key
         is a transform."""
@@ -142,31 +144,31 @@ class Exchange:
         means = means_of(self._contributions({group}), rows, self.least_others)
         return {name: groups.get(group, {}) for name, groups in means.items()}
 
-    def each(self, name: str) -> dict[str, Any]:
+    def each(self, name: str) -> Mapping[str, Any]:
         """Return a group of tensors, or a JSON value, from each client that uploaded it.
 
         Args:
             name: The name of a field whose reduction is `each`.
 
         Returns:
-            The group or the value by client, in the order of the clients' names.
+            The group or the value by client, in the order of the clients' names. Each access reads
+            an upload from disk, so that a loop over the items needs the memory of one upload.
 
         Raises:
             CoterieError: The schema declares no such field with this reduction.
         """
         self._require(name, "each")
-        sent: dict[str, Any] = {}
-        for client in self.counted:
-            upload = self._upload(client)
-            if name in upload.groups:
-                sent[client] = upload[name]
-            elif name in upload.values:
-                sent[client] = upload.values[name]
-        return sent
+        return _Each(self, name, [c for c in self.counted if name in self._fields[c]])
+
+    def upload(self, name: str) -> Message:
+        """Return a client's upload, with the limits that transforms have set for it."""
+        reference = self._references[name]
+        upload = self.store.get(name)
+        return self.transforms.bounded(name, upload, lambda: reference(upload, self))
 
     def weight(self, client: str) -> float:
         """Return the weight of a client's upload in the run's means."""
-        return self.transforms.weight(client, self._upload(client))
+        return self.transforms.weight(client, self.upload(client))
 
     def open(self, turn: Turn, clients: Iterable[str]) -> None:
         """Set the numbers and the clients, when a turn starts or begins again."""
@@ -202,6 +204,8 @@ class Exchange:
             measures = self.transforms.measure(name, message, reference(message, self))
             self.transforms.weight(name, message)
             self._measures[name], self._references[name] = measures, reference
+            groups = (group for group, tensors in message.groups.items() if tensors)
+            self._fields[name] = {*groups, *message.values}
         self.store.put(name, message)
 
     def settle(self) -> None:
@@ -273,6 +277,7 @@ class Exchange:
         self.diverged.discard(name)
         self._measures.pop(name, None)
         self._references.pop(name, None)
+        self._fields.pop(name, None)
         refused = self.refused.pop(name, None) is not None
         return self.store.drop(name) or refused
 
@@ -291,15 +296,9 @@ class Exchange:
                 f"reduce={reduce!r}."
             )
 
-    def _upload(self, name: str) -> Message:
-        """Return a client's upload, with the limits that transforms have set for it."""
-        reference = self._references[name]
-        upload = self.store.get(name)
-        return self.transforms.bounded(name, upload, lambda: reference(upload, self))
-
     def _contributions(self, groups: set[str]) -> Iterator[Contribution]:
         for name in self.counted:
-            upload = self._upload(name)
+            upload = self.upload(name)
             weight = self.transforms.weight(name, upload)
             yield Contribution(name, upload.only(groups).groups, weight)
 
@@ -319,3 +318,22 @@ class Exchange:
             means = selected(means, lambda group, name: held[group][name] > self.least_others)
         self._held = {g: Counter({n: held[g][n] for n in ts}) for g, ts in means.items()}
         return means
+
+
+class _Each(Mapping[str, Any]):
+    """A field of the uploads of some clients, which is read from disk when it is accessed."""
+
+    def __init__(self, exchange: Exchange, name: str, clients: Sequence[str]) -> None:
+        self._exchange, self._name, self._clients = exchange, name, dict.fromkeys(clients)
+
+    def __getitem__(self, client: str) -> Any:
+        if client not in self._clients:
+            raise KeyError(client)
+        upload = self._exchange.upload(client)
+        return upload.groups.get(self._name, upload.values.get(self._name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)

@@ -382,7 +382,7 @@ class AutoServer(PersonalServer[Auto, Chosen]):
             means=value.means | means,
         )
         value = super().aggregate(value, exchange)
-        uploads = exchange.each("adapter")
+        uploads = dict(exchange.each("adapter"))
         before = {client: t for client, t in value.before.items() if client not in uploads}
         before |= {client: t for client, t in uploads.items() if client in trying}
         due = any(self._due(value, client, number + 1) for client in value.rows)

@@ -241,7 +241,7 @@ class CoBoServer(AdapterServer[CoBo, Known]):
         return {"adapter": closest(upload["adapter"], last, self.start)}
 
     def aggregate(self, value: Known, exchange: Exchange) -> Known:
-        gradients, weights = exchange.each("gradients"), dict(value.weights)
+        gradients, weights = dict(exchange.each("gradients")), dict(value.weights)
         for i, partners in gradients.items():
             if agreeing := [j for j in partners if j in gradients]:
                 row, step = self.row(value, i), self.method.weight_step * self.steps
