@@ -7,6 +7,7 @@ import pytest
 import torch
 from turns import nth
 
+from coterie.errors import Unwritable
 from coterie.messages import State
 from coterie.testing.rounds import joined, step
 from coterie.transforms.contract import Context, Transform, mapped
@@ -83,3 +84,27 @@ def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> Non
         assert all(time == {"times": 1} for time in times.values())
     assert states[0] == states[1]
     assert all(torch.isfinite(t).all() for t in local.value.adapter.values())
+
+
+def test_an_upload_that_cannot_be_stored_is_not_the_clients_fault(config, monkeypatch) -> None:
+    """The server has no room; a client that is excluded would not be asked again."""
+    local = joined(config(method="fedavg", training=FAST))
+    local.exchange.strict = False
+    names = sorted(local.clients)
+    local.open(nth(0), names)
+    local.exchange.begin()
+    uploads = {name: local.schema.send("up", step(local, name, 0)) for name in names}
+    with monkeypatch.context() as full:
+        full.setattr(local.exchange.store, "put", no_room)
+        with pytest.raises(Unwritable):
+            local.take(names[0], uploads[names[0]])
+    assert not local.exchange.refused
+    for name in names:
+        local.take(name, uploads[name])
+    local.exchange.settle()
+    assert local.exchange.counted == names
+    local.close()
+
+
+def no_room(*_: Any) -> None:
+    raise Unwritable("Could not write: No space left on device.")

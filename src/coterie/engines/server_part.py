@@ -9,7 +9,7 @@ from torch import nn
 
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import TRANSFORMS, due, scored
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Unwritable
 from coterie.exchanges.ends import ServerTransforms
 from coterie.exchanges.exchange import Exchange, memory_for_aggregation
 from coterie.federation.participants import Participant, server_context
@@ -94,7 +94,11 @@ class ServerPart:
         return self.server.download(self.value, name, self.exchange)
 
     def take(self, name: ClientId, body: bytes) -> None:
-        """Decode, check and store a client's upload, or exclude it."""
+        """Decode, check and store a client's upload, or exclude it.
+
+        Raises:
+            Unwritable: The upload cannot be stored.
+        """
         uploads, transforms = self.exchange, self.transforms
         uploads.drop(name)
         try:
@@ -104,6 +108,8 @@ class ServerPart:
                     message = transforms.upload(name, message, self.message(name))
                 self.server.check(self.value, name, message, uploads)
             uploads.put(name, message, partial(self.server.reference, self.value, name))
+        except Unwritable:  # the client may send the upload again
+            raise
         except Exception as error:  # one invalid upload must not stop the round
             uploads.refuse(name, error)
 
