@@ -7,8 +7,12 @@ import pytest
 import torch
 from turns import nth
 
+import coterie
+from coterie.engines.local import local_run
+from coterie.engines.session import Session
 from coterie.errors import Unwritable
 from coterie.messages import State
+from coterie.runs import RunFolder
 from coterie.testing.rounds import joined, step
 from coterie.transforms.contract import Context, Transform, mapped
 
@@ -104,6 +108,15 @@ def test_an_upload_that_cannot_be_stored_is_not_the_clients_fault(config, monkey
     local.exchange.settle()
     assert local.exchange.counted == names
     local.close()
+
+
+def test_a_server_that_is_restored_waits_for_the_next_turn(config, tmp_path) -> None:
+    """Its transforms would otherwise encode the result as the download of the first turn."""
+    run = config(method="fedavg", training=FAST, rounds=2)
+    folder, session = RunFolder(coterie.run(run, out=tmp_path / "run").path), Session(run)
+    again = local_run(run, session.base, session.participants(run), folder)
+    again.restore()
+    assert again.transforms.exchange == again.exchange.turn.number == 2
 
 
 def no_room(*_: Any) -> None:

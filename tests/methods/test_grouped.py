@@ -7,6 +7,7 @@ import torch
 
 import coterie
 from coterie import CoterieError
+from coterie.messages import MessageError
 from coterie.testing.rounds import down, joined, one_round, take
 
 GROUPS = {"diarist": "prose", "poet": "verse", "whaler": "prose"}
@@ -79,3 +80,12 @@ def test_a_reduction_that_no_mean_would_use_is_refused(method, name, config) -> 
     run = config(method=settings, aggregation={"transforms": [name]})
     with pytest.raises(CoterieError, match=f"{name!r} has no effect with the method {method!r}"):
         joined(run)
+
+
+def test_a_client_without_a_group_may_not_join(config) -> None:
+    """A deployment may admit clients that the run file does not name."""
+    local: Any = joined(run_of(config))
+    hello = local.clients["poet"].hello()
+    with pytest.raises(MessageError, match="no group of the client 'stranger'"):
+        local.join("stranger", hello)
+    assert "stranger" not in local.value.held

@@ -35,9 +35,18 @@ def example() -> Everything:
     mean = tensors(1.0)
     return Everything(
         shared=tensors(3.0, 4.0),
-        clusters=(tensors(5.0), tensors(6.0)),
-        means=PerClient({"eve": mean, "bob": mean, "cyd": {**mean, "own": torch.ones(1)}}),
-        uploads=PerClient({"eve": {"a": tensors(7.0), "b": tensors(8.0)}, "bob": {}}),
+        clusters=({}, tensors(5.0), tensors(6.0)),
+        means=PerClient(
+            {
+                "eve": mean,
+                "bob": mean,
+                "cyd": {**mean, "own": torch.ones(1)},
+                "dan": {"other": mean["t0"]},
+                "fay": {},
+                "gil": {},
+            }
+        ),
+        uploads=PerClient({"eve": {"a": tensors(7.0), "b": {}}, "bob": {}}),
         tokens=PerClient({"eve": 3, "cyd": 4}),
         rows=PerClient({"eve": PerClient({"eve": 0.5, "bob": 0.5}), "cyd": PerClient()}),
         ranks=PerClient({"eve": {"bob": 4}}),  # "bob" is the name of a tensor here
@@ -76,6 +85,7 @@ def test_every_field_comes_back_from_its_bytes() -> None:
 def test_tensors_that_clients_have_in_common_are_saved_once_and_shared_again() -> None:
     state = saved(example())
     assert [group for group in state.groups if group.startswith("means")] == ["means-0"]
+    assert state.parts["dan"]["means"].keys() == {"other"}
     assert state.parts["cyd"]["means"].keys() == {"t0", "own"}
     means = Everything().restored(state).means
     assert means["eve"]["t0"] is means["bob"]["t0"]
@@ -83,12 +93,13 @@ def test_tensors_that_clients_have_in_common_are_saved_once_and_shared_again() -
 
 def test_nothing_is_left_of_a_client() -> None:
     value = example().without("bob")
-    assert {*value.means} == {"eve", "cyd"}
+    assert {*value.means} == {"eve", "cyd", "dan", "fay", "gil"}
     assert plain(value.rows) == {"eve": {"eve": 0.5}, "cyd": {}}
     assert value.ranks["eve"] == {"bob": 4}  # names of tensors stay
     value = value.without("eve")
     assert b"eve" not in value.state().encode()
-    assert {*value.means} == {*value.tokens} == {"cyd"}
+    assert {*value.tokens} == {"cyd"}
+    assert "eve" not in value.means
     assert not value.held
     assert {*example().held} == {"eve"}  # a value does not change
 
@@ -101,7 +112,18 @@ def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
     ) | {"held": {}}
 
 
-@pytest.mark.parametrize("kind", [set[str], object, torch.Tensor, dict[int, str], PerClient[bytes]])
+def test_mappings_become_per_client() -> None:
+    """A client that leaves would otherwise stay in a dictionary."""
+    given: Any = {"means": {"eve": tensors(1.0)}, "rows": {"bob": {"eve": 1.0}}}
+    value = Everything(**given)
+    assert not value.without("eve").means
+    assert plain(value.without("eve").rows) == {"bob": {}}
+
+
+ODD = [set[str], object, torch.Tensor, dict[int, str], PerClient[bytes], list[PerClient[int]]]
+
+
+@pytest.mark.parametrize("kind", ODD)
 def test_a_field_that_cannot_be_saved_is_refused_before_the_run(kind) -> None:
     @dataclass(frozen=True, eq=False)
     class Odd(Value):
@@ -112,7 +134,7 @@ def test_a_field_that_cannot_be_saved_is_refused_before_the_run(kind) -> None:
         Odd()
 
 
-@pytest.mark.parametrize("hook", ["start_round", "receive", "replaces", "end_round"])
+@pytest.mark.parametrize("hook", ["close", "receive", "averaged", "end_round", "state"])
 def test_a_server_with_hooks_that_are_not_called_is_refused(hook) -> None:
     """Otherwise, its algorithm would be ignored without a word."""
     with pytest.raises(CoterieError, match=f"Mine defines `{hook}`, which Coterie does not call"):

@@ -3,11 +3,12 @@
 A few exchanges are executed with two and with three clients: the server sends downloads, and each
 client uploads its untrained parameters. The adapters have values; the base is on the meta device.
 
-Sizes are extrapolated linearly to the number of clients. The exception is the number of other
-clients' uploads in a download, which a method may limit (setting `peers`).
+The sizes of the server and of its state are extrapolated linearly to the number of clients. Uploads
+and downloads are those of the larger run. The size of the other clients' uploads in a download is
+multiplied by the number of other clients, which a method may limit (setting `peers`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,7 +129,7 @@ def _rehearse(
     exchanges = min(EXCHANGES + getattr(method, "warmup", 0), config.exchanges)
     turns = [config.turn((n + 1) * len(config.phases) - 1) for n in range(exchanges + 1)]
     for turn in turns[:-1]:
-        exchange.begin(turn, names)
+        exchange.open(turn, names)
         for name in names:
             sizes = _with_download(sizes, server.download(value, name, exchange), side_of(name))
         for name in names:
@@ -137,7 +138,7 @@ def _rehearse(
             exchange.take(server, value, name, upload)
         value = server.aggregate(value, exchange)
         sizes = _with_server(sizes, (server, value), value.state(), exchange.size)
-    exchange.begin(turns[-1], ())
+    exchange.open(turns[-1], ())
     for name in names:
         sizes = _with_download(sizes, server.download(value, name, exchange), side_of(name))
     return sizes
@@ -152,15 +153,16 @@ class Rehearsal(Exchange):
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
 
-    def begin(self, turn: Turn, clients: Sequence[ClientId]) -> None:  # pyright: ignore
-        self.turn, self.clients, self.asked = turn, tuple(clients), {*clients}
+    def open(self, turn: Turn, clients: Iterable[ClientId]) -> None:
+        self.turn, self.clients = turn, tuple(clients)
+        self.asked = {*self.clients}
         self.size = 0
         """The size of all means in bytes."""
         self._uploads: dict[ClientId, Message] = {}
         self._first: dict[str, Tensors] = {}
 
     def take(self, server: Server[Any], value: Any, name: ClientId, upload: Message) -> None:
-        """Store an upload, unless it lacks results of training, such as predictions."""
+        """Store an upload, unless it lacks results of training and `check` refuses it."""
         zeros = {
             group: {n: torch.zeros(shape) for n, shape in shapes.items()}
             for group, shapes in server.expects(value, name, self).items()

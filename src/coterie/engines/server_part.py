@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.linalg import LinAlgError  # pyright: ignore
 
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import TRANSFORMS, due, scored
@@ -99,32 +100,32 @@ class ServerPart:
         Raises:
             Unwritable: The upload cannot be stored.
         """
-        uploads, transforms = self.exchange, self.transforms
-        uploads.drop(name)
+        exchange, transforms = self.exchange, self.transforms
+        exchange.drop(name)
         try:
             message = self.schema.receive("up", body)
             if transforms.phase == TRAIN:
                 if transforms.pipeline.active:
                     message = transforms.upload(name, message, self.message(name))
-                self.server.check(self.value, name, message, uploads)
-            uploads.put(name, message, partial(self.server.reference, self.value, name))
+                self.server.check(self.value, name, message, exchange)
+            exchange.put(name, message, partial(self.server.reference, self.value, name))
         except Unwritable:  # the client may send the upload again
             raise
         except Exception as error:  # one invalid upload must not stop the round
-            uploads.refuse(name, error)
+            exchange.refuse(name, error)
 
     def close(self) -> None:
         """Complete a turn with the uploads that are not excluded.
 
         Raises:
-            CoterieError: The new value of the server is not finite. In this case, nothing changes.
+            CoterieError: The new value of the server is not finite, or the run's server optimiser
+                has no effect. In this case, nothing changes.
         """
-        uploads, transforms = self.exchange, self.transforms
+        exchange, transforms = self.exchange, self.transforms
         if transforms.phase == TRAIN:
             self.value = self._aggregated()
-        transforms.commit(uploads.counted)
-        transforms.begin(transforms.exchange + 1, TRAIN, ())
-        uploads.open(replace(self.config.turn(transforms.exchange), phase=TRAIN), ())
+        transforms.commit(exchange.counted)
+        self._await(transforms.exchange + 1)
 
     def _aggregated(self) -> Value:
         unusable = CoterieError(
@@ -137,7 +138,7 @@ class ServerPart:
                 value = self.server.aggregate(self.value, self.exchange)
                 states = (value.state(), self.transforms.state())
                 finite = all(state.is_finite() for state in states)
-        except (ArithmeticError, RuntimeError) as error:  # raised by torch.linalg
+        except (LinAlgError, OverflowError) as error:
             raise unusable from error
         if not finite:
             raise unusable
@@ -174,4 +175,13 @@ class ServerPart:
         self.value = self.value.restored(self.folder.load("server"))
         if self.transforms.memories:
             self.transforms.restore(self.folder.load(TRANSFORMS))
-        self.exchange.open(replace(self.config.turn(self.folder.turns()), phase=TRAIN), ())
+        self._await(self.folder.turns())
+
+    def _await(self, number: int) -> None:
+        """Prepare the downloads between turns, which contain the result of all turns so far.
+
+        Args:
+            number: The number of the next turn.
+        """
+        self.transforms.begin(number, TRAIN, ())
+        self.exchange.open(replace(self.config.turn(number), phase=TRAIN), ())

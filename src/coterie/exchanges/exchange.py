@@ -33,15 +33,16 @@ def memory_for_aggregation() -> AbstractContextManager[None]:
 class Exchange:
     """The exchange in progress: its numbers, its clients and their uploads.
 
-    A method's server reads uploads with `mean`, `means` and `each`. Engines call the other
-    functions. Uploads wait on disk, and are aggregated in the order of client names.
+    A method's server reads uploads with `mean`, `means` and `each`, and facts about them with
+    `holders` and `weight`. Only engines call the functions from `open` on. Uploads wait on disk,
+    and are aggregated in the order of client names.
 
     Args:
         folder: The folder of the temporary file that contains the uploads.
         transforms: The transforms of the run on the server.
         schema: The fields that the method may send, before transforms encode them.
         least_others: The smallest number of other clients whose tensors a client may receive in a
-            mean. Tensors of fewer clients are not averaged; 1 permits all means.
+            mean. A tensor of too few clients is missing from the mean; 1 permits all means.
         strict: Whether an invalid upload raises an error instead of being excluded.
     """
 
@@ -89,7 +90,7 @@ class Exchange:
         return [name for name in self.store if name not in self.refused]
 
     def mean(self, group: str, start: Tensors | None = None) -> Tensors:
-        """Return the weighted mean of a group over the clients, or the run's other reduction.
+        """Return the weighted mean of a group, or the result of the reduction that replaces it.
 
         Args:
             group: The name of a field whose reduction is `mean`.
@@ -98,9 +99,9 @@ class Exchange:
                 result is returned. Without `start`, the server optimiser does not change the mean.
 
         Returns:
-            The mean of each tensor over the clients that uploaded it. Tensors that no client
-            uploaded, or fewer clients than the setting `least_others` requires, are missing. If the
-            mean of a group is requested again, the result is the same.
+            The mean of each tensor over the clients that uploaded it. A tensor is missing if no
+            client uploaded it or, with `least_others` above 1, if at most `least_others` clients
+            did. If the mean of a group is requested again, the result is the same.
 
         Raises:
             CoterieError: The schema declares no such field with this reduction.
@@ -119,7 +120,7 @@ class Exchange:
         """Return the number of clients that uploaded each tensor of a mean, by the tensor's name.
 
         Args:
-            group: The name of a field whose mean `mean` has returned.
+            group: The name of a field of which `mean` has been called.
         """
         return self._held.get(group, {})
 
@@ -131,11 +132,13 @@ class Exchange:
             rows: A mapping from the name of each mean, usually the client that receives the mean,
                 to the weights of the clients' uploads. Each weight is multiplied by the client's
                 weight in the run's aggregation, such as its number of tokens. The weights of a
-                mean need not sum to 1. Excluded uploads contribute to no mean.
+                mean need not sum to 1. Excluded uploads contribute to no mean. A mean with the name
+                of a client is received by this client, and any other mean by the clients in its
+                row.
 
         Returns:
             The tensors of each mean. A mean is missing if no client with a weight above 0 has sent
-            an upload.
+            an upload. With `least_others` above 1, a tensor of fewer other clients is missing.
 
         Raises:
             CoterieError: The schema declares no such field with this reduction.
@@ -179,7 +182,7 @@ class Exchange:
         self.repeat()
 
     def repeat(self) -> None:
-        """Aggregate again, with the uploads that have already arrived."""
+        """Discard the means, so that the exchange can be aggregated again."""
         self._means, self._results, self._held, self.replaces = None, {}, {}, None
 
     def begin(self) -> None:
@@ -209,14 +212,17 @@ class Exchange:
         self.store.put(name, message)
 
     def settle(self) -> None:
-        """Exclude the uploads that transforms refuse, when all uploads have arrived."""
+        """Exclude the uploads that transforms refuse. All uploads must have arrived.
+
+        In a phase that a transform added, the uploads are passed to `Transform.collect`.
+        """
         transforms = self.transforms
         if self.turn.phase == TRAIN:
             self.refused |= transforms.refuse(self._measures)
             with memory_for_aggregation():
                 for name in [name for name in self.counted if name in transforms.limits]:
                     try:
-                        self.weight(name)
+                        self.weight(name)  # fails if the upload cannot be limited
                     except Exception as error:
                         self.refuse(name, error)
             return

@@ -7,7 +7,7 @@ classes are the same for all of these methods. The engine computes the mean (exc
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, cast
 
 from torch import Tensor, nn
@@ -370,8 +370,8 @@ class AdapterServer(Server[V], Generic[M, V]):
 
     def download(self, value: V, client: ClientId, exchange: Exchange) -> Message:
         # The value's fields have the names of the groups in the download.
-        fields = (f.name for f in self.method.schema().down if hasattr(value, f.name))
-        tensors: dict[str, Tensors] = {name: getattr(value, name) for name in fields}
+        names = {f.name for f in self.method.schema().down} & {f.name for f in fields(value)}
+        tensors: dict[str, Tensors] = {name: getattr(value, name) for name in sorted(names)}
         groups = {g: {n: t[n] for n in value.held[client] if n in t} for g, t in tensors.items()}
         return Message(exchange.turn.exchange, groups)
 

@@ -299,7 +299,7 @@ class Chosen(Personal):
     """The upload of each client's latest trial, until its next upload. A client that stays alone
     after the trial trains from these parameters, and not from its mean."""
     current: PerClient[bool] = PerClient()
-    """The clients that received the means of the last exchange of all parameters."""
+    """The clients that have uploaded since all parameters were last averaged."""
 
 
 class AutoServer(PersonalServer[Auto, Chosen]):
@@ -369,7 +369,7 @@ class AutoServer(PersonalServer[Auto, Chosen]):
             else value.rows.get(client, PerClient[float]())
             for client, choice in choices.items()
         }
-        means = {  # the others have trained from their means
+        means = {  # these clients have not trained from their means
             client: {**value.means.get(client, {}), **value.before[client]}
             for client in alone & value.before.keys()
         }

@@ -173,7 +173,8 @@ class Known(Shared):
     uploads: PerClient[Tensors] = PerClient()
     """The latest adapter of each client that has uploaded one."""
     weights: PerClient[PerClient[float]] = PerClient()
-    """For each client, its weights w_ij that differ from the initial weights."""
+    """The weights w_ij of each client whose weights have been updated. A client j that has joined
+    since has the initial weight."""
 
 
 class CoBoServer(AdapterServer[CoBo, Known]):

@@ -237,7 +237,7 @@ class FDLoraServer(AdapterServer[FDLora, WithMomentum]):
         if exchange.turn.exchange == 0:
             return super().aggregate(value, exchange)
         shared, momentum = dict(value.adapter), dict(value.momentum)
-        for name, tensor in exchange.mean("adapter", start=value.adapter).items():
+        for name, tensor in exchange.mean("adapter").items():
             delta = shared[name] - tensor
             m = momentum[name] = mu * momentum[name] + delta if name in momentum else delta
             shared[name] = shared[name] - lr * (delta + mu * m)

@@ -8,7 +8,7 @@ from typing_extensions import TypeVar
 
 from coterie.errors import CoterieError
 from coterie.exchanges.exchange import Exchange
-from coterie.messages import Message, Schema, Tensors
+from coterie.messages import Message, MessageError, Schema, Tensors
 from coterie.methods.adapter import AdapterMethod, AdapterServer, Shared
 from coterie.methods.contract import ClientId, RunFacts, ServerContext
 from coterie.methods.settings import Attention, Lora, SharedSets
@@ -91,6 +91,11 @@ class Grouped(PersonalMethod):
 
 class GroupedServer(PersonalServer[Grouped]):
     """A server that averages the uploads of each group."""
+
+    def join(self, value: Personal, client: ClientId, hello: Message) -> Personal:
+        if client not in self.method.groups:
+            raise MessageError(f"The run file names no group of the client {client!r}.")
+        return super().join(value, client, hello)
 
     def rows(self, value: Personal, exchange: Exchange) -> Rows:
         group = {client: self.method.groups[client] for client in value.held}

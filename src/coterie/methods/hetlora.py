@@ -147,7 +147,7 @@ class HetLoraServer(RankServer[HetLora]):
         shapes = _shrunk(experts, expected["experts"], {a: self.pairs[a] for a in pairs})
         check_shapes(experts, shapes)
 
-    def averaged(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
+    def pairs_after(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
         means: dict[str, PaddedMean] = {}
         for _, a, B, A in pairs:
             tensors, weights = {self.pairs[a]: B, a: A}, self.method.weights(B, A)

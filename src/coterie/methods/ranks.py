@@ -159,14 +159,14 @@ class RankServer(AdapterServer[R, Ranked], Generic[R]):
                     B = self.method.gain(client) * experts[self.pairs[a]].double()
                     yield client, a, B, experts[a]
 
-        adapter = {**value.adapter, **self.averaged(value, pairs())}
+        adapter = {**value.adapter, **self.pairs_after(value, pairs())}
         return replace(value, adapter=adapter, ranks=value.ranks | ranks)
 
-    def averaged(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
-        """Return the A and B of all pairs after an exchange, under their names.
+    def pairs_after(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
+        """Return the new A and B of the pairs that clients uploaded, under their names.
 
         Args:
-            value: The value before the exchange.
+            value: The value, whose experts are those before the exchange.
             pairs: The clients' pairs, in the order of the clients' names.
         """
         raise NotImplementedError
@@ -276,7 +276,7 @@ class FlexLoraServer(RankServer):
         value = super().join(value, client, hello)
         return replace(value, tokens=value.tokens | {client: tokens})
 
-    def averaged(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
+    def pairs_after(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
         sums: dict[str, LowRankSum] = {}
         for client, a, B, A in pairs:
             if a not in sums:

@@ -113,10 +113,10 @@ class ClientSide:
 class Server(Generic[V]):
     """The server-side object of a method. By default, it sends and averages nothing.
 
-    The object itself contains only facts that do not change during a run. Everything that it learns
-    is in a value of type V (see `Value`), which the engine stores. No method changes a value. An
-    exchange can therefore be repeated at any time: the engine calls the same methods again with the
-    same value.
+    Everything that the server learns is in a value of type V (see `Value`), which the engine
+    stores. The object holds nothing else that changes, apart from results of `prepare` and caches.
+    No method changes a value. To repeat an exchange, the engine therefore calls the same methods
+    again with the same value.
 
     In the following methods, `exchange` contains the numbers of the exchange, its clients and, for
     `aggregate`, the clients' uploads.
@@ -124,7 +124,7 @@ class Server(Generic[V]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: D105
         super().__init_subclass__(**kwargs)
-        for name in ("start_round", "receive", "replaces", "end_round"):
+        for name in ("averaged", "close", "end_round", "receive", "replaces", "restore", "state"):
             if name in vars(cls):
                 raise CoterieError(
                     f"The class {cls.__name__} defines `{name}`, which Coterie does not call. A "
@@ -156,6 +156,9 @@ class Server(Generic[V]):
 
     def join(self, value: V, client: ClientId, hello: Message) -> V:
         """Add a client that joins the run for the first time or joins it again.
+
+        A client may join while an exchange is in progress. After a restart, the engine calls `join`
+        for every client with the initial value, and then restores the saved fields.
 
         Args:
             value: The current value.
@@ -202,8 +205,9 @@ class Server(Generic[V]):
     def check(self, value: V, client: ClientId, upload: Message, exchange: Exchange) -> None:
         """Check a client's upload when it arrives.
 
-        By default, shapes are compared with `expects`. A class that overrides this method can also
-        check values, or shapes that the server does not know in advance.
+        By default, shapes are compared with `expects`. An override can check values, or shapes that
+        the server does not know in advance. It replaces this comparison unless it calls
+        `super().check(...)`.
 
         Args:
             value: The current value.

@@ -1,7 +1,7 @@
 """The data that a method's server keeps between exchanges, as an immutable value.
 
-A value is a frozen dataclass, and `Server` is its only user. States for checkpoints, restored
-values, and values without a client that leaves are derived from the types of the fields.
+A value is a frozen dataclass that a method's `Server` creates and the engine stores. The types of
+the fields determine how a value is saved and restored, and what is removed when a client leaves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coterie.errors import CoterieError
 from coterie.messages import Groups, State, Tensors
+from coterie.messages.message import NAME
 from coterie.training.context import ClientId
 
 T_co = TypeVar("T_co", covariant=True)
@@ -47,11 +48,11 @@ class PerClient(Mapping[ClientId, T_co]):
         return hash(frozenset(self._items))
 
     def __or__(self, other: Mapping[ClientId, Any]) -> "PerClient[T_co]":
-        """Return the entries of both mappings; those of `other` take precedence."""
+        """Return the entries of both mappings; the entries of `other` take precedence."""
         return PerClient({**self._items, **other})
 
     def without(self, client: ClientId) -> "PerClient[T_co]":
-        """Return the entries of all other clients."""
+        """Return the entries of all other clients, without this client in nested mappings."""
 
         def less(item: Any) -> Any:
             return item.without(client) if isinstance(item, PerClient) else item
@@ -74,14 +75,16 @@ class Value:
 
     Saved fields have one of these types: `Tensors`; `tuple[Tensors, ...]`; `PerClient[Tensors]`;
     `PerClient[Groups]`; a JSON type (`int`, `float`, `str`, `bool`, `None`, lists, and mappings
-    with keys of type `str`); or `PerClient` of a JSON type.
+    with keys of type `str`); `PerClient` of a JSON type; or `PerClient[PerClient[...]]` of a JSON
+    type. Any mapping that is given for a `PerClient` becomes one.
 
     Raises:
-        CoterieError: A field has another type. The message names the field.
+        CoterieError: A saved field has another type. The message names the field.
     """
 
     def __post_init__(self) -> None:  # noqa: D105
-        _kinds(type(self))
+        for name, annotation in _types(type(self)).items():
+            object.__setattr__(self, name, _typed(getattr(self, name), annotation))
 
     def state(self) -> State:
         """Return the fields as a state from which `restored` makes an equal value."""
@@ -95,15 +98,17 @@ class Value:
                     groups[name] = content
                 case "list of tensors":
                     groups |= {f"{name}-{number}": item for number, item in enumerate(content)}
+                    values[name] = len(content)
                 case "client's tensors":
                     common, numbers = _common(content)
                     groups |= {f"{name}-{number}": item for number, item in enumerate(common)}
                     values[name] = numbers
-                    for client in sorted(content.keys() - numbers.keys()):
+                    for client in sorted(c for c, number in numbers.items() if number is None):
                         state = of_clients.get(client, State())
                         own = {**state.groups, name: content[client]}
                         of_clients[client] = replace(state, groups=own)
                 case "client's groups":
+                    values[name] = {client: [*item] for client, item in content.items()}
                     for client, item in sorted(content.items()):
                         state = of_clients.get(client, State())
                         parts = {**state.parts, name: State(item)}
@@ -124,18 +129,20 @@ class Value:
                 case "tensors":
                     saved[name] = state[name]
                 case "list of tensors":
-                    saved[name] = tuple(_numbered(state, name))
+                    numbers = range(state.values[name])
+                    saved[name] = tuple(state[f"{name}-{number}"] for number in numbers)
                 case "client's tensors":
-                    common, parts = _numbered(state, name), state.parts.items()
-                    own = {c: part[name] for c, part in parts if name in part.groups}
-                    received = {c: common[number] for c, number in state.values[name].items()}
-                    saved[name] = PerClient({**received, **own})
+                    saved[name] = {
+                        c: _of(state, c)[name] if number is None else state[f"{name}-{number}"]
+                        for c, number in state.values[name].items()
+                    }
                 case "client's groups":
-                    parts = state.parts.items()
-                    own = {c: part.parts[name].groups for c, part in parts if name in part.parts}
-                    saved[name] = PerClient(own)
+                    saved[name] = {
+                        c: {g: _of(_of(state, c), name)[g] for g in groups}
+                        for c, groups in state.values[name].items()
+                    }
                 case "JSON":
-                    saved[name] = _typed(state.values[name], get_type_hints(type(self))[name])
+                    saved[name] = state.values[name]
         return replace(self, **saved)
 
     def without(self, client: ClientId) -> Self:
@@ -146,20 +153,28 @@ class Value:
 
 
 @cache
-def _kinds(cls: type[Value]) -> dict[str, Kind]:
-    """Return how each saved field of a class is saved."""
-    hints = get_type_hints(cls)
-    kinds: dict[str, Kind] = {}
+def _types(cls: type[Value]) -> dict[str, Any]:
+    """Return the type of each field of a class, after checking that it can be saved."""
+    types = get_type_hints(cls)
     for item in fields(cls):
         if not item.metadata.get("saved", True):
             continue
-        annotation = hints[item.name]
-        if (kind := _kind(annotation)) is None:
+        if _kind(types[item.name]) is None or not NAME.fullmatch(item.name):
             raise CoterieError(
-                f"The field {item.name!r} of {cls.__name__} cannot be saved, because its type is "
-                f"{annotation}; the class `Value` lists the types that can be saved."
+                f"The field {item.name!r} of {cls.__name__} cannot be saved: its name must begin "
+                f"with a letter, and its type is {types[item.name]}; the class `Value` lists the "
+                "types that can be saved."
             )
-        kinds[item.name] = kind
+    return {item.name: types[item.name] for item in fields(cls)}
+
+
+@cache
+def _kinds(cls: type[Value]) -> dict[str, Kind]:
+    """Return how each saved field of a class is saved."""
+    types, kinds = _types(cls), dict[str, Kind]()
+    for item in fields(cls):
+        if item.metadata.get("saved", True) and (kind := _kind(types[item.name])):
+            kinds[item.name] = kind
     return kinds
 
 
@@ -175,6 +190,7 @@ def _kind(annotation: Any) -> Kind | None:
             return "client's tensors"
         if inner == Groups:
             return "client's groups"
+        annotation = get_args(inner)[0] if get_origin(inner) is PerClient else inner
     return "JSON" if _is_json(annotation) else None
 
 
@@ -184,8 +200,6 @@ def _is_json(annotation: Any) -> bool:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (dict, Mapping):
         return args[0] is str and _is_json(args[1])
-    if origin is PerClient:
-        return _is_json(args[0])
     return origin in (list, Union, UnionType) and all(map(_is_json, args))
 
 
@@ -204,28 +218,24 @@ def _typed(content: Any, annotation: Any) -> Any:
     return content
 
 
-def _numbered(state: State, name: str) -> list[Tensors]:
-    """Return the groups NAME-0, NAME-1 and so on of a state."""
-    groups: list[Tensors] = []
-    while (group := f"{name}-{len(groups)}") in state.groups:
-        groups.append(state[group])
-    return groups
+def _of(state: State, name: str) -> State:
+    """Return a nested state; it is empty if it was not saved because it has no tensors."""
+    return state.parts.get(name, State())
 
 
-def _common(
-    tensors: PerClient[Tensors],
-) -> tuple[list[Tensors], dict[ClientId, int]]:
+def _common(tensors: PerClient[Tensors]) -> tuple[list[Tensors], dict[ClientId, int | None]]:
     """Find mappings that several clients have in common, so that they are saved once.
 
     Returns:
-        These mappings, and for each client that has one of them, its index.
+        These mappings, and for each client the index of its mapping, or None if no other client
+        has the same mapping.
     """
-    clients: dict[tuple[int, ...], list[ClientId]] = {}
+    clients: dict[tuple[tuple[str, int], ...], list[ClientId]] = {}
     for client, item in sorted(tensors.items()):
-        clients.setdefault(tuple(map(id, item.values())), []).append(client)
+        clients.setdefault(tuple((n, id(t)) for n, t in item.items()), []).append(client)
     several = [names for names in clients.values() if len(names) > 1]
     numbers = {name: number for number, names in enumerate(several) for name in names}
-    return [tensors[names[0]] for names in several], numbers
+    return [tensors[n[0]] for n in several], {c: numbers.get(c) for c in sorted(tensors)}
 
 
 def _with_own_memory(state: State) -> State:

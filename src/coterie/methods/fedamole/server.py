@@ -38,7 +38,7 @@ class Experts(Value):
     """For each client, a mapping from layers to the client's latest mean token embeddings."""
     joined: PerClient[bool] = from_hello()
     """The clients that have joined."""
-    members: PerClient[bool] = from_hello()
+    members: PerClient[bool] = PerClient()
     """The clients that had joined when the last exchange ended."""
 
 
@@ -77,7 +77,7 @@ class FedAMoLEServer(Server[Experts]):
     def _choose(
         self, value: Experts, members: Sequence[ClientId], exchange: Exchange
     ) -> Mapping[ClientId, Held]:
-        given = (value, members, exchange.turn.exchange)  # values are equal if identical
+        given = (value, members, exchange.turn.exchange)  # values are compared by identity
         if self._chosen[0] != given:
             self._chosen = given, self.choices(*given)
         return self._chosen[1]

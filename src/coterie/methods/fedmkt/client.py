@@ -70,7 +70,7 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
         distiller.offer(0, knowledge)
         rounds = download.round // self.method.per_round
         loss, quality = distiller.distil(rounds), distiller.quality()
-        self.context.log(TAUGHT, {"after": download.round, "loss": loss, **quality})
+        self.context.log(TAUGHT, {"after": rounds, "loss": loss, **quality})
 
     def train(self, turn: Turn) -> None:
         if not self.method.averages(turn.exchange):

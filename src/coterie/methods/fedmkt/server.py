@@ -118,11 +118,11 @@ class FedMKTServer(AdapterServer[FedMKTSettings, Teaching]):
         for client, tensors in exchange.each("knowledge").items():
             number, (_, to_server, _) = exchange.clients.index(client), value.clients[client]
             self.distiller.offer(number, self._received(value, client, tensors), to_server.ids)
-        number = exchange.turn.exchange
-        loss, teachers = self.distiller.distil(exchange.turn.round), self.distiller.teachers
+        round = exchange.turn.round
+        loss, teachers = self.distiller.distil(round), self.distiller.teachers
         counts = {name: int((teachers == n).sum()) for n, name in enumerate(exchange.clients)}
         quality = self.distiller.quality()
-        self.log(TAUGHT, {"after": number, "loss": loss, **quality, "by": counts})
+        self.log(TAUGHT, {"after": round, "loss": loss, **quality, "by": counts})
 
     def model(self, value: Teaching) -> PreTrainedModel:
         copy(value.own, self.adapter.tensors())
