@@ -229,8 +229,8 @@ def read(file: Path) -> Any:
     """Read a file as values that can be compared."""
     match file.suffix:
         case ".safetensors":
-            found = tensors(file.read_bytes())
-            return contents_of_server(found) if file.name == "server.safetensors" else found
+            contents = tensors(file.read_bytes())
+            return without_names(contents) if file.name == "server.safetensors" else contents
         case ".jsonl":
             lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
             kept = (line for line in lines if "seconds" not in line["name"])
@@ -252,10 +252,10 @@ def tensors(data: bytes) -> dict[str, Any]:
     return found
 
 
-def contents_of_server(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a server's state without their names, which the code may change."""
-    kept = Counter(item for name, item in found.items() if not name.startswith("header: "))
-    return {f"{dtype} {shape} {data!r}": n for (dtype, shape, data), n in kept.items()}
+def without_names(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how often each tensor occurs in a server's state, whose names the code may change."""
+    counts = Counter(item for name, item in contents.items() if not name.startswith("header: "))
+    return {f"{dtype} {shape} {data!r}": n for (dtype, shape, data), n in counts.items()}
 
 
 def timeless(value: Any) -> Any:

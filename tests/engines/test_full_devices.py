@@ -46,7 +46,7 @@ PLACES = {
     ),
     "contributions": (
         {"name": "fedavg"},
-        "coterie.exchanges.exchange.Exchange.upload",
+        "coterie.exchanges.exchange.Exchange._upload",
         f"the aggregation; set {SMALLER}",
     ),
     "aggregation": (

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from every_method import METHODS
 from turns import nth
 
 import coterie
@@ -13,7 +14,7 @@ from coterie.engines.session import Session
 from coterie.errors import Unwritable
 from coterie.messages import State
 from coterie.runs import RunFolder
-from coterie.testing.rounds import joined, step
+from coterie.testing.rounds import joined, one_round, step
 from coterie.transforms.contract import Context, Transform, mapped
 
 FAST = {"steps": 2, "batch": 2, "precision": "fp32"}
@@ -88,6 +89,28 @@ def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> Non
         assert all(time == {"times": 1} for time in times.values())
     assert states[0] == states[1]
     assert all(torch.isfinite(t).all() for t in local.value.adapter.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "reads"),
+    [
+        ("fedavg", 1),
+        ("fedavg, exact", 2),
+        ("hetlora", 2),  # the mean, and the pairs
+        ("pcl-2", 1),
+        ("fedlease", 1),  # after its first exchange, no client is without a cluster
+    ],
+)
+def test_a_server_reads_each_upload_as_often_as_its_algorithm_needs(
+    method, reads, config, monkeypatch
+) -> None:
+    local = joined(config(method=METHODS[method], training=FAST, rounds=2))
+    one_round(local, 0)
+    names, counts = sorted(local.clients), Counter[str]()
+    get = local.exchange.store.get
+    monkeypatch.setattr(local.exchange.store, "get", lambda n: counts.update([n]) or get(n))
+    one_round(local, 1)
+    assert counts == dict.fromkeys(names, reads)
 
 
 def test_an_upload_that_cannot_be_stored_is_not_the_clients_fault(config, monkeypatch) -> None:

@@ -43,15 +43,15 @@ def aggregation(
     return exchange_of(schema, *transforms, least_others=least_others)
 
 
-def sent(found: Exchange, message: Message, tokens: int) -> Message:
-    return ClientTransforms(found.transforms.pipeline, "ada", Ledger()).declared(message, tokens)
+def sent(exchange: Exchange, message: Message, tokens: int) -> Message:
+    return ClientTransforms(exchange.transforms.pipeline, "ada", Ledger()).declared(message, tokens)
 
 
-def put(found: Exchange, **uploads: Message) -> None:
+def put(exchange: Exchange, **uploads: Message) -> None:
     """Let uploads of clients arrive that have trained from nothing."""
     for name, message in uploads.items():
-        found.put(name, message, lambda *_: {})
-    found.settle()
+        exchange.put(name, message, lambda *_: {})
+    exchange.settle()
 
 
 def upload(seed: int = 0, **values: Any) -> Message:
@@ -108,8 +108,8 @@ def test_each_tensor_is_averaged_over_those_who_hold_it(clients, seed) -> None:
 
 def test_no_contributions_no_means() -> None:
     assert weighted_mean([]) == {}
-    found = aggregation()
-    assert (found.mean("adapter"), found.holders("adapter"), found.each("note")) == ({}, {}, {})
+    exchange = aggregation()
+    assert exchange.mean("adapter") == exchange.holders("adapter") == exchange.each("note") == {}
 
 
 def test_sums_are_in_float64() -> None:
@@ -140,11 +140,11 @@ def test_uploads_are_read_one_at_a_time_and_none_is_kept(form, monkeypatch) -> N
     alive: list[weakref.ref[Tensor]] = []
     most = 0
     schema = Schema(up=(Field("adapter", "pairs", reduce=form),))
-    found, names = exchange_of(schema), [str(i) for i in range(20)]
+    exchange, names = exchange_of(schema), [str(i) for i in range(20)]
     for i, name in enumerate(names):
         tensor = torch.full((3,), float(i))
-        found.put(name, Message(0, {"adapter": {"x": tensor}}), lambda *_: {})
-    read = found.store.get
+        exchange.put(name, Message(0, {"adapter": {"x": tensor}}), lambda *_: {})
+    read = exchange.store.get
 
     def watched(name: str) -> Message:
         nonlocal most
@@ -153,14 +153,14 @@ def test_uploads_are_read_one_at_a_time_and_none_is_kept(form, monkeypatch) -> N
         alive.append(weakref.ref(message["adapter"]["x"]))
         return message
 
-    monkeypatch.setattr(found.store, "get", watched)
+    monkeypatch.setattr(exchange.store, "get", watched)
     if form == "mean":
-        mean = found.mean("adapter")["x"]
+        mean = exchange.mean("adapter")["x"]
     elif form == "rows":
-        mean = found.means("adapter", {"all": dict.fromkeys(names, 1.0)})["all"]["x"]
+        mean = exchange.means("adapter", {"all": dict.fromkeys(names, 1.0)})["all"]["x"]
     else:
         mean = torch.zeros(3)
-        for adapter in found.each("adapter").values():
+        for adapter in exchange.each("adapter").values():
             mean += adapter["x"] / 20
             del adapter
     assert mean.tolist() == pytest.approx([9.5] * 3)
@@ -171,21 +171,21 @@ def test_uploads_are_read_one_at_a_time_and_none_is_kept(form, monkeypatch) -> N
 
 
 def test_an_upload_is_divided_between_the_mean_and_the_method() -> None:
-    found, message = aggregation(), upload()
-    put(found, ada=message)
+    exchange, message = aggregation(), upload()
+    put(exchange, ada=message)
     for group in ("adapter", "router"):
-        mean = found.mean(group)
+        mean = exchange.mean(group)
         assert all(torch.equal(t, mean[n]) for n, t in message[group].items())
-    assert torch.equal(found.each("update")["ada"]["u"], message["update"]["u"])
-    assert found.each("note") == {"ada": "hello"}
-    assert found.transforms.pipeline.schema == SCHEMA
+    assert torch.equal(exchange.each("update")["ada"]["u"], message["update"]["u"])
+    assert exchange.each("note") == {"ada": "hello"}
+    assert exchange.transforms.pipeline.schema == SCHEMA
 
 
 def test_a_group_of_both_ways_goes_to_both() -> None:
     schema = Schema(up=(Field("adapter", "pairs", reduce="mean"), Field("adapter", "pairs")))
-    found = aggregation("uniform", schema)
-    put(found, ada=upload().only({"adapter"}))
-    assert found.mean("adapter").keys() == found.each("adapter")["ada"].keys() == {"A", "B"}
+    exchange = aggregation("uniform", schema)
+    put(exchange, ada=upload().only({"adapter"}))
+    assert exchange.mean("adapter").keys() == exchange.each("adapter")["ada"].keys() == {"A", "B"}
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_a_group_of_both_ways_goes_to_both() -> None:
     ],
 )
 def test_a_field_that_the_schema_does_not_declare_so_is_refused(form, name, declared) -> None:
-    found, rows = aggregation(), [{}] if form == "means" else []
+    exchange, rows = aggregation(), [{}] if form == "means" else []
     with pytest.raises(CoterieError, match=f"'{name}' .* with reduce='{declared}'"):
-        getattr(found, form)(name, *rows)
+        getattr(exchange, form)(name, *rows)
 
 
 def test_a_mean_tells_how_many_held_each_tensor() -> None:
-    found = aggregation("tokens")
+    exchange = aggregation("tokens")
     some = {"adapter": {"A": torch.ones(2)}}
     all_of_it = {
         "adapter": {"A": torch.zeros(2), "B": torch.ones(1)},
@@ -213,12 +213,12 @@ def test_a_mean_tells_how_many_held_each_tensor() -> None:
     }
     uploads: dict[str, tuple[Groups, int]] = {"a": (some, 3), "b": (all_of_it, 1), "c": ({}, 1)}
     for name, (_, tokens) in uploads.items():
-        found.transforms.join(name, Message(values={"tokens": tokens}))
-    put(found, **{name: Message(0, g, {"tokens": t}) for name, (g, t) in uploads.items()})
-    assert found.mean("adapter")["A"].tolist() == [0.75, 0.75]
-    assert {*found.mean("adapter")} == {"A", "B"}
-    assert found.holders("adapter") == {"A": 2, "B": 1}
-    assert found.holders("router") == {"w": 1}
+        exchange.transforms.join(name, Message(values={"tokens": tokens}))
+    put(exchange, **{name: Message(0, g, {"tokens": t}) for name, (g, t) in uploads.items()})
+    assert exchange.mean("adapter")["A"].tolist() == [0.75, 0.75]
+    assert {*exchange.mean("adapter")} == {"A", "B"}
+    assert exchange.holders("adapter") == {"A": 2, "B": 1}
+    assert exchange.holders("router") == {"w": 1}
 
 
 class Largest(Reduction):
@@ -226,8 +226,8 @@ class Largest(Reduction):
     summary: ClassVar[str] = "the largest value of each number"
 
     def reduce(self, contributions: Any, clients: Any, memory: Any) -> Groups:
-        found = [one.groups["adapter"]["x"] for one in contributions]
-        return {"adapter": {"x": torch.stack(found).amax(0)}}
+        tensors = [one.groups["adapter"]["x"] for one in contributions]
+        return {"adapter": {"x": torch.stack(tensors).amax(0)}}
 
 
 @given(st.data())
@@ -274,24 +274,24 @@ def test_a_mean_of_too_few_clients_is_not_computed() -> None:
     """Each of two clients could subtract its own tensor from their mean."""
     rows = torch.randn(3, 2)
     for least, names in ((1, {"x", "y"}), (2, {"x"}), (3, set())):
-        found = aggregation(least_others=least)
+        exchange = aggregation(least_others=least)
         put(
-            found,
+            exchange,
             **{
                 f"c{i}": Message(0, {"adapter": {"x": row, **({"y": row.clone()} if i else {})}})
                 for i, row in enumerate(rows)
             },
         )
-        mean = found.mean("adapter")
-        assert mean.keys() == found.holders("adapter").keys() == names
+        mean = exchange.mean("adapter")
+        assert mean.keys() == exchange.holders("adapter").keys() == names
         assert not names or torch.allclose(mean["x"], rows.mean(0))
 
 
 def test_a_reduction_makes_the_mean() -> None:
-    rows, found = torch.randn(4, 3), aggregation("uniform", SCHEMA, Largest())
-    put(found, **{f"c{i}": Message(0, {"adapter": {"x": row}}) for i, row in enumerate(rows)})
-    assert torch.equal(found.mean("adapter")["x"], rows.amax(0))
-    assert found.holders("adapter") == {"x": 4}
+    rows, exchange = torch.randn(4, 3), aggregation("uniform", SCHEMA, Largest())
+    put(exchange, **{f"c{i}": Message(0, {"adapter": {"x": row}}) for i, row in enumerate(rows)})
+    assert torch.equal(exchange.mean("adapter")["x"], rows.amax(0))
+    assert exchange.holders("adapter") == {"x": 4}
 
 
 def test_shapes_must_be_those_expected() -> None:
@@ -301,9 +301,9 @@ def test_shapes_must_be_those_expected() -> None:
         def expects(self, value: Any, client: str, exchange: Exchange) -> Any:
             return expected
 
-    server, found, good = Expecting(), aggregation(), upload()
+    server, exchange, good = Expecting(), aggregation(), upload()
     expected |= {**SHAPES, "update": {"u": (5,)}}
-    server.check(Value(), "ada", good, found)
+    server.check(Value(), "ada", good, exchange)
     cases: list[tuple[Groups, str]] = [
         ({**good.groups, "adapter": {"A": torch.ones(2, 3)}}, "'B' is missing from"),
         ({"adapter": good["adapter"]}, "'w' is missing from"),
@@ -313,35 +313,35 @@ def test_shapes_must_be_those_expected() -> None:
     ]
     for groups, why in cases:
         with pytest.raises(MessageError, match=why):
-            server.check(Value(), "ada", Message(0, groups), found)
+            server.check(Value(), "ada", Message(0, groups), exchange)
     expected.clear()
     with pytest.raises(MessageError, match="'A' was not expected"):
-        server.check(Value(), "ada", good, found)
+        server.check(Value(), "ada", good, exchange)
 
 
 def test_uniform_weights_send_nothing_more() -> None:
-    found = aggregation()
+    exchange = aggregation()
     message = upload()
-    assert sent(found, message, 100) is message
-    found.transforms.join("ada", Message())
-    assert found.transforms.weight("ada", message) == 1.0
+    assert sent(exchange, message, 100) is message
+    exchange.transforms.join("ada", Message())
+    assert exchange.transforms.weight("ada", message) == 1.0
     with pytest.raises(MessageError, match="'tokens' may not be sent"):
-        found.transforms.pipeline.schema.send("up", upload(tokens=100))
+        exchange.transforms.pipeline.schema.send("up", upload(tokens=100))
 
 
 def test_weights_are_the_training_tokens_that_clients_tell() -> None:
-    found = aggregation("tokens")
-    schema, uploads = found.transforms.pipeline.schema, dict[str, Message]()
+    exchange = aggregation("tokens")
+    schema, uploads = exchange.transforms.pipeline.schema, dict[str, Message]()
     for i, (name, tokens) in enumerate([("ada", 300), ("bob", 100)]):
-        hello = schema.send("hello", sent(found, Message(values={"shapes": {}}), tokens))
-        found.transforms.join(name, schema.receive("hello", hello))
-        own = sent(found, upload(i), tokens)
+        hello = schema.send("hello", sent(exchange, Message(values={"shapes": {}}), tokens))
+        exchange.transforms.join(name, schema.receive("hello", hello))
+        own = sent(exchange, upload(i), tokens)
         assert (own.values["tokens"], own.values["note"], own.round) == (tokens, "hello", 4)
         uploads[name] = schema.receive("up", schema.send("up", own))
-    put(found, **uploads)
-    assert [found.weight(name) for name in found.counted] == [300.0, 100.0]
+    put(exchange, **uploads)
+    assert [exchange.weight(name) for name in exchange.counted] == [300.0, 100.0]
     for group in ("adapter", "router"):
-        for name, tensor in found.mean(group).items():
+        for name, tensor in exchange.mean(group).items():
             one, other = (upload(i)[group][name] for i in range(2))
             torch.testing.assert_close(tensor, 0.75 * one + 0.25 * other)
     assert schema.down == SCHEMA.down
@@ -351,29 +351,31 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
 
 
 def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
-    found = aggregation("tokens")
+    exchange = aggregation("tokens")
     for wrong in (None, 0, -3, 1.5, True, "100", [100]):
         with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
-            found.transforms.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
-    found.transforms.join("ada", Message(values={"tokens": 1000}))
+            exchange.transforms.join(
+                "ada", Message(values={} if wrong is None else {"tokens": wrong})
+            )
+    exchange.transforms.join("ada", Message(values={"tokens": 1000}))
     with pytest.raises(
         MessageError,
         match="'ada' claims 1,001 training tokens in its upload, but declared 1,000",
     ):
-        put(found, ada=upload(tokens=1001))
-    put(found, ada=upload(tokens=999))
-    assert found.weight("ada") == 999.0
+        put(exchange, ada=upload(tokens=1001))
+    put(exchange, ada=upload(tokens=999))
+    assert exchange.weight("ada") == 999.0
     with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
-        put(found, ada=upload())
-    found.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
-    put(found, ada=upload(tokens=1001))
-    assert found.weight("ada") == 1001.0
+        put(exchange, ada=upload())
+    exchange.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
+    put(exchange, ada=upload(tokens=1001))
+    assert exchange.weight("ada") == 1001.0
 
 
 def test_weights_are_told_once_even_if_the_method_tells_them_too() -> None:
     tokens = Field("tokens", "tokens", "json")
-    found = aggregation("tokens", Schema((tokens,), SCHEMA.up))
-    assert [field.name for field in found.transforms.pipeline.schema.hello] == ["tokens"]
+    exchange = aggregation("tokens", Schema((tokens,), SCHEMA.up))
+    assert [field.name for field in exchange.transforms.pipeline.schema.hello] == ["tokens"]
     nothing = aggregation("tokens", Schema(up=(Field("update", "a pair"),)))
     assert sent(nothing, upload(), 5).values == {"note": "hello"}  # there is no mean to weigh
     assert nothing.transforms.pipeline.schema == Schema(up=(Field("update", "a pair"),))

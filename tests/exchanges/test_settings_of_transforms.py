@@ -48,7 +48,7 @@ SETTINGS = [path for name in OWN for path in settings_of(TRANSFORMS.get(name), n
 def outcome(transform: Transform) -> Groups:
     """What three exchanges of five unlike clients come to."""
     weights = [] if isinstance(transform, TokenWeights) else [TokenWeights()]
-    found = exchange_of(SCHEMA, transform, *weights, exchanges=3)
+    exchange = exchange_of(SCHEMA, transform, *weights, exchanges=3)
     chance = torch.Generator().manual_seed(0)
     before: Groups = {"adapter": {"x": torch.zeros(6)}}
     mean: Groups = {}
@@ -60,24 +60,24 @@ def outcome(transform: Transform) -> Groups:
                 for group, shapes in SHAPES.items()
             }
             uploads[name] = Message(number, groups, {TOKENS.name: size * size})
-        mean = exchanged(found, number, uploads, before)
+        mean = exchanged(exchange, number, uploads, before)
         before = {"adapter": mean["adapter"]}
     return mean
 
 
 def exchanged(
-    found: Exchange, number: int, uploads: Mapping[str, Message], before: Groups
+    exchange: Exchange, number: int, uploads: Mapping[str, Message], before: Groups
 ) -> Groups:
     """What the server makes of an exchange's uploads."""
-    found.transforms.begin(number, "train", uploads)
-    found.open(Turn(number, number, number), uploads)
-    found.begin()
+    exchange.transforms.begin(number, "train", uploads)
+    exchange.open(Turn(number, number, number), uploads)
+    exchange.begin()
     for name, upload in uploads.items():
-        found.transforms.join(name, upload)
-        found.put(name, upload, lambda *_: before)
-    found.settle()
-    mean = {group: found.mean(group, before.get(group)) for group in SHAPES}
-    found.transforms.commit(())
+        exchange.transforms.join(name, upload)
+        exchange.put(name, upload, lambda *_: before)
+    exchange.settle()
+    mean = {group: exchange.mean(group, before.get(group)) for group in SHAPES}
+    exchange.transforms.commit(())
     return mean
 
 

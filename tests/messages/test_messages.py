@@ -260,3 +260,17 @@ def test_tensors_come_in_the_order_of_their_names() -> None:
     got = Message.decode(Message(0, groups).encode())
     assert list(got.groups) == sorted(groups)
     assert all(list(tensors) == sorted("zyxwvutsrq") for tensors in got.groups.values())
+
+
+def test_a_tensor_may_occur_twice() -> None:
+    """The formats of files refuse tensors that share memory."""
+    tensor = torch.rand(2, 3)
+    twice = Message(
+        0, {"a": {"x": tensor, "y": tensor.detach()}}, peers={"eve": {"a": {"x": tensor}}}
+    )
+    separate = Message(
+        0, {"a": {"x": tensor, "y": tensor.clone()}}, peers={"eve": {"a": {"x": tensor.clone()}}}
+    )
+    assert twice.encode() == separate.encode()
+    state = State({"a": {"x": tensor}}, parts={"eve": State({"a": {"x": tensor}})})
+    assert torch.equal(State.decode(state.encode()).parts["eve"]["a"]["x"], tensor)

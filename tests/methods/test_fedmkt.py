@@ -99,8 +99,8 @@ def test_clients_are_told_in_their_own_tokens(teachers) -> None:
     for name, client in clients.items():
         target = Vocabulary.of(client.context.base.tokenizer)
         ids = vocabulary_map(source, target).ids
-        told = both.run.message(name)["knowledge"]["tokens"]
-        assert torch.equal(told, ids[both.run.value.knowledge["tokens"].long()])
+        tokens = both.run.message(name)["knowledge"]["tokens"]
+        assert torch.equal(tokens, ids[both.run.value.knowledge["tokens"].long()])
     assert len(server.own.base.tokenizer) != len(clients["diarist"].context.base.tokenizer)
 
 
@@ -153,11 +153,13 @@ def test_llm2slm_s_server_teaches_and_stays_as_it_is(teachers) -> None:
     both = sides(teachers(method={"name": "llm2slm"}))
     before = both.run.value.own
     uploads = both.a_round()
-    told = both.run.message("poet")["knowledge"]
-    assert told
+    knowledge = both.run.message("poet")["knowledge"]
+    assert knowledge
     both.a_round()
     assert equal(before, both.run.value.own)
-    assert all(torch.equal(t, told[n]) for n, t in both.run.message("poet")["knowledge"].items())
+    assert all(
+        torch.equal(t, knowledge[n]) for n, t in both.run.message("poet")["knowledge"].items()
+    )
     assert all(not list(upload.tensors()) for upload in uploads.values())
 
 

@@ -33,9 +33,9 @@ def memory_for_aggregation() -> AbstractContextManager[None]:
 class Exchange:
     """The exchange in progress: its numbers, its clients and their uploads.
 
-    A method's server reads uploads with `mean`, `means` and `each`, and facts about them with
-    `holders` and `weight`. Only engines call the functions from `open` on. Uploads wait on disk,
-    and are aggregated in the order of client names.
+    A method's server reads uploads with `mean`, `means`, `each` and `upload`, and facts about them
+    with `holders` and `weight`. Only engines call the functions from `open` on. Uploads wait on
+    disk, and are aggregated in the order of client names.
 
     Args:
         folder: The folder of the temporary file that contains the uploads.
@@ -75,6 +75,8 @@ class Exchange:
         self._references: dict[str, Reference] = {}
         self._fields: dict[str, set[str]] = {}
         """The names of the fields of each client's upload."""
+        self._weights: dict[str, float] = {}
+        """The weight of each client's upload, unless transforms limit it."""
         self._measures: dict[str, dict[str, Any]] = {}
         """The results of transforms' `measure` hooks. The first key is a client, and the second key
         is a transform."""
@@ -163,15 +165,23 @@ class Exchange:
         self._require(name, "each")
         return _Each(self, name, [c for c in self.counted if name in self._fields[c]])
 
-    def upload(self, name: str) -> Message:
-        """Return a client's upload, with the limits that transforms have set for it."""
-        reference = self._references[name]
-        upload = self.store.get(name)
-        return self.transforms.bounded(name, upload, lambda: reference(upload, self))
+    def upload(self, client: str) -> Message:
+        """Return the part of a client's upload that consists of fields whose reduction is `each`.
+
+        Args:
+            client: The name of a client in `counted`.
+        """
+        return self._upload(client).only(self.schema.reduced("each"))
 
     def weight(self, client: str) -> float:
-        """Return the weight of a client's upload in the run's means."""
-        return self.transforms.weight(client, self.upload(client))
+        """Return the weight of a client's upload in the run's means.
+
+        Args:
+            client: The name of a client in `counted`.
+        """
+        if client in self.transforms.limits:
+            return self.transforms.weight(client, self._upload(client))
+        return self._weights[client]
 
     def open(self, turn: Turn, clients: Iterable[str]) -> None:
         """Set the numbers and the clients, when a turn starts or begins again."""
@@ -205,7 +215,7 @@ class Exchange:
         """
         if self.turn.phase == TRAIN:
             measures = self.transforms.measure(name, message, reference(message, self))
-            self.transforms.weight(name, message)
+            self._weights[name] = self.transforms.weight(name, message)
             self._measures[name], self._references[name] = measures, reference
             groups = (group for group, tensors in message.groups.items() if tensors)
             self._fields[name] = {*groups, *message.values}
@@ -281,9 +291,8 @@ class Exchange:
             Whether an upload or a reason was removed.
         """
         self.diverged.discard(name)
-        self._measures.pop(name, None)
-        self._references.pop(name, None)
-        self._fields.pop(name, None)
+        for of_client in (self._measures, self._references, self._fields, self._weights):
+            of_client.pop(name, None)
         refused = self.refused.pop(name, None) is not None
         return self.store.drop(name) or refused
 
@@ -304,9 +313,13 @@ class Exchange:
 
     def _contributions(self, groups: set[str]) -> Iterator[Contribution]:
         for name in self.counted:
-            upload = self.upload(name)
-            weight = self.transforms.weight(name, upload)
-            yield Contribution(name, upload.only(groups).groups, weight)
+            yield Contribution(name, self._upload(name).only(groups).groups, self.weight(name))
+
+    def _upload(self, name: str) -> Message:
+        """Return a client's upload, with the limits that transforms have set for it."""
+        reference = self._references[name]
+        upload = self.store.get(name)
+        return self.transforms.bounded(name, upload, lambda: reference(upload, self))
 
     def _all_means(self) -> Groups:
         """Compute the means of all groups whose reduction is `mean` in one pass."""

@@ -309,6 +309,11 @@ def _pack(by_path: Mapping[tuple[str, ...], Groups], header: dict[str, Json]) ->
             for name, tensor in tensors.items():
                 keyed[f"{prefix}/{name}"] = tensor
     keyed = {key: tensor.contiguous() for key, tensor in on_host(keyed).items()}
+    seen: set[int] = set()
+    for key, tensor in keyed.items():  # safetensors refuses tensors that share memory
+        if tensor.numel() and tensor.data_ptr() in seen:
+            keyed[key] = tensor.clone()
+        seen.add(tensor.data_ptr())
     text = json.dumps(version_fields() | header, allow_nan=False, sort_keys=True)
     return safetensors.torch.save(keyed, {"coterie": text})
 

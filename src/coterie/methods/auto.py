@@ -364,35 +364,34 @@ class AutoServer(PersonalServer[Auto, Chosen]):
         }
         alone = {client for client, choice in choices.items() if choice["row"] == {client: 1.0}}
         rows = {
-            client: PerClient(choice["row"])
-            if client in trying | alone
-            else value.rows.get(client, PerClient[float]())
+            client: choice["row"] if client in trying | alone else value.rows.get(client, {})
             for client, choice in choices.items()
         }
         means = {  # these clients have not trained from their means
             client: {**value.means.get(client, {}), **value.before[client]}
             for client in alone & value.before.keys()
         }
-        tokens = {client: choice["tokens"] for client, choice in choices.items()}
         value = replace(
             value,
             rows=value.rows | rows,
-            tokens=value.tokens | tokens,
+            tokens=value.tokens | {c: choice["tokens"] for c, choice in choices.items()},
             tried=value.tried | dict.fromkeys(trying, latest_trial(number, self.context.rounds)),
             means=value.means | means,
         )
         value = super().aggregate(value, exchange)
-        uploads = dict(exchange.each("adapter"))
-        before = {client: t for client, t in value.before.items() if client not in uploads}
-        before |= {client: t for client, t in uploads.items() if client in trying}
+        before = {client: t for client, t in value.before.items() if client not in choices}
+        pairs: dict[ClientId, Tensors] = {}
+        for client, tensors in exchange.each("adapter").items():  # all at once may be too large
+            pairs[client] = self._judged(tensors)
+            if client in trying:
+                before[client] = tensors
         due = any(self._due(value, client, number + 1) for client in value.rows)
-        pairs = {client: self._judged(tensors) for client, tensors in uploads.items()}
-        complete = (number + 1) % self.method.every == 0
+        is_complete = (number + 1) % self.method.every == 0
         return replace(
             value,
             uploads=value.uploads | pairs if due else PerClient(),
             before=PerClient(before),
-            current=PerClient() if complete else value.current | dict.fromkeys(choices, True),
+            current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
         )
 
     def _judged(self, tensors: Tensors) -> Tensors:

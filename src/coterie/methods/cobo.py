@@ -226,7 +226,7 @@ class CoBoServer(AdapterServer[CoBo, Known]):
         }
         # A client that has not uploaded yet has the initial values.
         partners = self.partners(client, exchange)
-        peers = {j: {"adapter": copied(uploads.get(j, self.start))} for j in partners}
+        peers = {j: {"adapter": uploads.get(j, self.start)} for j in partners}
         return Message(exchange.turn.exchange, {"mean": mean}, {"weights": weights}, peers)
 
     def expects(self, value: Known, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:

@@ -390,7 +390,5 @@ class PCLServer(AdapterServer[PCL, Forwarded]):
         return {**dict.fromkeys(self.method.groups, value.held[client]), **evidence}
 
     def aggregate(self, value: Forwarded, exchange: Exchange) -> Forwarded:
-        groups = {g: exchange.each(g) for g in self.method.schema().reduced("each")}
-        uploads = {c: {g: t[c] for g, t in groups.items() if c in t} for c in exchange.counted}
-        due = self.method.due(exchange.turn.exchange + 1)
-        return replace(value, uploads=PerClient(uploads if due else {}))
+        senders = exchange.counted if self.method.due(exchange.turn.exchange + 1) else ()
+        return replace(value, uploads=PerClient({c: exchange.upload(c).groups for c in senders}))

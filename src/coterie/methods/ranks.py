@@ -150,17 +150,17 @@ class RankServer(AdapterServer[R, Ranked], Generic[R]):
         }
 
     def aggregate(self, value: Ranked, exchange: Exchange) -> Ranked:
-        value, uploads = super().aggregate(value, exchange), exchange.each("experts")
-        ranks = {c: {a: len(experts[a]) for a in value.ranks[c]} for c, experts in uploads.items()}
+        value, ranks = super().aggregate(value, exchange), dict(value.ranks)
 
         def pairs() -> Iterator[Pair]:
-            for client, experts in uploads.items():
+            for client, experts in exchange.each("experts").items():
+                ranks[client] = {a: len(experts[a]) for a in ranks[client]}
                 for a in ranks[client]:
                     B = self.method.gain(client) * experts[self.pairs[a]].double()
                     yield client, a, B, experts[a]
 
         adapter = {**value.adapter, **self.pairs_after(value, pairs())}
-        return replace(value, adapter=adapter, ranks=value.ranks | ranks)
+        return replace(value, adapter=adapter, ranks=PerClient(ranks))
 
     def pairs_after(self, value: Ranked, pairs: Iterator[Pair]) -> Tensors:
         """Return the new A and B of the pairs that clients uploaded, under their names.

@@ -11,8 +11,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 from typing import is_typeddict as is_typed_dict
 
-from torch import Tensor
-
 from coterie.errors import CoterieError
 from coterie.messages import Groups, State, Tensors
 from coterie.messages.message import NAME
@@ -83,6 +81,7 @@ class Value:
     """
 
     def __post_init__(self) -> None:  # noqa: D105
+        _kinds(type(self))  # refuses fields that cannot be saved
         for name, annotation in _types(type(self)).items():
             object.__setattr__(self, name, _typed(getattr(self, name), annotation))
 
@@ -115,7 +114,7 @@ class Value:
                         of_clients[client] = replace(state, parts=parts)
                 case "JSON":
                     values[name] = _plain(content)
-        return _with_own_memory(State(groups, values, of_clients))
+        return State(groups, values, of_clients)
 
     def restored(self, state: State) -> Self:
         """Return this value with the saved fields of a state; other fields do not change.
@@ -154,27 +153,25 @@ class Value:
 
 @cache
 def _types(cls: type[Value]) -> dict[str, Any]:
-    """Return the type of each field of a class, after checking that it can be saved."""
-    types = get_type_hints(cls)
-    for item in fields(cls):
-        if not item.metadata.get("saved", True):
-            continue
-        if _kind(types[item.name]) is None or not NAME.fullmatch(item.name):
-            raise CoterieError(
-                f"The field {item.name!r} of {cls.__name__} cannot be saved: its name must begin "
-                f"with a letter, and its type is {types[item.name]}; the class `Value` lists the "
-                "types that can be saved."
-            )
-    return {item.name: types[item.name] for item in fields(cls)}
+    """Return the type of each field of a class."""
+    return get_type_hints(cls)
 
 
 @cache
 def _kinds(cls: type[Value]) -> dict[str, Kind]:
-    """Return how each saved field of a class is saved."""
-    types, kinds = _types(cls), dict[str, Kind]()
+    """Return how each saved field of a class is saved, after checking that it can be saved."""
+    kinds: dict[str, Kind] = {}
     for item in fields(cls):
-        if item.metadata.get("saved", True) and (kind := _kind(types[item.name])):
-            kinds[item.name] = kind
+        if not item.metadata.get("saved", True):
+            continue
+        annotation = _types(cls)[item.name]
+        if (kind := _kind(annotation)) is None or not NAME.fullmatch(item.name):
+            raise CoterieError(
+                f"The field {item.name!r} of {cls.__name__} cannot be saved: its name must begin "
+                f"with a letter, and its type is {annotation}; the class `Value` lists the types "
+                "that can be saved."
+            )
+        kinds[item.name] = kind
     return kinds
 
 
@@ -211,11 +208,13 @@ def _plain(content: Any) -> Any:
 
 
 def _typed(content: Any, annotation: Any) -> Any:
-    """Return JSON in which dictionaries are `PerClient` where a type requires it."""
-    if get_origin(annotation) is PerClient:
-        [inner] = get_args(annotation)
-        return PerClient({client: _typed(item, inner) for client, item in content.items()})
-    return content
+    """Return a content in which mappings are `PerClient` where a type requires it."""
+    if get_origin(annotation) is not PerClient:
+        return content
+    [inner] = get_args(annotation)
+    if isinstance(content, PerClient) and get_origin(inner) is not PerClient:
+        return content
+    return PerClient({client: _typed(item, inner) for client, item in content.items()})
 
 
 def _of(state: State, name: str) -> State:
@@ -236,20 +235,3 @@ def _common(tensors: PerClient[Tensors]) -> tuple[list[Tensors], dict[ClientId, 
     several = [names for names in clients.values() if len(names) > 1]
     numbers = {name: number for number, names in enumerate(several) for name in names}
     return [tensors[n[0]] for n in several], {c: numbers.get(c) for c in sorted(tensors)}
-
-
-def _with_own_memory(state: State) -> State:
-    """Copy tensors that occur twice in a state, because files cannot contain a tensor twice."""
-    seen: set[int] = set()
-
-    def own(tensor: Tensor) -> Tensor:
-        if id(tensor) in seen:
-            return tensor.clone()
-        seen.add(id(tensor))
-        return tensor
-
-    def copied(state: State) -> State:
-        groups = {g: {n: own(t) for n, t in ts.items()} for g, ts in state.groups.items()}
-        return State(groups, state.values, {n: copied(part) for n, part in state.parts.items()})
-
-    return copied(state)

@@ -78,27 +78,22 @@ class FedMKTServer(AdapterServer[FedMKTSettings, Teaching]):
     def download(self, value: Teaching, client: ClientId, exchange: Exchange) -> Message:
         number = exchange.turn.exchange
         if not value.knowledge or self.method.averages(number - 1):
-            return self._shared(value, client, exchange)
+            return super().download(value, client, exchange)
         _, _, to_client = value.clients[client]
         tokens = to_client.ids[value.knowledge["tokens"].long()]
         return Message(number, {"knowledge": {**value.knowledge, "tokens": tokens}})
 
-    def _shared(self, value: Teaching, client: ClientId, exchange: Exchange) -> Message:
-        return super().download(value, client, exchange).only(["adapter"])
-
     def reference(
         self, value: Teaching, client: ClientId, upload: Message, exchange: Exchange
     ) -> Groups:
-        return self._shared(value, client, exchange).groups  # predictions have no reference
+        return super().download(value, client, exchange).groups  # without predictions
 
     def check(self, value: Teaching, client: ClientId, upload: Message, exchange: Exchange) -> None:
         averages = self.method.averages(exchange.turn.exchange)
         check_shapes(upload["adapter"], value.held[client] if averages else {})
         if self.method.teaches and not averages:
-            self._received(value, client, upload["knowledge"])
-
-    def _received(self, value: Teaching, client: ClientId, tensors: Tensors) -> Knowledge:
-        return Knowledge.received(tensors, value.clients[client][0], self.method.logits)
+            size, _, _ = value.clients[client]
+            Knowledge.received(upload["knowledge"], size, self.method.logits)
 
     def aggregate(self, value: Teaching, exchange: Exchange) -> Teaching:
         if self.method.averages(exchange.turn.exchange):
@@ -117,7 +112,7 @@ class FedMKTServer(AdapterServer[FedMKTSettings, Teaching]):
         self.distiller.begin(own)
         for client, tensors in exchange.each("knowledge").items():
             number, (_, to_server, _) = exchange.clients.index(client), value.clients[client]
-            self.distiller.offer(number, self._received(value, client, tensors), to_server.ids)
+            self.distiller.offer(number, Knowledge.of(tensors), to_server.ids)
         round = exchange.turn.round
         loss, teachers = self.distiller.distil(round), self.distiller.teachers
         counts = {name: int((teachers == n).sum()) for n, name in enumerate(exchange.clients)}
