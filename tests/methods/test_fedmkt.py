@@ -340,3 +340,14 @@ SPELLING = {"spelling": torch.tensor([97], dtype=torch.uint8)}
 def test_what_is_no_vocabulary_is_refused(tensors, roles) -> None:
     with pytest.raises(MessageError):
         decode_vocabulary(tensors, roles)
+
+
+def test_predictions_are_bounded_by_their_norm(teachers) -> None:
+    """An empty reference would make them a change."""
+    run = joined(teachers(method={"name": "fedmkt-fedavg"}))
+    groups = ({"knowledge"}, {"adapter"})  # of the two exchanges of a round
+    for turn, uploaded in enumerate(groups):
+        upload = one_round(run, turn)["poet"]
+        assert upload.groups.keys() == uploaded
+        reference = run.server.reference(run.value, "poet", upload, run.exchange)
+        assert reference.keys() <= {"adapter"}

@@ -86,7 +86,8 @@ class FedMKTServer(AdapterServer[FedMKTSettings, Teaching]):
     def reference(
         self, value: Teaching, client: ClientId, upload: Message, exchange: Exchange
     ) -> Groups:
-        return super().download(value, client, exchange).groups  # without predictions
+        # Predictions have no reference, so the engine limits their norm.
+        return super().download(value, client, exchange).only(["adapter"]).groups
 
     def check(self, value: Teaching, client: ClientId, upload: Message, exchange: Exchange) -> None:
         averages = self.method.averages(exchange.turn.exchange)
