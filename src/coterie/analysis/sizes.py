@@ -159,6 +159,7 @@ class Rehearsal(Exchange):
         self.size = 0
         """The size of all means in bytes."""
         self._uploads: dict[ClientId, Message] = {}
+        self._fields = {}
         self._first: dict[str, Tensors] = {}
 
     def take(self, server: Server[Any], value: Any, name: ClientId, upload: Message) -> None:
@@ -173,6 +174,7 @@ class Rehearsal(Exchange):
         with suppress(MessageError):
             server.check(value, name, upload, self)
             self._uploads[name] = upload
+            self._fields[name] = {*upload.groups, *upload.values}
 
     @property
     def counted(self) -> list[ClientId]:
@@ -189,9 +191,10 @@ class Rehearsal(Exchange):
     def means(self, group: str, rows: Rows) -> dict[str, Tensors]:
         return {name: self.mean(group) for name in rows}
 
-    def each(self, name: str) -> dict[str, Any]:
-        groups = {c: copied(u[name]) for c, u in self._uploads.items() if name in u.groups}
-        return groups or {c: u.values[name] for c, u in self._uploads.items() if name in u.values}
+    def upload(self, client: str) -> Message:
+        upload = self._uploads[client].only(self.schema.reduced("each"))
+        groups = {name: copied(tensors) for name, tensors in upload.groups.items()}
+        return replace(upload, groups=groups)
 
     def weight(self, client: str) -> float:
         return 1.0
