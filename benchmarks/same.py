@@ -25,9 +25,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -219,7 +220,10 @@ def contents(folder: Path) -> dict[str, Any]:
         name = re.sub(r"-[0-9a-f]{16}$", "", name)  # a deployed run has a random number
         files = [run / "result.json", run / "metrics.jsonl", *run.glob("scores/*/*.json")]
         checkpoints = sorted((run / "checkpoints").glob("[0-9]*"))
-        files += sorted(checkpoints[-1].glob("*.safetensors")) if checkpoints else []
+        states = sorted(checkpoints[-1].glob("*.safetensors")) if checkpoints else []
+        of_server = [file for file in states if file.stem.startswith("server")]
+        found[f"{name}/server"] = without_names(map(read, of_server))
+        files += [file for file in states if file not in of_server]
         for file in filter(Path.exists, files):
             found[f"{name}/{file.relative_to(run)}"] = read(file)
     return found
@@ -229,8 +233,7 @@ def read(file: Path) -> Any:
     """Read a file as values that can be compared."""
     match file.suffix:
         case ".safetensors":
-            contents = tensors(file.read_bytes())
-            return without_names(contents) if file.name == "server.safetensors" else contents
+            return tensors(file.read_bytes())
         case ".jsonl":
             lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
             kept = (line for line in lines if "seconds" not in line["name"])
@@ -252,9 +255,10 @@ def tensors(data: bytes) -> dict[str, Any]:
     return found
 
 
-def without_names(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how often each tensor occurs in a server's state, whose names the code may change."""
-    counts = Counter(item for name, item in contents.items() if not name.startswith("header: "))
+def without_names(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how often each tensor occurs in a server's files; the code may change the names."""
+    contents = chain.from_iterable(file.items() for file in files)
+    counts = Counter(item for name, item in contents if not name.startswith("header: "))
     return {f"{dtype} {shape} {data!r}": n for (dtype, shape, data), n in counts.items()}
 
 

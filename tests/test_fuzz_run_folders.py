@@ -129,10 +129,10 @@ def check(finished: Path, folder: Path, seed: int, count: int) -> None:
 
 def resealed(file: Path) -> None:
     """Make a checkpoint's checksum that of what a file now holds."""
-    from coterie.runs.folder import CHECKSUMS, _checksum
+    from coterie.runs.folder import CHECKSUMS, checksum
 
     sums = json.loads((file.parent / CHECKSUMS).read_bytes())
-    sums[file.name] = _checksum(file.read_bytes())
+    sums[file.name] = checksum(file.read_bytes())
     (file.parent / CHECKSUMS).write_text(json.dumps(sums))
 
 

@@ -19,7 +19,7 @@ from coterie.config.run import parse
 from coterie.deployment import seats
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder
-from coterie.testing.loop import assert_same_state, sides
+from coterie.testing.loop import assert_same_state, client_of, sides
 
 NAMES = ("diarist", "poet", "whaler")
 
@@ -73,7 +73,7 @@ def assert_as_local(run: dict[str, Any], folder: Path) -> None:
     """Check that a federation's run ended with the bits of the local engine."""
     local = RunFolder(coterie.run(parse(run), out=folder / "local").path)
     for side in sides(local):
-        name = side.partition("-")[2]
+        name = client_of(side)
         ended = next((folder / name).glob(f"{name}-*")) if name else folder / "server"
         assert_same_state(RunFolder(ended), local, side)
         assert RunFolder(ended).result is not None

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from coterie.messages.names import BYTES, SECONDS
 from coterie.runs import RunFolder
-from coterie.testing.loop import assert_same_tensors, sides
+from coterie.testing.loop import assert_same_tensors, client_of, sides
 from crashes.state import CLIENTS
 
 Line = dict[str, Any]
@@ -40,7 +40,7 @@ def compare(actual: Folders, undisturbed: Folders, local: RunFolder) -> None:
         AssertionError: They differ.
     """
     for side in sides(local):
-        name = side.partition("-")[2]
+        name = client_of(side)
         assert_same(actual.client(name) if name else actual.server, local, side)
     expected, result = local.outcome, actual.server.result
     assert expected is not None, "the local run has no result"

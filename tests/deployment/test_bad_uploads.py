@@ -12,6 +12,7 @@ from coterie.config.run import RunConfig
 from coterie.exchanges.weights import TOKENS
 from coterie.messages import Message
 from coterie.messages.envelope import Reply, seal, unseal
+from coterie.methods.value import server_state
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, workers
 
@@ -105,7 +106,7 @@ def test_a_client_whose_every_upload_is_wrong_is_left_out(
     server(run, tmp_path / "server", loop).rounds()
     folder = RunFolder(tmp_path / "server")
     assert folder.result is not None
-    assert folder.load("server").is_finite()
+    assert server_state(folder).is_finite()
     for name in loop.workers.keys() - {LIAR}:
         worker = loop.workers[name]
         assert worker.finished

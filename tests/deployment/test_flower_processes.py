@@ -30,7 +30,7 @@ from coterie.config.run import parse
 from coterie.deployment.status import is_running
 from coterie.network.keys import Keys
 from coterie.runs import RunFolder
-from coterie.testing.loop import assert_same_state, sides
+from coterie.testing.loop import assert_same_state, client_of, sides
 
 pytestmark = pytest.mark.thorough
 SOURCE = Path(coterie.__file__).parents[1]
@@ -233,7 +233,7 @@ def test_a_federation_that_is_stopped_and_started_again_ends_with_the_local_bits
     clients = [{"name": n, "path": str(writers / f"{w}.txt")} for n, w in NAMES.items()]
     local = RunFolder(coterie.run(parse({**RUN, "clients": clients}), out=tmp_path / "local").path)
     for side in sides(local):
-        name = side.partition("-")[2]
+        name = client_of(side)
         folder = next((tmp_path / f"{name}-runs").glob(f"{name}-*")) if name else server.path
         assert_same_state(RunFolder(folder), local, side)
         assert RunFolder(folder).result is not None

@@ -24,6 +24,7 @@ from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
 from coterie.messages.envelope import Reply, unseal
+from coterie.methods.value import PART
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_same_state, deploy, server, workers
 from coterie.testing.rounds import joined
@@ -247,8 +248,9 @@ def test_what_a_server_keeps_of_a_client_is_deleted(done) -> None:
     assert named == {"run.json", "without.json"}
     for name in ("diarist", "whaler"):
         kept, was = (
-            state.parts[name].parts["uploads"]["adapter"]
-            for state in (done.load("server"), before["server.safetensors"])
+            state["adapter"]
+            for file in [f"{PART}uploads-{name}"]
+            for state in (done.load(file), before[f"{file}.safetensors"])
         )
         assert kept.keys() == was.keys() > set()
         assert all(torch.equal(tensor, was[n]) for n, tensor in kept.items())

@@ -193,8 +193,9 @@ def test_a_client_that_stays_alone_is_measured_from_its_own_parameters(run) -> N
     reference = local.server.reference(local.value, "ann", with_others, local.exchange)["adapter"]
     assert equal({n: reference[n] for n in means}, means)
     state = State.decode(local.value.state().encode())
-    local.value = local.value.restored(state)
-    assert_equal(local.value.state(), state, "server")
+    value, local.value = local.value, local.value.restored(state)
+    assert local.value.means.keys() == value.means.keys()
+    assert all(equal(local.value.means[client], mean) for client, mean in value.means.items())
     forged_round(local, 2)
     experts = {n for n in before if n not in sent}
     assert not local.value.before

@@ -1,16 +1,17 @@
 """Values of servers: saving, restoring and forgetting a client follow from the fields' types."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
+from coterie.deployment.forgetting import _state_without
 from coterie.errors import CoterieError
 from coterie.messages import Groups, State, Tensors
 from coterie.methods.sides import Server
-from coterie.methods.value import PerClient, Value, from_hello
+from coterie.methods.value import PART, PerClient, Value, from_hello
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +74,10 @@ def saved(value: Value) -> State:
 def test_every_field_comes_back_from_its_bytes() -> None:
     before = example()
     after = Everything(held=PerClient({"bob": frozenset()})).restored(saved(before))
+    assert plain(before.uploads) == {"eve": {"a": plain(tensors(7.0)), "b": {}}, "bob": {}}
+    assert plain(after.uploads) == {"eve": {"a": plain(tensors(7.0))}, "bob": {}}
     for name in vars(before):
-        if name != "held":
+        if name not in ("held", "uploads"):
             assert plain(getattr(after, name)) == plain(getattr(before, name)), name
     assert isinstance(after.rows["eve"], PerClient)
     assert {*after.held} == {"bob"}  # clients send their hellos again
@@ -84,11 +87,12 @@ def test_every_field_comes_back_from_its_bytes() -> None:
 
 def test_tensors_that_clients_have_in_common_are_saved_once_and_shared_again() -> None:
     state = saved(example())
-    assert [group for group in state.groups if group.startswith("means")] == ["means-0"]
-    assert state.parts["dan"]["means"].keys() == {"other"}
-    assert state.parts["cyd"]["means"].keys() == {"t0", "own"}
-    means = Everything().restored(state).means
-    assert means["eve"]["t0"] is means["bob"]["t0"]
+    means = [name for name in state.parts if name.startswith("means")]
+    assert means == ["means-cyd", "means-dan", "means-fay", "means-gil", "means.0"]
+    assert state.parts["means-cyd"]["tensors"].keys() == {"t0", "own"}
+    again = Everything().restored(state)
+    assert again.means.unread["eve"] is again.means.unread["bob"]
+    assert saved(again).encode() == state.encode()
 
 
 def test_nothing_is_left_of_a_client() -> None:
@@ -106,7 +110,12 @@ def test_nothing_is_left_of_a_client() -> None:
 
 def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
     """Checkpoints are cleaned without the method."""
-    state = saved(example()).without("eve")
+    whole = saved(example())
+    parts = {n: _state_without(f"{PART}{n}", part, "eve") for n, part in whole.parts.items()}
+    top = _state_without("server", whole, "eve")
+    assert top is not None
+    assert {name for name, part in parts.items() if part is None} == {"uploads-eve"}
+    state = replace(top, parts={name: part for name, part in parts.items() if part is not None})
     assert plain(vars(Everything().restored(state))) == plain(
         vars(example().without("eve").restored(saved(example().without("eve"))))
     ) | {"held": {}}

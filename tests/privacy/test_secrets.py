@@ -11,6 +11,7 @@ import torch
 import coterie
 from coterie.messages import Message, Schema, State
 from coterie.messages.schema import Way
+from coterie.methods.value import server_state
 from coterie.privacy import secrets
 from coterie.privacy.secrets import KEY_BYTES, Secrets
 from coterie.runs import Callback, RunFolder
@@ -132,7 +133,7 @@ def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
     by_hand = []
     for _ in range(2):
         local = joined(run)
-        local.value = local.value.restored(cut.load("server"))
+        local.value = local.value.restored(server_state(cut))
         for name in NAMES:
             local.clients[name].restore(cut.load(f"client-{name}"))
         by_hand.append({n: up.encode() for n, up in one_round(local, 1).items()})

@@ -21,6 +21,7 @@ from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.federation.participants import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient
+from coterie.methods.value import server_state
 from coterie.report import page
 from coterie.report.page import write_report
 from coterie.report.relevance import relevance as pictures
@@ -45,7 +46,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
     config = parse(folder.description["config"])
     server, path = relevance._server(config, folder), "transformer.h.1.attn.c_attn"
     assert path in server.paths
-    state, window = folder.load("server"), config.data.window
+    state, window = server_state(folder), config.data.window
     value = server.initial().restored(state)
     for one in participants_of(config, coterie.tokenizer(run)):
         samples = spaced_samples(one.data.train, window)

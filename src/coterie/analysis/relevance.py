@@ -23,6 +23,7 @@ from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.fedamole.experts import expert_name
 from coterie.methods.fedamole.method import FedAMoLE
 from coterie.methods.fedamole.server import Experts, FedAMoLEServer
+from coterie.methods.value import server_state
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 
@@ -83,7 +84,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
         raise CoterieError("The run is not finished.")
     config, folder, loader = parse(run.config), RunFolder(run.path), Loader()
     server, names = _server(config, folder), sorted(folder.description["clients"])
-    value, embeddings = server.initial().restored(folder.load("server")), {}
+    value, embeddings = server.initial().restored(server_state(folder)), {}
     assigned = server.choices(value, names, config.exchanges)  # for the round after the last
     for client in participants_of(config, tokenizer(run.path)):
         base, side = loader.side(folder, config, client.name)

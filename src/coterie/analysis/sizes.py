@@ -21,6 +21,7 @@ from typing_extensions import TypeVar
 from coterie.config.run import RunConfig
 from coterie.data.divide import names_of_clients
 from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.lazy import PerClient
 from coterie.federation.participants import server_context
 from coterie.federation.sizes import message_sizes
 from coterie.messages import Message, MessageError, Schema, State, Tensors
@@ -137,7 +138,7 @@ def _rehearse(
             sizes = replace(sizes, up=max(sizes.up, _size(upload)))
             exchange.take(server, value, name, upload)
         value = server.aggregate(value, exchange)
-        sizes = _with_server(sizes, (server, value), value.state(), exchange.size)
+        sizes = _with_server(sizes, server, value.state(), exchange.size)
     exchange.open(turns[-1], ())
     for name in names:
         sizes = _with_download(sizes, server.download(value, name, exchange), side_of(name))
@@ -157,9 +158,8 @@ class Rehearsal(Exchange):
         self.turn, self.clients = turn, tuple(clients)
         self.asked = {*self.clients}
         self.size = 0
-        """The size of all means in bytes."""
-        self._uploads: dict[ClientId, Message] = {}
-        self._fields = {}
+        """The size of the means that are in memory at once, in bytes."""
+        self._received: dict[ClientId, Message] = {}
         self._first: dict[str, Tensors] = {}
 
     def take(self, server: Server[Any], value: Any, name: ClientId, upload: Message) -> None:
@@ -173,12 +173,11 @@ class Rehearsal(Exchange):
         }
         with suppress(MessageError):
             server.check(value, name, upload, self)
-            self._uploads[name] = upload
-            self._fields[name] = {*upload.groups, *upload.values}
+            self._received[name] = upload
 
     @property
     def counted(self) -> list[ClientId]:
-        return [*self._uploads]
+        return [*self._received]
 
     def mean(self, group: str, start: Tensors | None = None) -> Tensors:
         mean = copied(self._first[group])
@@ -188,13 +187,18 @@ class Rehearsal(Exchange):
     def holders(self, group: str) -> Mapping[str, int]:
         return dict.fromkeys(self._first[group], len(self.clients))
 
-    def means(self, group: str, rows: Rows) -> dict[str, Tensors]:
-        return {name: self.mean(group) for name in rows}
+    def means(self, group: str, rows: Rows) -> PerClient[Tensors]:
+        size, self.size = self.size, 0
+        means = PerClient({name: self.mean(group) for name in rows})
+        self.size = max(size, self.size // max(1, len(rows)))  # one at a time
+        return means
 
-    def upload(self, client: str) -> Message:
-        upload = self._uploads[client].only(self.schema.reduced("each"))
-        groups = {name: copied(tensors) for name, tensors in upload.groups.items()}
-        return replace(upload, groups=groups)
+    def each(self, name: str | None = None) -> PerClient[Any]:
+        uploads, groups = self._received.items(), self.schema.reduced("each")
+        if name is None:
+            return PerClient({c: u.only(groups).groups for c, u in uploads})
+        sent = ((c, u.groups.get(name, u.values.get(name))) for c, u in uploads)
+        return PerClient({client: field for client, field in sent if field is not None})
 
     def weight(self, client: str) -> float:
         return 1.0
@@ -211,20 +215,23 @@ def _with_download(sizes: Sizes, message: Message, side: ClientSide) -> Sizes:
     return replace(sizes, down=max(sizes.down, _size(own)), peers=max(sizes.peers, _size(peers)))
 
 
-def _with_server(sizes: Sizes, holders: object, state: State, means: int) -> Sizes:
+def _with_server(sizes: Sizes, server: object, state: State, means: int) -> Sizes:
     """Return the sizes, updated at the end of an exchange.
 
     Args:
         sizes: The sizes before.
-        holders: Everything that the server holds.
-        state: The server's state.
-        means: The size of the means of the exchange in bytes.
+        server: The server.
+        state: The state of the server's value. Its nested states are in files.
+        means: The size of the means that are in memory at once, in bytes.
     """
-    groups = (group for _, part in state.walk() for group in part.groups.values())
-    size = sum(tensor.nbytes for group in groups for tensor in group.values())
-    work = max(SUMS * means + SENT * sizes.up, SENT * (sizes.down + sizes.peers), SENT * size)
-    held = bytes_in(holders)
-    return replace(sizes, server=max(sizes.server, held + work), state=max(sizes.state, size))
+    held, *in_files = (
+        sum(tensor.nbytes for group in part.groups.values() for tensor in group.values())
+        for _, part in state.walk()
+    )
+    messages = SENT * (sizes.down + sizes.peers)
+    work = max(SUMS * means + SENT * sizes.up, messages, SENT * max([held, *in_files]))
+    peak, size = bytes_in(server) + held + work, held + sum(in_files)
+    return replace(sizes, server=max(sizes.server, peak), state=max(sizes.state, size))
 
 
 def _size(message: Message) -> int:

@@ -11,6 +11,7 @@ from coterie.errors import CoterieError, plural
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
+from coterie.methods.value import PART
 from coterie.runs import RECEIVED, RunFolder, turn_of
 
 LOGS = ("server.log", "server.log.1")
@@ -121,18 +122,19 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
     return {**line, "value": without(line["value"], client)}
 
 
-def _state_without(name: str, state: State, client: str) -> State:
-    """Return a checkpoint's state with all data about a client removed.
+def _state_without(name: str, state: State, client: str) -> State | None:
+    """Return a checkpoint's state with all data about a client removed; None if nothing is left.
 
     `name` is the name of the state in the checkpoint.
     """
+    if name.startswith(PART):
+        return None if name.removeprefix(PART).partition("-")[2] == client else state
     if name == "server":
         return state.without(client)
     if name == TRANSFORMS:  # every transform may have a state for each client
         less = state.without(client)
-        return replace(
-            less, parts={n: _state_without(name, p, client) for n, p in less.parts.items()}
-        )
+        parts = {n: _state_without(name, part, client) for n, part in less.parts.items()}
+        return replace(less, parts=parts)
     if name == "engine":
         hellos = {n: hello for n, hello in state["hellos"].items() if n != client}
         stopped: Json = [n for n in state.values["stopped"] if n != client]

@@ -25,6 +25,7 @@ from coterie.messages import Json, State
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Callback, Recorder, RunFolder, RunStart
+from coterie.runs.stored import Stored
 from coterie.training.context import ClientId
 from coterie.turn import Turn
 
@@ -173,7 +174,7 @@ class Rounds(ServerPart, Generic[C]):
             return self.names
         return [name for name in self.names if not self.clients.stops(name, turn.round)]
 
-    def _states(self) -> Iterator[tuple[str, State | None]]:
+    def _states(self) -> Iterator[tuple[str, State | Stored | None]]:
         yield from self.states()
         yield from self.clients.states()
 

@@ -13,11 +13,13 @@ from coterie.engines.runtime import TRANSFORMS, due, scored
 from coterie.errors import CoterieError, Unwritable
 from coterie.exchanges.ends import ServerTransforms
 from coterie.exchanges.exchange import Exchange, memory_for_aggregation
+from coterie.exchanges.lazy import unread
 from coterie.federation.participants import Participant, server_context
 from coterie.messages import Message, State
 from coterie.messages import names as metric
-from coterie.methods.value import Value
+from coterie.methods.value import PART, Value, server_state
 from coterie.runs import Recorder, RunFolder
+from coterie.runs.stored import Stored
 from coterie.training.context import ClientId
 from coterie.turn import TRAIN, Turn
 
@@ -136,7 +138,8 @@ class ServerPart:
         try:
             with memory_for_aggregation():
                 value = self.server.aggregate(self.value, self.exchange)
-                states = (value.state(), self.transforms.state())
+                value = value.stored(self.exchange.store)
+                states = (replace(value.state(), parts={}), self.transforms.state())
                 finite = all(state.is_finite() for state in states)
         except (LinAlgError, OverflowError) as error:
             raise unusable from error
@@ -164,15 +167,19 @@ class ServerPart:
             for score in scored(self.config, own.base, model, own).values():
                 self.recorder.log(None, metric.SERVER_SCORE, score.as_dict())
 
-    def states(self) -> Iterator[tuple[str, State]]:
+    def states(self) -> Iterator[tuple[str, State | Stored]]:
         """Yield pairs of a file's name and a state of the server, for a checkpoint."""
-        yield "server", self.value.state()
+        self.value = self.value.stored(self.exchange.store)
+        state = self.value.state()
+        yield "server", replace(state, parts={})
+        yield from ((f"{PART}{name}", part) for name, part in unread(state.parts).items())
         if self.transforms.memories:
             yield TRANSFORMS, self.transforms.state()
 
     def restore(self) -> None:
         """Restore the server's state from the newest checkpoint."""
-        self.value = self.value.restored(self.folder.load("server"))
+        value = self.value.restored(server_state(self.folder))
+        self.value = value.stored(self.exchange.store)
         if self.transforms.memories:
             self.transforms.restore(self.folder.load(TRANSFORMS))
         self._await(self.folder.turns())

@@ -1,21 +1,29 @@
 """One exchange on the server: uploads are measured and stored, then passed to the method."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import CoterieError, enough_memory, no_client_left, ran_out_of_memory
+from coterie.errors import (
+    CoterieError,
+    Unwritable,
+    enough_memory,
+    no_client_left,
+    ran_out_of_memory,
+)
 from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.lazy import Computed, InFile, PerClient, in_file
 from coterie.exchanges.mean import means_of, selected, weighted_mean
-from coterie.exchanges.store import Store
-from coterie.messages import Groups, Message, Schema, Tensors
+from coterie.messages import Groups, Message, Schema, State, Tensors
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import LEFT_OUT
 from coterie.messages.schema import Reduce
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import Recorder
+from coterie.runs.stored import Store, Stored
 from coterie.transforms.context import Contribution, Rows
 from coterie.turn import FIRST, TRAIN, Turn
 
@@ -33,12 +41,12 @@ def memory_for_aggregation() -> AbstractContextManager[None]:
 class Exchange:
     """The exchange in progress: its numbers, its clients and their uploads.
 
-    A method's server reads uploads with `mean`, `means`, `each` and `upload`, and facts about them
-    with `holders` and `weight`. Only engines call the functions from `open` on. Uploads wait on
-    disk, and are aggregated in the order of client names.
+    A method's server reads uploads with `mean`, `means` and `each`, and facts about them with
+    `holders` and `weight`. Only engines call the functions from `open` on. Uploads wait in files,
+    and are aggregated in the order of client names.
 
     Args:
-        folder: The folder of the temporary file that contains the uploads.
+        folder: The run folder, in which the uploads wait.
         transforms: The transforms of the run on the server.
         schema: The fields that the method may send, before transforms encode them.
         least_others: The smallest number of other clients whose tensors a client may receive in a
@@ -72,9 +80,12 @@ class Exchange:
         self.replaces: bool | None = None
         """Whether a mean of this exchange replaced parameters; None if no mean was requested."""
         self.store = Store(folder)
+        """The files of uploads, and of the method's tensors of single clients."""
+        self._uploads: dict[str, tuple[Stored, Stored]] = {}
+        """The tensors and the values of each client's upload."""
+        self._limited: dict[str, tuple[Stored, Stored]] = {}
+        """The same for uploads to which transforms have set limits, after they are limited."""
         self._references: dict[str, Reference] = {}
-        self._fields: dict[str, set[str]] = {}
-        """The names of the fields of each client's upload."""
         self._weights: dict[str, float] = {}
         """The weight of each client's upload, unless transforms limit it."""
         self._measures: dict[str, dict[str, Any]] = {}
@@ -89,7 +100,7 @@ class Exchange:
     @property
     def counted(self) -> list[str]:
         """The clients whose uploads are not excluded, sorted by name."""
-        return [name for name in self.store if name not in self.refused]
+        return [name for name in sorted(self._uploads) if name not in self.refused]
 
     def mean(self, group: str, start: Tensors | None = None) -> Tensors:
         """Return the weighted mean of a group, or the result of the reduction that replaces it.
@@ -126,7 +137,7 @@ class Exchange:
         """
         return self._held.get(group, {})
 
-    def means(self, group: str, rows: Rows) -> dict[str, Tensors]:
+    def means(self, group: str, rows: Rows) -> PerClient[Tensors]:
         """Return several means of a group, with different weights of the clients.
 
         Args:
@@ -139,39 +150,49 @@ class Exchange:
                 row.
 
         Returns:
-            The tensors of each mean. A mean is missing if no client with a weight above 0 has sent
-            an upload. With `least_others` above 1, a tensor of fewer other clients is missing.
+            The tensors of each mean, in files. A mean is missing if no client with a weight above 0
+            has sent an upload. With `least_others` above 1, a tensor of fewer other clients is
+            missing.
 
         Raises:
             CoterieError: The schema declares no such field with this reduction.
         """
         self._require(group, "rows")
-        means = means_of(self._contributions({group}), rows, self.least_others)
-        return {name: groups.get(group, {}) for name, groups in means.items()}
+        means: dict[str, Any] = {}
+        of = partial(self._contributions, {group})
+        for names, groups in means_of(of, self.counted, rows, self.least_others):
+            means |= dict.fromkeys(names, in_file(self.store, groups, group))
+        return PerClient({name: means[name] for name in rows if name in means})
 
-    def each(self, name: str) -> Mapping[str, Any]:
+    def each(self, name: str | None = None) -> PerClient[Any]:
         """Return a group of tensors, or a JSON value, from each client that uploaded it.
 
         Args:
-            name: The name of a field whose reduction is `each`.
+            name: The name of a field whose reduction is `each`; by default, all groups with this
+                reduction.
 
         Returns:
-            The group or the value by client, in the order of the clients' names. Each access reads
-            an upload from disk, so that a loop over the items needs the memory of one upload.
+            The group, the value or a mapping of groups by client, in the order of the clients'
+            names. Tensors are in files; see `Lazy`.
 
         Raises:
             CoterieError: The schema declares no such field with this reduction.
         """
+        groups = self.schema.reduced("each")
+        if name is None:
+            whole = PerClient({c: InFile(self._stored(c)[0]) for c in self.counted})
+            return whole.replaced(
+                lambda i: i if i.stored.groups.keys() <= groups else Computed(_only, (i, groups))
+            )
         self._require(name, "each")
-        return _Each(self, name, [c for c in self.counted if name in self._fields[c]])
-
-    def upload(self, client: str) -> Message:
-        """Return the part of a client's upload that consists of fields whose reduction is `each`.
-
-        Args:
-            client: The name of a client in `counted`.
-        """
-        return self._upload(client).only(self.schema.reduced("each"))
+        items: dict[str, Any] = {}
+        for client in self.counted:
+            tensors, values = self._stored(client)
+            if name in tensors.groups:
+                items[client] = InFile(tensors, name)
+            elif name in (sent := values.load().values["values"]):
+                items[client] = sent[name]
+        return PerClient(items)
 
     def weight(self, client: str) -> float:
         """Return the weight of a client's upload in the run's means.
@@ -180,7 +201,7 @@ class Exchange:
             client: The name of a client in `counted`.
         """
         if client in self.transforms.limits:
-            return self.transforms.weight(client, self._upload(client))
+            return self.transforms.weight(client, _message(*self._stored(client)))
         return self._weights[client]
 
     def open(self, turn: Turn, clients: Iterable[str]) -> None:
@@ -194,13 +215,13 @@ class Exchange:
     def repeat(self) -> None:
         """Discard the means, so that the exchange can be aggregated again."""
         self._means, self._results, self._held, self.replaces = None, {}, {}, None
+        self._limited.clear()
 
     def begin(self) -> None:
         """Remove all uploads."""
-        for name in [*self.store, *self.refused]:
+        for name in [*self._uploads, *self.refused]:
             self.drop(name)
         self.asked_again.clear()
-        self.store.clear()
 
     def put(self, name: str, message: Message, reference: Reference) -> None:
         """Pass a decoded upload to the transforms' `measure` and `weight` hooks, and store it.
@@ -217,9 +238,7 @@ class Exchange:
             measures = self.transforms.measure(name, message, reference(message, self))
             self._weights[name] = self.transforms.weight(name, message)
             self._measures[name], self._references[name] = measures, reference
-            groups = (group for group, tensors in message.groups.items() if tensors)
-            self._fields[name] = {*groups, *message.values}
-        self.store.put(name, message)
+        self._uploads[name] = self._put(message)
 
     def settle(self) -> None:
         """Exclude the uploads that transforms refuse. All uploads must have arrived.
@@ -233,12 +252,14 @@ class Exchange:
                 for name in [name for name in self.counted if name in transforms.limits]:
                     try:
                         self.weight(name)  # fails if the upload cannot be limited
+                    except Unwritable:
+                        raise
                     except Exception as error:
                         self.refuse(name, error)
             return
         for name in self.counted:
             try:
-                transforms.collect(name, self.store.get(name))
+                transforms.collect(name, _message(*self._uploads[name]))
             except CoterieError as error:
                 self.refuse(name, error)
 
@@ -265,7 +286,7 @@ class Exchange:
         Raises:
             Diverged: If all clients of the round have diverged.
         """
-        clients = self.refused.keys() | {*self.store, *waiting}
+        clients = self.refused.keys() | {*self._uploads, *waiting}
         if self.diverged and self.diverged == clients:
             names = ", ".join(sorted(self.diverged))
             raise no_client_left(
@@ -291,10 +312,10 @@ class Exchange:
             Whether an upload or a reason was removed.
         """
         self.diverged.discard(name)
-        for of_client in (self._measures, self._references, self._fields, self._weights):
+        for of_client in (self._measures, self._references, self._limited, self._weights):
             of_client.pop(name, None)
         refused = self.refused.pop(name, None) is not None
-        return self.store.drop(name) or refused
+        return self._uploads.pop(name, None) is not None or refused
 
     def record(self, recorder: Recorder) -> None:
         """Record the metrics of all uploads, and the reasons why uploads were excluded."""
@@ -311,22 +332,33 @@ class Exchange:
                 f"reduce={reduce!r}."
             )
 
-    def _contributions(self, groups: set[str]) -> Iterator[Contribution]:
+    def _contributions(self, groups: set[str], clients: Collection[str]) -> Iterator[Contribution]:
         for name in self.counted:
-            yield Contribution(name, self._upload(name).only(groups).groups, self.weight(name))
+            if name in clients:
+                tensors = _only(self._stored(name)[0].load().groups, groups)
+                yield Contribution(name, tensors, self.weight(name))
 
-    def _upload(self, name: str) -> Message:
-        """Return a client's upload, with the limits that transforms have set for it."""
-        reference = self._references[name]
-        upload = self.store.get(name)
-        return self.transforms.bounded(name, upload, lambda: reference(upload, self))
+    def _put(self, message: Message) -> tuple[Stored, Stored]:
+        """Write an upload to files: one with the tensors, and one with the values."""
+        values = {"round": message.round, "values": dict(message.values)}
+        return self.store.put(State(message.groups)), self.store.put(State(values=values))
+
+    def _stored(self, name: str) -> tuple[Stored, Stored]:
+        """Return the files of a client's upload, with the limits that transforms have set."""
+        if name not in self.transforms.limits:
+            return self._uploads[name]
+        if name not in self._limited:
+            reference, upload = self._references[name], _message(*self._uploads[name])
+            limited = self.transforms.bounded(name, upload, lambda: reference(upload, self))
+            self._limited[name] = self._put(limited)
+        return self._limited[name]
 
     def _all_means(self) -> Groups:
         """Compute the means of all groups whose reduction is `mean` in one pass."""
         held: dict[str, Counter[str]] = defaultdict(Counter)
 
         def counted() -> Iterator[Contribution]:
-            for contribution in self._contributions(self.schema.reduced("mean")):
+            for contribution in self._contributions(self.schema.reduced("mean"), self.counted):
                 for group, tensors in contribution.groups.items():
                     held[group].update(tensors.keys())
                 yield contribution
@@ -339,20 +371,10 @@ class Exchange:
         return means
 
 
-class _Each(Mapping[str, Any]):
-    """A field of the uploads of some clients, which is read from disk when it is accessed."""
+def _message(tensors: Stored, values: Stored) -> Message:
+    """Read an upload from its files."""
+    return Message(groups=tensors.load().groups, **values.load().values)
 
-    def __init__(self, exchange: Exchange, name: str, clients: Sequence[str]) -> None:
-        self._exchange, self._name, self._clients = exchange, name, dict.fromkeys(clients)
 
-    def __getitem__(self, client: str) -> Any:
-        if client not in self._clients:
-            raise KeyError(client)
-        upload = self._exchange.upload(client)
-        return upload.groups.get(self._name, upload.values.get(self._name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._clients)
-
-    def __len__(self) -> int:
-        return len(self._clients)
+def _only(groups: Groups, names: Collection[str]) -> Groups:
+    return {name: tensors for name, tensors in groups.items() if name in names}

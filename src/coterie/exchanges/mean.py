@@ -5,7 +5,7 @@ does not grow with the number of clients.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,49 +57,53 @@ class WeightedMean:
 
 
 def means_of(
-    contributions: Iterable[Contribution], rows: Rows, least_others: int = 1
-) -> dict[str, Groups]:
+    contributions: Callable[[Collection[str]], Iterable[Contribution]],
+    clients: Collection[str],
+    rows: Rows,
+    least_others: int = 1,
+) -> Iterator[tuple[list[str], Groups]]:
     """Compute the weighted mean `sum_k r_k w_k x_k / sum_k r_k w_k` for each row r.
 
-    Contributions are read only once. Rows with equal weights share one mean, so the memory grows
-    with the number of different rows.
+    Means are computed one at a time, so the memory does not grow with the number of rows. Rows with
+    equal weights share one mean.
 
     Args:
-        contributions: The uploads, with the weight w_k of each client k.
+        contributions: A function that returns the uploads of some clients, with the weight w_k of
+            each client k.
+        clients: The clients that have uploaded.
         rows: The weights r_k of the clients, by the name of each mean. A mean with the name of a
             client is received by this client, and any other mean by the clients in its row.
         least_others: The smallest number of other clients whose tensors a client may receive in a
             mean. A tensor of fewer other clients is missing from the mean.
 
-    Returns:
-        The tensors of each mean, by the name of the mean. A mean without contributions is missing.
+    Yields:
+        The names of equal means, and their tensors. Means without contributions are left out.
     """
-    keys = {name: tuple(sorted((c, w) for c, w in r.items() if w)) for name, r in rows.items()}
-    means = {key: WeightedMean() for key in dict.fromkeys(keys.values())}
-    weights = {key: dict(key) for key in means}
-    holders: dict[tuple[Any, str, str], set[str]] = defaultdict(set)
-    clients: set[str] = set()
-    for contribution in contributions:
-        clients.add(contribution.client)
-        for key, mean in means.items():
-            if weight := weights[key].get(contribution.client, 0.0) * contribution.weight:
-                mean.add(contribution.groups, weight)
-                for group, tensors in contribution.groups.items() if least_others > 1 else ():
-                    for name in tensors:
-                        holders[key, group, name].add(contribution.client)
-    results = {key: mean.result() for key, mean in means.items() if mean.sums}
-    received = {name: key for name, key in keys.items() if key in results}
-    if least_others == 1:
-        return {name: results[key] for name, key in received.items()}
-
-    def may_receive(client: str, senders: set[str]) -> bool:
-        others = len(senders - {client}) if client in clients else len(senders) - 1
-        return others >= least_others or senders == {client}
-
-    return {
-        name: selected(results[key], lambda *at: may_receive(name, holders[key, *at]))  # noqa: B023
-        for name, key in received.items()
-    }
+    by_row: dict[tuple[tuple[str, float], ...], list[str]] = {}
+    for name, row in rows.items():
+        weights = sorted((c, w) for c, w in row.items() if w and c in clients)
+        by_row.setdefault(tuple(weights), []).append(name)
+    for weights, names in by_row.items():
+        row, mean, holders = dict(weights), WeightedMean(), defaultdict[Any, set[str]](set)
+        for contribution in contributions(row):
+            mean.add(contribution.groups, row[contribution.client] * contribution.weight)
+            for group, tensors in contribution.groups.items():
+                for name in tensors:
+                    holders[group, name].add(contribution.client)
+        if not mean.sums:
+            continue
+        result = mean.result()
+        if least_others == 1:
+            yield names, result
+            continue
+        for name in names:
+            permitted = {
+                at
+                for at, senders in holders.items()
+                if len(senders - {name}) - (name not in clients) >= least_others
+                or senders == {name}
+            }
+            yield [name], selected(result, lambda *at: at in permitted)  # noqa: B023
 
 
 def selected(groups: Groups, selects: Callable[[str, str], bool]) -> Groups:

@@ -30,6 +30,7 @@ from coterie.federation.participants import (
 from coterie.inference.bundle import is_bundle, open_bundle
 from coterie.inference.kept import bring_back
 from coterie.methods.contract import SERVER, ClientSide, Method
+from coterie.methods.value import server_state
 from coterie.runs import RunFolder
 
 
@@ -233,7 +234,7 @@ class Loader:
         names, base = folder.description["clients"], self.base(config, SERVER)
         own = _empty(SERVER, base)
         side = config.method.server(server_context(config, skeleton, names, own, _quiet))
-        value = side.initial().restored(folder.load("server"))
+        value = side.initial().restored(server_state(folder))
 
         def model() -> PreTrainedModel:
             if (server_model := side.model(value)) is None:

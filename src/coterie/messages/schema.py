@@ -166,6 +166,7 @@ class Schema:
         Raises:
             MessageError: The message fails `check`.
         """
+        message = replace(message, peers=dict(message.peers))  # reads files once
         self.check(way, message)
         return message.encode()
 

@@ -334,7 +334,8 @@ class AutoServer(PersonalServer[Auto, Chosen]):
         message = super().download(value, client, exchange)
         names = self.method.downloaded(self.parameters, client not in value.current)
         sent = {n: t for n, t in message["adapter"].items() if n in names}
-        peers = {p: {"adapter": value.uploads[p]} for p in self._peers(value, client, exchange)}
+        of_peers = value.uploads.only(self._peers(value, client, exchange))
+        peers = of_peers.mapped(lambda tensors: {"adapter": tensors})
         values = {"sizes": {p: value.tokens[p] for p in peers}} if peers else {}
         return replace(message, groups={"adapter": sent}, peers=peers, values=values)
 
@@ -367,30 +368,23 @@ class AutoServer(PersonalServer[Auto, Chosen]):
             client: choice["row"] if client in trying | alone else value.rows.get(client, {})
             for client, choice in choices.items()
         }
-        means = {  # these clients have not trained from their means
-            client: {**value.means.get(client, {}), **value.before[client]}
-            for client in alone & value.before.keys()
-        }
         value = replace(
             value,
             rows=value.rows | rows,
             tokens=value.tokens | {c: choice["tokens"] for c, choice in choices.items()},
             tried=value.tried | dict.fromkeys(trying, latest_trial(number, self.context.rounds)),
-            means=value.means | means,
+            # Clients that stay alone have not trained from their means.
+            means=value.means.updated(value.before.only(alone)),
         )
         value = super().aggregate(value, exchange)
-        before = {client: t for client, t in value.before.items() if client not in choices}
-        pairs: dict[ClientId, Tensors] = {}
-        for client, tensors in exchange.each("adapter").items():  # all at once may be too large
-            pairs[client] = self._judged(tensors)
-            if client in trying:
-                before[client] = tensors
+        adapters = exchange.each("adapter")
+        before = value.before.only(value.before.keys() - choices) | adapters.only(trying)
         due = any(self._due(value, client, number + 1) for client in value.rows)
         is_complete = (number + 1) % self.method.every == 0
         return replace(
             value,
-            uploads=value.uploads | pairs if due else PerClient(),
-            before=PerClient(before),
+            uploads=value.uploads | adapters.mapped(self._judged) if due else PerClient(),
+            before=before,
             current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
         )
 

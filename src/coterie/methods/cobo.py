@@ -217,16 +217,17 @@ class CoBoServer(AdapterServer[CoBo, Known]):
         return [other for other in members if other != client and drawn(other)]
 
     def download(self, value: Known, client: ClientId, exchange: Exchange) -> Message:
-        row, uploads = self.row(value, client), value.uploads
-        weights = {j: w for j, w in row.items() if j != client and j in uploads}
-        total = sum(weights.values())
-        mean = {
-            n: torch.stack([w / total * uploads[j][n] for j, w in weights.items()]).sum(0)
-            for n in (self.start if total else ())
-        }
+        row = self.row(value, client)
+        weights = {j: w for j, w in row.items() if j != client and j in value.uploads}
+        mean: dict[str, Tensor] = {}
+        if total := sum(weights.values()):
+            for j, w in weights.items():
+                for name, tensor in value.uploads[j].items():
+                    part = w / total * tensor
+                    mean[name] = mean[name] + part if name in mean else part
         # A client that has not uploaded yet has the initial values.
         partners = self.partners(client, exchange)
-        peers = {j: {"adapter": uploads.get(j, self.start)} for j in partners}
+        peers = {j: {"adapter": value.uploads.get(j, self.start)} for j in partners}
         return Message(exchange.turn.exchange, {"mean": mean}, {"weights": weights}, peers)
 
     def expects(self, value: Known, client: ClientId, exchange: Exchange) -> Mapping[str, Shapes]:
@@ -242,7 +243,7 @@ class CoBoServer(AdapterServer[CoBo, Known]):
         return {"adapter": closest(upload["adapter"], last, self.start)}
 
     def aggregate(self, value: Known, exchange: Exchange) -> Known:
-        gradients, weights = dict(exchange.each("gradients")), dict(value.weights)
+        gradients, weights = exchange.each("gradients"), dict(value.weights)
         for i, partners in gradients.items():
             if agreeing := [j for j in partners if j in gradients]:
                 row, step = self.row(value, i), self.method.weight_step * self.steps

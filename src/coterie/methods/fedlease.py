@@ -223,7 +223,7 @@ class FedLeaseServer(Server[Clustered]):
 
     def aggregate(self, value: Clustered, exchange: Exchange) -> Clustered:
         uploads = exchange.each("adapter")
-        alone = {client: uploads[client] for client in uploads if client not in value.cluster}
+        alone = uploads.only(uploads.keys() - value.cluster.keys())
         joining = self._assigned(value, alone) if alone else {}
         # The first values of experts are means over clients that have trained alone. Clients that
         # join a cluster later begin with the cluster's values.

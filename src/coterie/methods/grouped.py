@@ -60,8 +60,7 @@ class PersonalServer(AdapterServer[M, V]):
     def aggregate(self, value: V, exchange: Exchange) -> V:
         means = exchange.means("adapter", self.rows(value, exchange))
         # Parameters that no client sent keep their values.
-        after = {client: {**value.means.get(client, {}), **mean} for client, mean in means.items()}
-        return replace(value, means=value.means | after)
+        return replace(value, means=value.means.updated(means))
 
 
 class Grouped(PersonalMethod):

@@ -390,5 +390,5 @@ class PCLServer(AdapterServer[PCL, Forwarded]):
         return {**dict.fromkeys(self.method.groups, value.held[client]), **evidence}
 
     def aggregate(self, value: Forwarded, exchange: Exchange) -> Forwarded:
-        senders = exchange.counted if self.method.due(exchange.turn.exchange + 1) else ()
-        return replace(value, uploads=PerClient({c: exchange.upload(c).groups for c in senders}))
+        due = self.method.due(exchange.turn.exchange + 1)
+        return replace(value, uploads=exchange.each() if due else PerClient())

@@ -4,58 +4,27 @@ A value is a frozen dataclass that a method's `Server` creates and the engine st
 the fields determine how a value is saved and restored, and what is removed when a client leaves.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
-from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 from typing import is_typeddict as is_typed_dict
 
 from coterie.errors import CoterieError
+from coterie.exchanges.lazy import Computed, InFile, Lazy, PerClient, in_file, loaded, unread
 from coterie.messages import Groups, State, Tensors
 from coterie.messages.message import NAME
+from coterie.runs import RunFolder
+from coterie.runs.stored import Store, Stored
 from coterie.training.context import ClientId
 
-T_co = TypeVar("T_co", covariant=True)
+PART = "server-"
+"""The beginning of the names of the value's nested states in a checkpoint."""
+TENSORS = "tensors"
+"""The name of the only group in the state of a client's tensors."""
 Kind = Literal["tensors", "list of tensors", "client's tensors", "client's groups", "JSON"]
 """The form in which a field is saved."""
-
-
-class PerClient(Mapping[ClientId, T_co]):
-    """An immutable mapping from clients' names to data of the clients.
-
-    If a client leaves the run, its entry is removed from all fields of a value that have this type.
-
-    Args:
-        items: The data of the clients.
-    """
-
-    def __init__(self, items: Mapping[ClientId, T_co] | None = None) -> None:
-        self._items: Mapping[ClientId, T_co] = dict(items or {})
-
-    def __getitem__(self, client: ClientId) -> T_co:  # noqa: D105
-        return self._items[client]
-
-    def __iter__(self) -> Iterator[ClientId]:  # noqa: D105
-        return iter(self._items)
-
-    def __len__(self) -> int:  # noqa: D105
-        return len(self._items)
-
-    def __hash__(self) -> int:  # noqa: D105  (makes it valid as a default of dataclasses' fields)
-        return hash(frozenset(self._items))
-
-    def __or__(self, other: Mapping[ClientId, Any]) -> "PerClient[T_co]":
-        """Return the entries of both mappings; the entries of `other` take precedence."""
-        return PerClient({**self._items, **other})
-
-    def without(self, client: ClientId) -> "PerClient[T_co]":
-        """Return the entries of all other clients, without this client in nested mappings."""
-
-        def less(item: Any) -> Any:
-            return item.without(client) if isinstance(item, PerClient) else item
-
-        return PerClient({name: less(item) for name, item in self.items() if name != client})
 
 
 def from_hello() -> Any:
@@ -74,7 +43,8 @@ class Value:
     Saved fields have one of these types: `Tensors`; `tuple[Tensors, ...]`; `PerClient[Tensors]`;
     `PerClient[Groups]`; a JSON type (`int`, `float`, `str`, `bool`, `None`, lists, and mappings
     with keys of type `str`); `PerClient` of a JSON type; or `PerClient[PerClient[...]]` of a JSON
-    type. Any mapping that is given for a `PerClient` becomes one.
+    type. Any mapping that is given for a `PerClient` becomes one. After each exchange, the engine
+    moves the tensors of `PerClient` to files; groups without tensors are then left out.
 
     Raises:
         CoterieError: A saved field has another type. The message names the field.
@@ -85,11 +55,41 @@ class Value:
         for name, annotation in _types(type(self)).items():
             object.__setattr__(self, name, _typed(getattr(self, name), annotation))
 
+    def stored(self, store: Store) -> Self:
+        """Return this value with all clients' tensors in files.
+
+        Args:
+            store: The folder of the files.
+
+        Raises:
+            OverflowError: A tensor is not finite.
+            Unwritable: A file cannot be written.
+        """
+
+        def put(group: str | None, item: Any) -> InFile:
+            if isinstance(item, InFile) and item.is_whole and (group is None or item.group):
+                return item
+            content = loaded(item)
+            return in_file(store, {group: content} if group else content, group)
+
+        items = self._items_of_clients()
+        return replace(self, **{n: c.replaced(partial(put, g)) for n, (c, g) in items.items()})
+
+    def _items_of_clients(self) -> dict[str, tuple[PerClient[Any], str | None]]:
+        """Return each field with clients' tensors, and the name of the group if it is only one."""
+        kinds = {"client's tensors": TENSORS, "client's groups": None}
+        of_clients = ((n, kinds[k]) for n, k in _kinds(type(self)).items() if k in kinds)
+        return {name: (getattr(self, name), group) for name, group in of_clients}
+
     def state(self) -> State:
-        """Return the fields as a state from which `restored` makes an equal value."""
+        """Return the fields as a state from which `restored` makes an equal value.
+
+        The tensors of a client are in a nested state, whose name is FIELD-CLIENT. If several
+        clients have the same tensors, the name is FIELD.NUMBER.
+        """
         groups: dict[str, Tensors] = {}
         values: dict[str, Any] = {}
-        of_clients: dict[ClientId, State] = {}
+        parts: dict[str, Any] = {}
         for name, kind in _kinds(type(self)).items():
             content = getattr(self, name)
             match kind:
@@ -98,23 +98,12 @@ class Value:
                 case "list of tensors":
                     groups |= {f"{name}-{number}": item for number, item in enumerate(content)}
                     values[name] = len(content)
-                case "client's tensors":
-                    common, numbers = _common(content)
-                    groups |= {f"{name}-{number}": item for number, item in enumerate(common)}
-                    values[name] = numbers
-                    for client in sorted(c for c, number in numbers.items() if number is None):
-                        state = of_clients.get(client, State())
-                        own = {**state.groups, name: content[client]}
-                        of_clients[client] = replace(state, groups=own)
-                case "client's groups":
-                    values[name] = {client: [*item] for client, item in content.items()}
-                    for client, item in sorted(content.items()):
-                        state = of_clients.get(client, State())
-                        parts = {**state.parts, name: State(item)}
-                        of_clients[client] = replace(state, parts=parts)
                 case "JSON":
                     values[name] = _plain(content)
-        return State(groups, values, of_clients)
+        for name, (content, group) in self._items_of_clients().items():
+            values[name], items = _parts(name, content)
+            parts |= {part: _state_of(item, group) for part, item in items.items()}
+        return State(groups, values, Lazy(parts))
 
     def restored(self, state: State) -> Self:
         """Return this value with the saved fields of a state; other fields do not change.
@@ -130,18 +119,12 @@ class Value:
                 case "list of tensors":
                     numbers = range(state.values[name])
                     saved[name] = tuple(state[f"{name}-{number}"] for number in numbers)
-                case "client's tensors":
-                    saved[name] = {
-                        c: _of(state, c)[name] if number is None else state[f"{name}-{number}"]
-                        for c, number in state.values[name].items()
-                    }
-                case "client's groups":
-                    saved[name] = {
-                        c: {g: _of(_of(state, c), name)[g] for g in groups}
-                        for c, groups in state.values[name].items()
-                    }
                 case "JSON":
                     saved[name] = state.values[name]
+        for name, (_, group) in self._items_of_clients().items():
+            parts, found = state.values[name], unread(state.parts)
+            items = {part: _item_of(found[part], group) for part in {*parts.values()}}
+            saved[name] = {client: items[part] for client, part in parts.items()}
         return replace(self, **saved)
 
     def without(self, client: ClientId) -> Self:
@@ -214,24 +197,52 @@ def _typed(content: Any, annotation: Any) -> Any:
     [inner] = get_args(annotation)
     if isinstance(content, PerClient) and get_origin(inner) is not PerClient:
         return content
-    return PerClient({client: _typed(item, inner) for client, item in content.items()})
+    return PerClient({client: _typed(item, inner) for client, item in unread(content).items()})
 
 
-def _of(state: State, name: str) -> State:
-    """Return a nested state; it is empty if it was not saved because it has no tensors."""
-    return state.parts.get(name, State())
-
-
-def _common(tensors: PerClient[Tensors]) -> tuple[list[Tensors], dict[ClientId, int | None]]:
-    """Find mappings that several clients have in common, so that they are saved once.
+def _parts(name: str, content: PerClient[Any]) -> tuple[dict[ClientId, str], dict[str, Any]]:
+    """Name the nested states of a field; see `Value.state`.
 
     Returns:
-        These mappings, and for each client the index of its mapping, or None if no other client
-        has the same mapping.
+        The name of each client's nested state, and the unread item of each nested state.
     """
-    clients: dict[tuple[tuple[str, int], ...], list[ClientId]] = {}
-    for client, item in sorted(tensors.items()):
-        clients.setdefault(tuple((n, id(t)) for n, t in item.items()), []).append(client)
+    clients: dict[int, list[ClientId]] = {}
+    for client, item in sorted(content.unread.items()):
+        clients.setdefault(id(item), []).append(client)
     several = [names for names in clients.values() if len(names) > 1]
-    numbers = {name: number for number, names in enumerate(several) for name in names}
-    return [tensors[n[0]] for n in several], {c: numbers.get(c) for c in sorted(tensors)}
+    parts = {client: f"{name}-{client}" for client in sorted(content)}
+    parts |= {c: f"{name}.{number}" for number, names in enumerate(several) for c in names}
+    return parts, {part: content.unread[client] for client, part in parts.items()}
+
+
+def _state_of(item: Any, group: str | None) -> State | Stored:
+    """Return the nested state of an unread item."""
+    if isinstance(item, InFile) and item.is_whole:
+        return item.stored
+    content = loaded(item)
+    return State({group: content} if group else content)
+
+
+def _item_of(item: Any, group: str | None) -> InFile | Computed:
+    """Return the unread content of an unread nested state."""
+    if isinstance(item, Stored):
+        return InFile(item, next(iter(item.groups), group) if group else None)
+    return Computed(_only_group if group else _groups, (item,))
+
+
+def _groups(state: State) -> Groups:
+    return state.groups
+
+
+def _only_group(state: State) -> Tensors:
+    return next(iter(state.groups.values()), {})
+
+
+def server_state(folder: RunFolder) -> State:
+    """Return the state of the server's value in the newest checkpoint.
+
+    The nested states are in files of their own, and are read when they are accessed.
+    """
+    names = folder.states(PART)
+    parts = {name.removeprefix(PART): Computed(folder.load, (name,)) for name in names}
+    return replace(folder.load("server"), parts=Lazy(parts))

@@ -3,8 +3,9 @@
 run.json             the run's description, the number of threads, versions, and hashes of texts
 metrics.jsonl        a line for each metric: round, client, name, value; and `during`, the number of
                      the turn in which the metric was recorded, if this number differs from `round`
-checkpoints/00012/   after 12 turns, the states of the server, of every client (client-NAME) and of
-                     its best model so far (kept-NAME), and checksums; older ones are deleted
+checkpoints/00012/   after 12 turns, the states of the server, of the server's tensors of a client
+                     (server-FIELD-NAME), of every client (client-NAME) and of its best model so far
+                     (kept-NAME), and checksums; older ones are deleted
 scores/POINT/NAME.json  the last score of each window of the test text NAME; POINT: the scored model
                      (trained, aggregated, or commonest, which always gives the commonest answer)
 result.json          the scores of a finished run
@@ -21,7 +22,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from hashlib import blake2b
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -46,6 +46,7 @@ from coterie.files import (
 from coterie.messages import Json, State
 from coterie.messages.formats import VERSION, check_format, version_fields
 from coterie.runs import read
+from coterie.runs.stored import Stored, checksum
 
 CHECKSUMS = "checksums.json"
 """The file in a checkpoint with the name and the hash of each other file in the checkpoint."""
@@ -72,10 +73,6 @@ def describe(
         "clients": clients,
         "config": config,
     }
-
-
-def _checksum(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
 
 
 def turn_of(line: Mapping[str, Any]) -> int:
@@ -217,7 +214,7 @@ class RunFolder:
     def save(
         self,
         turns: int,
-        states: Iterable[tuple[str, State | None]],
+        states: Iterable[tuple[str, State | Stored | None]],
         *,
         files: Mapping[str, bytes] | None = None,
         keep: int = 2,
@@ -225,7 +222,8 @@ class RunFolder:
         """Write a checkpoint after `turns` turns; delete all but the newest `keep` checkpoints.
 
         States are written one at a time. None stands for a state that has not changed since the
-        previous checkpoint. `files` are additional files of the checkpoint.
+        previous checkpoint. Neither this state nor a `Stored` state that an earlier checkpoint
+        contains is written again. `files` are additional files of the checkpoint.
         """
         refuse_links(self.path, "checkpoints")
         newest, previous = self.checkpoint(turns), self.checkpoint(self.turns())
@@ -234,11 +232,15 @@ class RunFolder:
         def fill(folder: Path) -> None:
             for name, state in states:
                 file = f"{name}.safetensors"
-                if state is None:
-                    refuse_links(previous, file)
-                    link(previous / file, folder / file)
-                    sums[file] = self._checksums(previous)[file]
-                else:
+                earlier = previous / file if state is None else None
+                if isinstance(state, Stored):
+                    earlier = state.saved if state.saved and state.saved.exists() else None
+                    state.saved = newest / file
+                if earlier is not None:
+                    refuse_links(earlier.parent, earlier.name)
+                    link(earlier, folder / file)
+                    sums[file] = self._checksums(earlier.parent)[earlier.name]
+                elif state is not None:
                     put(folder / file, state.encode())
             for file, data in (files or {}).items():
                 put(folder / file, data)
@@ -247,23 +249,30 @@ class RunFolder:
 
         def put(path: Path, data: bytes) -> None:
             write_bytes(path, data)
-            sums[path.name] = _checksum(data)
+            sums[path.name] = checksum(data)
 
         write_folder(newest, fill)
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
-    def change(self, change: Callable[[str, State], State]) -> None:
-        """Apply a function to each state of the newest checkpoint; delete all other checkpoints."""
+    def change(self, change: Callable[[str, State], State | None]) -> None:
+        """Apply a function to each state of the newest checkpoint; delete all other checkpoints.
+
+        A state is deleted if the function returns None.
+        """
         *older, newest = self.checkpoints()
         sums, aside = self._checksums(newest), newest.with_name(f".{newest.name}.old")
 
         def fill(folder: Path) -> None:
-            for file in sums:
+            for file in [*sums]:
                 data = self.read(file)
                 if file.endswith(".safetensors"):
-                    data = change(Path(file).stem, State.decode(data)).encode()
+                    stem = file.removesuffix(".safetensors")
+                    if (state := change(stem, State.decode(data))) is None:
+                        del sums[file]
+                        continue
+                    data = state.encode()
                 write_bytes(folder / file, data)
-                sums[file] = _checksum(data)
+                sums[file] = checksum(data)
             write_json(folder / CHECKSUMS, sums)
             newest.rename(aside)  # if killed here, the previous checkpoint is the newest
 
@@ -343,7 +352,7 @@ class RunFolder:
         path = self.checkpoint(self.turns()) / file
         try:
             data = read_inside(self.path, path.relative_to(self.path))
-            if _checksum(data) == self._checksums(path.parent)[file]:
+            if checksum(data) == self._checksums(path.parent)[file]:
                 return data
             reason = "it has changed since it was written"
         except (OSError, ValueError, KeyError) as error:
@@ -355,12 +364,17 @@ class RunFolder:
     def digest(self) -> str:
         """Return a hash of the newest checkpoint's checksums."""
         path = self.checkpoint(self.turns()) / CHECKSUMS
-        return _checksum(read_inside(self.path, path.relative_to(self.path)))
+        return checksum(read_inside(self.path, path.relative_to(self.path)))
 
     def _checksums(self, checkpoint: Path) -> dict[str, str]:
         """Return a checkpoint's recorded hashes; raise ValueError if checksums.json is damaged."""
         name = (checkpoint / CHECKSUMS).relative_to(self.path)
         return read.hashes(parse_json(read_inside(self.path, name)))
+
+    def states(self, prefix: str) -> list[str]:
+        """Return the names of the newest checkpoint's states that begin with a prefix, sorted."""
+        checkpoint, end = self.checkpoint(self.turns()), ".safetensors"
+        return sorted(p.name.removesuffix(end) for p in checkpoint.glob(f"{prefix}*{end}"))
 
     def has(self, name: str) -> bool:
         """Return whether the newest checkpoint contains a state."""

@@ -196,6 +196,16 @@ def sides(folder: RunFolder) -> list[str]:
     return sorted(path.stem for path in folder.checkpoint(folder.turns()).glob("*.safetensors"))
 
 
+def client_of(side: str) -> str:
+    """Return the client to which a state of a checkpoint belongs; empty if it is the server's.
+
+    Args:
+        side: The name of the state, such as `client-poet` or `server-means-poet`.
+    """
+    kind, _, name = side.partition("-")
+    return name if kind in ("client", "kept") else ""
+
+
 def assert_same_state(actual: RunFolder, expected: RunFolder, side: str) -> None:
     """Check that a state is bit-identical in the newest checkpoints of two runs.
 
@@ -258,7 +268,7 @@ def assert_as_local(run: RunConfig, out: Path, local: RunFolder) -> None:
         local: The folder of the local run.
     """
     for side in sides(local):
-        name = side.partition("-")[2]
+        name = client_of(side)
         deployed = folder(run, out, name) if name else RunFolder(out / "server")
         assert_same_state(deployed, local, side)
     for client in run.clients:

@@ -132,7 +132,10 @@ class FedAMoLEServer(Server[Experts]):
             For each client, a mapping from layers to the numbers of the client's experts.
         """
         bounds = self.settings.bounds(self.count, len(participants), relaxed=True)
-        scores = {path: self._scores(value, path, participants, exchange) for path in self.paths}
+        tokens = dict(value.tokens)
+        scores = {
+            path: self._scores(value, tokens, path, participants, exchange) for path in self.paths
+        }
         chosen = assign_all(scores, bounds)
         return {
             client: {path: np.flatnonzero(D[:, i]).tolist() for path, D in chosen.items()}
@@ -140,7 +143,12 @@ class FedAMoLEServer(Server[Experts]):
         }
 
     def _scores(
-        self, value: Experts, path: str, participants: Sequence[ClientId], exchange: int
+        self,
+        value: Experts,
+        tokens: Mapping[ClientId, Tensors],
+        path: str,
+        participants: Sequence[ClientId],
+        exchange: int,
     ) -> np.ndarray:
         """Return the scores by which a layer's experts choose clients, shaped (experts, clients).
 
@@ -148,10 +156,10 @@ class FedAMoLEServer(Server[Experts]):
         random if the setting `assignment` is "random" or "random-once", or if no participant has
         uploaded embeddings yet.
         """
-        tokens = [value.tokens.get(c, {}).get(path) for c in participants]
-        if self.settings.chooses and any(mean is not None for mean in tokens):
+        means = [tokens.get(c, {}).get(path) for c in participants]
+        if self.settings.chooses and any(mean is not None for mean in means):
             experts = [value.experts.get(expert_name(path, j)) for j in range(self.count)]
-            return relevance_of_known(experts, tokens, self.relevance_dim(path))
+            return relevance_of_known(experts, means, self.relevance_dim(path))
         round = 0 if self.settings.assignment == "random-once" else exchange
         chances = (generator(self.seed, "assign", round, path, c) for c in participants)
         draws = [torch.rand(self.count, generator=chance) for chance in chances]
