@@ -95,7 +95,7 @@ def _ctrl_c() -> None:
 @pytest.fixture(autouse=True)
 def _own_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plugins that a test loads, and names that it registers, end with it."""
-    for registry in plugins.KINDS.values():
+    for registry in plugins.registries():
         monkeypatch.setattr(registry, "registered", dict(registry.registered))
     monkeypatch.setattr(plugins, "_loaded", dict(plugins._loaded))
     modules = {name: module for name, module in sys.modules.items() if _is_plugin(name)}

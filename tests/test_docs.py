@@ -29,8 +29,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 def test_the_page_shows_the_example_as_it_is() -> None:
     page = (ROOT / "docs" / "develop" / "add-a-method.md").read_text(encoding="utf-8")
-    first, *_, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    first, *_, biases, part, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert first == (ROOT / "examples" / "fedsa_lora.py").read_text(encoding="utf-8")
+    assert biases == (ROOT / "examples" / "biases.py").read_text(encoding="utf-8")
     part = indent(part, "    ").replace("\n\n\n", "\n\n")  # two methods of a class
     assert part in (ROOT / "src/coterie/methods/factors.py").read_text(encoding="utf-8")
 
@@ -66,6 +67,12 @@ def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
     page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
     code, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
+
+
+def test_the_page_on_reports_shows_the_figure_as_it_is() -> None:
+    page = (ROOT / "docs" / "use" / "reports.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert code == (ROOT / "examples" / "spread.py").read_text(encoding="utf-8")
 
 
 def test_the_page_on_metrics_and_data_shows_the_examples_and_runs(monkeypatch, capsys) -> None:

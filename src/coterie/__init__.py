@@ -12,6 +12,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from coterie.adapters.roles import Role
     from coterie.api import (
         Exported,
         Run,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from coterie.errors import CoterieError
     from coterie.evaluation.metrics import Metric
     from coterie.methods.contract import Method
+    from coterie.report.figures import ReportFigure
     from coterie.runs.progress import Callback
     from coterie.transforms.contract import Reduction, Transform
 
@@ -45,6 +47,8 @@ __all__ = [
     "Method",
     "Metric",
     "Reduction",
+    "ReportFigure",
+    "Role",
     "Run",
     "RunConfig",
     "Transform",
@@ -67,6 +71,8 @@ _MODULES = {
     "Method": "methods.contract",
     "Metric": "evaluation.metrics",
     "Reduction": "transforms.contract",
+    "ReportFigure": "report.figures",
+    "Role": "adapters.roles",
     "RunConfig": "config.run",
     "Transform": "transforms.contract",
     "load_config": "config.read",

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar
+from pkgutil import resolve_name
+from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from coterie.errors import CoterieError
 
 T = TypeVar("T")
+K = TypeVar("K", bound=type[Any])
 
 
 @dataclass
@@ -28,12 +30,20 @@ class Registry(Generic[T]):
     """
     group: str
     """The entry point group in which installed packages declare additional objects."""
-    accept: Callable[[Any], T]
-    """Function that registers an entry point's object, or refuses it with a CoterieError."""
+    base: str
+    """The base class (MODULE:CLASS) of all objects. The package `coterie` exports the class."""
+    requires: Mapping[str, str] = field(default_factory=dict)
+    """A mapping from each class variable that an object needs besides `name`, to its purpose.
+
+    The purpose is the end of the error message for a missing class variable.
+    """
     reserved: tuple[str, ...] = ()
     """Names that have another meaning in run files, so that no object may have them."""
     advice: str = ""
-    """Last sentence of the error message for an unknown name."""
+    """A sentence of the error message for an unknown name, which says where the names are listed.
+
+    The sentence begins with a space.
+    """
     registered: dict[str, T] = field(default_factory=dict)
 
     @cached_property
@@ -60,7 +70,10 @@ class Registry(Generic[T]):
         """Raise CoterieError if no object has this name."""
         if name not in self.builtin and name not in self.names():  # entry points are slow to read
             hint = nearest(name, [*self.names(), *self.reserved])
-            raise CoterieError(f"There is no {self.noun} {name!r}.{hint} {self.advice}".rstrip())
+            raise CoterieError(
+                f"There is no {self.noun} {name!r}.{hint}{self.advice} "
+                f"To add a {self.noun} of your own, use --plugin FILE.py or coterie.register."
+            )
 
     def get(self, name: str) -> T:
         """Return the object with this name; raise CoterieError if there is none."""
@@ -69,23 +82,53 @@ class Registry(Generic[T]):
             return self.builtin[name]()
         return self.registered[name] if name in self.registered else self._load(self.entries[name])
 
-    def add(self, name: str, value: T) -> None:
-        """Register an object.
+    @property
+    def exported_base(self) -> str:
+        """The base class as it is imported by the authors of plugins, such as `coterie.Method`."""
+        return f"coterie.{self.base.partition(':')[2]}"
+
+    def accepts(self, kind: object) -> bool:
+        """Return whether an object is a subclass of the registry's base class."""
+        return isinstance(kind, type) and issubclass(kind, resolve_name(self.base))
+
+    def register(self, kind: K) -> K:
+        """Register a class under its `name`, until this process ends.
 
         A class may replace an earlier version of itself from the same file or notebook cell.
 
+        Args:
+            kind: A subclass of the registry's base class.
+
+        Returns:
+            The class.
+
         Raises:
-            CoterieError: Another object has this name, or the name is reserved.
+            CoterieError: The class is not a subclass of the base class, its name is missing or
+                invalid, a required class variable is missing, or another object has the name.
         """
+        if not self.accepts(kind):
+            raise CoterieError(
+                f"{kind!r} is not a {self.noun}; it must be a subclass of {self.exported_base}."
+            )
+        name = getattr(kind, "name", None)
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
+            raise CoterieError(
+                f"The {self.noun} {kind.__name__} needs a `name` of lower-case letters, digits, "
+                "dots, dashes and underscores."
+            )
+        for key, purpose in self.requires.items():
+            if not hasattr(kind, key):
+                raise CoterieError(f"The {self.noun} {name!r} needs a `{key}`{purpose}.")
         earlier = self.registered.get(name)
         is_taken = name in self.builtin or name in self.reserved
-        if is_taken or (earlier is not None and _origin(earlier) != _origin(value)):
+        if is_taken or (earlier is not None and _origin(earlier) != _origin(kind)):
             raise CoterieError(f"A {self.noun} named {name!r} already exists; choose another name.")
-        self.registered[name] = value
+        self.registered[name] = cast(T, kind)
+        return kind
 
     def _load(self, entry: EntryPoint) -> T:
         try:
-            return self.accept(entry.load())
+            return self.register(entry.load())
         except Exception as error:
             raise CoterieError(
                 f"The {self.noun} {entry.name!r} of an installed package ({entry.value}) cannot be "
@@ -124,31 +167,6 @@ class NamedSpec(Section):
     def described(self) -> dict[str, Any]:
         """Return the name and the settings as a mapping for a run file."""
         return {"name": self.name, **self.settings}
-
-
-def check_named(kind: type[Any], noun: str, key: str, purpose: str) -> None:
-    """Check that a class has a valid name and a required class variable.
-
-    This function is called before the class is registered.
-
-    Args:
-        kind: The class.
-        noun: The word for classes of this kind in error messages, such as "metric".
-        key: The required class variable.
-        purpose: The end of the error message for a missing class variable. It says what the
-            variable is for.
-
-    Raises:
-        CoterieError: The name or the class variable is missing or invalid.
-    """
-    name = getattr(kind, "name", None)
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
-        raise CoterieError(
-            f"The {noun} {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
-            "dashes and underscores."
-        )
-    if not hasattr(kind, key):
-        raise CoterieError(f"The {noun} {name!r} needs a `{key}`{purpose}.")
 
 
 def _origin(value: Any) -> tuple[str, str]:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
-from coterie.adapters import Adapter, Layout, Role, detach, of_roles
+from coterie.adapters import Adapter, Layout, detach, of_roles
 from coterie.errors import CoterieError
 
-ALL: tuple[Role, ...] = ("dense", "generalist", "specialist", "router")
+ALL: tuple[str, ...] = ("dense", "generalist", "specialist", "router")
 
 
 def adapter_of(base: nn.Module, client: str = "ada", layout: Layout | None = None) -> Adapter:
@@ -23,7 +23,7 @@ def adapter_of(base: nn.Module, client: str = "ada", layout: Layout | None = Non
     )
 
 
-def roles(adapter: Adapter) -> dict[str, Role]:
+def roles(adapter: Adapter) -> dict[str, str]:
     return {name: part.role for name, part in adapter.parameters().items()}
 
 
@@ -118,7 +118,7 @@ def test_only_the_roles_asked_for_are_trained(base: PreTrainedModel, ids: Tensor
     adapter = adapter_of(base)
     randomise(adapter, 0)
     adapter.attach(base)
-    choices: list[tuple[Role, ...]] = [("router",), ("dense", "specialist"), ALL]
+    choices: list[tuple[str, ...]] = [("router",), ("dense", "specialist"), ALL]
     for chosen in choices:
         adapter.require_grad(of_roles(*chosen))
         base(ids, labels=ids).loss.backward()

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coterie.adapters import AmoleAdapter, AmoleLayout, LoraLinear, detach, of_roles
-from coterie.adapters.layout import Layout, Role
+from coterie.adapters.layout import Layout
 from coterie.bases.padding import real_tokens
 from coterie.bases.sites import chosen_linears
 from coterie.errors import CoterieError
 
-ROLES: tuple[Role, ...] = ("shared", "domain", "projection")
+ROLES: tuple[str, ...] = ("shared", "domain", "projection")
 LAYOUT = AmoleLayout(experts=9, rank=3, alpha=7.0)
 CASES: dict[str, tuple[AmoleLayout, list[int]]] = {
     "four, top 2": (LAYOUT, [1, 4, 5, 8]),

@@ -15,7 +15,7 @@ from coterie.testing import TransformContract
 from coterie.testing.small import small_run
 from coterie.transforms.contract import Context, Transform, mapped
 from coterie.transforms.reductions import Median
-from coterie.transforms.registry import register
+from coterie.transforms.registry import TRANSFORMS
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 KINDS = {file.stem: load_plugin(file)[0] for file in sorted(EXAMPLES.glob("*.py"))}
@@ -93,7 +93,7 @@ def test_a_faulty_transform_fails(
 ) -> None:
     contract = TransformContract()
     monkeypatch.setattr(TransformContract, "transform", faulty, raising=False)
-    register(type(faulty))
+    TRANSFORMS.register(type(faulty))
     (folder := tmp_path / "texts").mkdir()
     run = small_run(
         folder, method="fedavg", aggregation={"transforms": [faulty], "largest_change": None}

@@ -14,15 +14,16 @@ from coterie.analysis.tables import Table
 from coterie.evaluation.accuracy import ACCURACY
 from coterie.evaluation.perplexity import PERPLEXITY
 from coterie.methods.registry import available
-from coterie.report.assignment import assignment, holdings, shared
-from coterie.report.cost import traffic
-from coterie.report.curves import curves, smooth, sweep
-from coterie.report.division import division
+from coterie.report.assignment import Assignment, holdings, shared
+from coterie.report.cost import Traffic
+from coterie.report.curves import Curves, Sweep, smooth
+from coterie.report.division import Division
+from coterie.report.figures import FIGURES
 from coterie.report.plots import of_pairs
-from coterie.report.routing import routing
+from coterie.report.routing import Routing
 from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
-from coterie.report.trust import trust, trust_matrices
-from coterie.report.uploads import uploads
+from coterie.report.trust import Trust, trust_matrices
+from coterie.report.uploads import Uploads
 
 LOCAL = {"name": "local"}
 COMIGS = {
@@ -50,7 +51,7 @@ def test_perplexity_over_rounds_is_the_point_that_the_method_reports(written) ->
         for point, extra in (("trained", 1), ("aggregated", 500))
     ]
     folder = written("run", LOCAL, figures=figures, perplexities=(11, 31))
-    perplexity, loss = curves(one(folder))
+    perplexity, loss = Curves().pictures(one(folder))
     assert table_of([perplexity]).rows == [["local", "81.00", "61.00", "41.00", "21.00"]]
     assert isinstance(loss, LeftOut)
 
@@ -76,7 +77,7 @@ def test_alternative_text_says_which_score_is_where(kept, rounds, written) -> No
         )
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | ({"kept": kept} if kept else {})))
-    pictures: Any = curves(one(folder))
+    pictures: Any = Curves().pictures(one(folder))
     picture, _ = pictures
     if rounds > 1:
         assert "The table lists the mean over clients by round." in picture.alt
@@ -97,7 +98,7 @@ def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_
         written(f"cmp/{name}", {"name": name}, figures=begun, accuracies=accuracies)
     experiment = one(tmp_path / "cmp")
     assert (experiment.metric, experiment.instructed) == (ACCURACY, True)
-    accuracy, _ = curves(experiment)
+    accuracy, _ = Curves().pictures(experiment)
     assert drawn([accuracy]).title == "Test accuracy (%) over rounds"
     assert table_of([accuracy]).rows == [["local", "10.00", "62.50"], ["fedavg", "10.00", "85.00"]]
     assert "logarithmic" not in drawn([accuracy]).caption
@@ -140,7 +141,7 @@ def test_assignments_become_who_held_what(assigned) -> None:
 
 
 def test_assignments_are_drawn_with_their_tables(assigned) -> None:
-    who, how_many, common = assignment(one(assigned))
+    who, how_many, common = Assignment().pictures(one(assigned))
     assert table_of([who]).rows == [
         ["anna", "1, 2, 3", "4"], ["ben", "2, 3", "4"], ["carl", "none", "4"],
     ]  # fmt: skip
@@ -151,14 +152,14 @@ def test_assignments_are_drawn_with_their_tables(assigned) -> None:
 
 
 def test_a_final_evaluation_alone_is_drawn_as_dots(written) -> None:
-    perplexity, _ = curves(one(written("run", LOCAL)))
+    perplexity, _ = Curves().pictures(one(written("run", LOCAL)))
     assert drawn([perplexity]).title == "Test perplexity after the last round"
 
 
 def test_losses_are_counted_by_update_and_averaged_over_clients(written) -> None:
     losses = {"anna": [5.0, 4.0, 3.0], "ben": [7.0, 6.0, 2.0]}
     figures = [(n // 2, c, "loss/joint", v) for c, vs in losses.items() for n, v in enumerate(vs)]
-    _, loss = curves(one(written("run", LOCAL, figures=figures)))
+    _, loss = Curves().pictures(one(written("run", LOCAL, figures=figures)))
     assert table_of([loss]).rows == [["local", "joint", "3", "6.000", "2.500"]]
     values = pd.Series([1.0, 2.0, 6.0, 3.0])
     assert smooth(values, 3).tolist() == pytest.approx([1.5, 3, 11 / 3, 4.5])
@@ -175,7 +176,7 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
         for round, row in enumerate(rows)
     ]
     folder = written("run", COMIGS, figures=figures)
-    table = table_of(routing(one(folder)))
+    table = table_of(Routing().pictures(one(folder)))
     assert [row[:3] for row in table.rows] == [
         ["anna", "generalist", "0.100"],
         ["anna", "specialist 1", "0.600"],
@@ -193,7 +194,7 @@ def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:
         for client, layers in (("anna", ["h.0.mlp", "h.1.mlp"]), ("ben", ["layers.0.mlp"]))
         for layer in layers
     ]
-    table = table_of(routing(one(written("run", COMIGS, figures=figures))))
+    table = table_of(Routing().pictures(one(written("run", COMIGS, figures=figures))))
     assert table.columns == ["client", "expert", "1", "2"]
     assert [row[2:] for row in table.rows] == [
         ["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""],
@@ -217,7 +218,7 @@ def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> No
     # Anna keeps hers in both runs; in the first run, ben keeps his, too.
     assert fourth[1].loc["anna"].tolist() == pytest.approx([0.7, 0.3])
     assert fourth[1].loc["ben"].tolist() == pytest.approx([0.35, 0.65])
-    heat, lines = trust(one(tmp_path / "cmp"))
+    heat, lines = Trust().pictures(one(tmp_path / "cmp"))
     assert table_of([heat]).rows == [["anna", "0.700", "0.300"], ["ben", "0.350", "0.650"]]
     drawn([lines])
 
@@ -260,7 +261,11 @@ def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_pat
     row = {"anna": 0.5, "ben": 0.24, "cleo": 0.26}
     figures = [(1, "anna", "trust", row), (1, "ben", "trust", row), (1, "cleo", "trust", row)]
     written("cmp/0", LOCAL, 0, figures=figures)
-    found = [picture for picture in trust(one(tmp_path / "cmp")) if isinstance(picture, Picture)]
+    found = [
+        picture
+        for picture in Trust().pictures(one(tmp_path / "cmp"))
+        if isinstance(picture, Picture)
+    ]
     (others,) = [picture for picture in found if picture.name.startswith("trust-in-others")]
     assert (
         "lowest weight (0.24) to the highest (0.5)" in others.caption
@@ -272,7 +277,7 @@ def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> Non
     for every, steps, score in ((5, 1, 10), (5, 2, 20), (9, 1, 30)):
         method = COMIGS | {"router": {"every": every, "steps": steps}}
         written(f"cmp/{every}-{steps}", method, perplexities=(score, score + 2))
-    table = table_of(sweep(one(tmp_path / "cmp")))
+    table = table_of(Sweep().pictures(one(tmp_path / "cmp")))
     assert table.columns[1:] == ["5", "9"]
     assert table.rows == [["1", "11.00", "31.00"], ["2", "21.00", ""]]
 
@@ -281,13 +286,13 @@ def test_division_shows_labels_or_else_tokens(written) -> None:
     tokens = {
         c: {"tokens": {"train": 900, "validation": 50, "test": 1200}} for c in ("anna", "ben")
     }
-    table = table_of(division(one(written("a", LOCAL, clients=tokens))))
+    table = table_of(Division().pictures(one(written("a", LOCAL, clients=tokens))))
     assert (table.columns, table.rows[0]) == (
         ["client", "train", "validation", "test"],
         ["anna", "900", "50", "1,200"],
     )
     labels = {"anna": {"labels": {"b": 3}}, "ben": {"labels": {"a": 4, "b": 1}}}
-    table = table_of(division(one(written("b", LOCAL, clients=labels))))
+    table = table_of(Division().pictures(one(written("b", LOCAL, clients=labels))))
     assert table.rows == [["anna", "0", "3"], ["ben", "4", "1"]]
 
 
@@ -299,7 +304,7 @@ def test_traffic_counts_the_first_download_of_a_round(written) -> None:
         for client, size in (("anna", 1000), ("ben", 3000))
         for name in ("bytes/down", "bytes/up", "bytes/down")
     ]
-    table = table_of(traffic(one(written("run", LOCAL, figures=figures))))
+    table = table_of(Traffic().pictures(one(written("run", LOCAL, figures=figures))))
     assert table.rows == [["local", "2,000", "3,000", "2,000", "3,000"]]
 
 
@@ -319,7 +324,7 @@ def test_uploads_have_a_ratio_per_client_and_excluded_ones_are_named(written) ->
         (3, "ben", "left out", "its loss or its upload is not finite"),
     ]
     folder = written("run", LOCAL, figures=figures, perplexities=None)
-    table = table_of(uploads(one(folder)))
+    table = table_of(Uploads().pictures(one(folder)))
     assert table.rows == [
         ["local", "anna", "1", "0.00", ""],
         ["local", "ben", "9,000", "-0.50", "2, 4"],
@@ -331,14 +336,16 @@ def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:
         (0, "anna", "change", {"ratio": 1.0, "cosine": None}),
         (0, "ben", "left out", "its loss or its upload is not finite"),
     ]
-    table = table_of(uploads(one(written("run", LOCAL, figures=figures, perplexities=None))))
+    table = table_of(
+        Uploads().pictures(one(written("run", LOCAL, figures=figures, perplexities=None)))
+    )
     assert table.rows == [["local", "anna", "1", "", ""], ["local", "ben", "", "", "1"]]
 
 
 def test_what_runs_do_not_hold_is_left_out(written) -> None:
     empty = one(written("run", LOCAL, perplexities=None))
-    for figures in (curves, routing, trust, assignment, sweep, division, uploads, traffic):
-        assert all(isinstance(item, LeftOut) for item in figures(empty))
+    for name in FIGURES.names():
+        assert all(isinstance(item, LeftOut) for item in FIGURES.get(name)().pictures(empty))
 
 
 def contrast(one: str, other: str) -> float:

@@ -11,7 +11,7 @@ from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.data.tokens import ClientData
 from coterie.federation.participants import Participant, client_context
-from coterie.report.cost import operations
+from coterie.report.cost import Operations
 from coterie.report.style import LeftOut, Picture
 
 CLIENTS = ["diarist", "poet", "whaler"]
@@ -95,7 +95,7 @@ def test_costs_are_set_against_fedavg_where_it_was_run(
         about["config"] = parse(values(method=method)).as_dict()
         (folder / "run.json").write_text(json.dumps(about))
     (experiment,) = experiments([tmp_path / "runs"])
-    (picture,) = operations(experiment)
+    (picture,) = Operations().pictures(experiment)
     assert isinstance(picture, Picture)
     assert picture.table is not None
     assert ("relative to fedavg" in picture.table.columns) == bool(last)
@@ -110,6 +110,6 @@ def test_costs_are_set_against_fedavg_where_it_was_run(
 def test_models_with_bases_of_their_own_are_not_counted_on_the_runs(own, written) -> None:
     folder = written("run", {"name": "local"}, figures=[(0, "anna", "loss/joint", 4.0)], **own)
     (experiment,) = experiments([folder])
-    (left_out,) = operations(experiment)
+    (left_out,) = Operations().pictures(experiment)
     assert isinstance(left_out, LeftOut)
     assert "cannot be counted" in left_out.why

@@ -19,12 +19,12 @@ from coterie.data.examples import Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.text import Tokens
 from coterie.federation.participants import participants_of
-from coterie.report import page
-from coterie.report.cost import traffic
+from coterie.report.cost import Traffic
+from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 from coterie.report.style import LeftOut
 from coterie.report.texts import TextPicture, texts
-from coterie.report.trust import trust
+from coterie.report.trust import Trust
 from coterie.runs import RunFolder
 
 
@@ -65,13 +65,13 @@ def test_a_page_needs_nothing_but_itself(runs, tmp_path) -> None:
 
 
 def test_the_same_runs_give_the_same_page(runs, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(page, "FIGURES", (traffic,))
+    monkeypatch.setattr(FIGURES, "builtin", {"traffic": lambda: Traffic})
     one, other = (write_report([runs / "fedavg"], tmp_path / name) for name in "ab")
     assert one.page.read_bytes() == other.page.read_bytes()
 
 
 def test_a_page_lists_who_learns_with_whom(written, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(page, "FIGURES", (trust,))
+    monkeypatch.setattr(FIGURES, "builtin", {"trust": lambda: Trust})
     row = {"anna": 0.6, "ben": 0.4}
     for seed in range(2):
         figures = [(1, "anna", "trust", row), (1, "ben", "trust", {"ben": 1.0})]
@@ -85,7 +85,7 @@ def test_a_page_lists_who_learns_with_whom(written, tmp_path, monkeypatch) -> No
 
 @pytest.mark.slow
 def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(page, "FIGURES", ())
+    monkeypatch.setattr(FIGURES, "builtin", {})
 
     def shown(path: Path) -> str:
         return unescape(re.sub("<[^>]+>", "", path.read_text(encoding="utf-8")))
@@ -189,13 +189,13 @@ def command(monkeypatch, *arguments: object) -> int:
 
 
 def test_the_command_says_what_it_wrote_and_left_out(runs, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(page, "FIGURES", (traffic, trust))
+    monkeypatch.setattr(FIGURES, "builtin", {"traffic": lambda: Traffic, "trust": lambda: Trust})
     assert command(monkeypatch, runs / "fedavg", "--out", tmp_path) == 0
     out = capsys.readouterr().out
     assert "  omitted: Trust weights: no run recorded trust weights" in out
     assert f"Report: {tmp_path / 'report.html'}" in out
     assert "contains clients' texts" not in out
-    monkeypatch.setattr(page, "FIGURES", ())
+    monkeypatch.setattr(FIGURES, "builtin", {})
     assert command(monkeypatch, runs, "--out", tmp_path, "--texts", "--layer", "9") == 0
     out = capsys.readouterr().out
     assert "--layer '9' is invalid: give first, middle, last or a number from 1 to 2" in out

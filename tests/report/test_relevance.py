@@ -23,6 +23,7 @@ from coterie.federation.participants import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.value import server_state
 from coterie.report import page
+from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 from coterie.report.relevance import relevance as pictures
 from coterie.report.style import LeftOut, Picture
@@ -83,7 +84,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
 
 @pytest.mark.slow
 def test_points_of_samples_are_shown_only_where_asked_for(run, values, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "FIGURES", ())
+    monkeypatch.setattr(FIGURES, "builtin", {})
     report = write_report([run], tmp_path / "with", layer="first", with_samples=True)
     ((picture,),) = (section.pictures for section in report.sections)
     assert picture.name == "relevance-fedamole"

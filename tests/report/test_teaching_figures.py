@@ -5,9 +5,9 @@ import pytest
 from drawing import drawn
 
 from coterie.analysis.experiments import experiments
-from coterie.report.curves import curves
+from coterie.report.curves import Curves
 from coterie.report.style import THEMES, Canvas, LeftOut, Picture
-from coterie.report.teaching import lessons, teaching
+from coterie.report.teaching import Teaching, lessons
 
 FEDMKT = {"name": "fedmkt"}
 
@@ -63,7 +63,7 @@ def test_rounds_are_those_whose_predictions_were_learnt(mutual) -> None:
 
 
 def test_bars_are_stacked_by_client_and_lines_are_each_clients(mutual) -> None:
-    picture = drawn(teaching(mutual()))
+    picture = drawn(Teaching().pictures(mutual()))
     pieces, points = heights(picture)
     assert pieces == {"anna": [(0, 2), (0, 1)], "ben": [(2, 5), (1, 1)]}
     assert points == {"anna": [[1, 4], [2, 6]], "ben": [[1, 0], [2, 7]]}
@@ -71,7 +71,7 @@ def test_bars_are_stacked_by_client_and_lines_are_each_clients(mutual) -> None:
 
 
 def test_the_table_has_the_quality_of_what_came_over(mutual) -> None:
-    table = drawn(teaching(mutual())).table
+    table = drawn(Teaching().pictures(mutual())).table
     assert table is not None
     assert table.columns[3] == "samples (of 8)"
     assert table.rows == [
@@ -88,21 +88,21 @@ def test_the_table_has_the_quality_of_what_came_over(mutual) -> None:
 def test_a_side_that_recorded_nothing_has_no_panel(whose, panels, mutual) -> None:
     wanted = {"server": (True,), "clients": (False,), "both": (True, False)}[whose]
     figures = [figure for figure in FIGURES if (figure[1] is None) in wanted]
-    picture = drawn(teaching(mutual(figures, public=None)))
+    picture = drawn(Teaching().pictures(mutual(figures, public=None)))
     assert len(picture.draw(Canvas(THEMES[0])).axes) == panels
     assert "Dotted" not in picture.caption
 
 
 def test_a_long_run_shows_ten_of_its_rounds(mutual) -> None:
     figures = [(r, None, "taught", lesson(r, 1, anna=1)) for r in range(30)]
-    table = drawn(teaching(mutual(figures))).table
+    table = drawn(Teaching().pictures(mutual(figures))).table
     assert table is not None
     shown = [int(row[0]) for row in table.rows]
     assert (len(shown), shown[0], shown[-1]) == (10, 1, 30)
 
 
 def test_runs_in_which_nobody_teaches_say_so(mutual) -> None:
-    (left_out,) = teaching(mutual([], {"name": "local"}))
+    (left_out,) = Teaching().pictures(mutual([], {"name": "local"}))
     assert isinstance(left_out, LeftOut)
     assert "distillation between a server and its clients" in left_out.why
 
@@ -118,7 +118,7 @@ def test_the_servers_scores_have_a_panel_beside_the_clients(rounds, written, tmp
     written("runs/fedmkt", FEDMKT, figures=figures)
     written("runs/local", {"name": "local"})  # has no server's model, and no panel is the worse
     (experiment,) = experiments([tmp_path / "runs"])
-    picture = drawn([next(iter(curves(experiment)))])
+    picture = drawn([next(iter(Curves().pictures(experiment)))])
     panels = picture.draw(Canvas(THEMES[0])).axes
     assert [axis.get_title() for axis in panels] == ["mean over clients", "anna", "ben", "server"]
     assert any(7.0 in np.asarray(line.get_xydata()) for line in panels[-1].lines)

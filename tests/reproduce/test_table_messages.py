@@ -2,14 +2,14 @@
 
 import pytest
 
-from coterie.adapters import Role, of_roles
+from coterie.adapters import of_roles
 from coterie.analysis.audit import WHOLE
 from coterie.analysis.trial import first_exchange, start
 from coterie.engines.session import Session
 from reproduce.messages import message_tables, traffic
 
 
-def total(config, client: str, *roles: Role) -> int:
+def total(config, client: str, *roles: str) -> int:
     """Bytes of a client's fp32 parameters of some roles, counted on its adapter."""
     run = start(Session(config), config)
     adapter = run.clients[client].adapter  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie import CoterieError
-from coterie.adapters import Parameter, Role, Selects, of_roles
+from coterie.adapters import Parameter, Selects, of_roles
 from coterie.messages import State
 from coterie.training.context import ClientContext
 from coterie.training.optimiser import REFUSED, classes
@@ -23,7 +23,7 @@ KINDS: dict[str, Any] = {name: name for name in sorted(classes().keys() - REFUSE
     "adam, amsgrad": {"name": "adam", "amsgrad": True},
     "adagrad, begun": {"name": "adagrad", "initial_accumulator_value": 0.5},
 }
-ROLES: dict[str, Role] = {"a": "dense", "b": "dense", "c": "router"}
+ROLES: dict[str, str] = {"a": "dense", "b": "dense", "c": "router"}
 
 
 class Weights:
@@ -49,7 +49,7 @@ class Weights:
         return {name: p.detach().clone() for name, p in self.all.items()}
 
 
-def updater(weights: Weights, *roles: Role, **training: Any) -> Updater:
+def updater(weights: Weights, *roles: str, **training: Any) -> Updater:
     base = SimpleNamespace(precision="fp32", device=torch.device("cpu"))
     spec = TrainingSpec(precision="fp32", **training)
     context = SimpleNamespace(name="poet", base=base, training=spec)

@@ -9,7 +9,6 @@ from coterie.adapters.amole import AmoleAdapter as AmoleAdapter
 from coterie.adapters.amole import AmoleLayout as AmoleLayout
 from coterie.adapters.inference import fix_factors as fix_factors
 from coterie.adapters.layout import Layout as Layout
-from coterie.adapters.layout import Role as Role
 from coterie.adapters.lease import LeaseAdapter as LeaseAdapter
 from coterie.adapters.lora import LoraLinear as LoraLinear
 from coterie.adapters.merging import merge as merge
@@ -20,5 +19,7 @@ from coterie.adapters.parameter import Selects as Selects
 from coterie.adapters.parameter import of_roles as of_roles
 from coterie.adapters.parameter import pairs_of as pairs_of
 from coterie.adapters.parameter import trained as trained
+from coterie.adapters.roles import ROLES as ROLES
+from coterie.adapters.roles import Role as Role
 from coterie.adapters.routed import expert_roles as expert_roles
 from coterie.adapters.routed import role_weights as role_weights

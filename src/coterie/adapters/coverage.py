@@ -58,9 +58,8 @@ def coverage(base: nn.Module, parameters: Iterable[Parameter]) -> Coverage:
     for parameter in parameters:
         if parameter.factor != "B" or parameter.layer is None:
             continue
-        kind = "LoRA" if parameter.role == "dense" else "experts"
+        kind, way = parameter.kind.pairs
         owner, _, name = parameter.path.rpartition(".")
-        way = "inside" if parameter.role in ("generalist", "specialist") else "on"
         if not isinstance(modules[parameter.path], Linear):
             owner, name, way = parameter.path, "", "beside"
         names, numbers = owners.setdefault((kind, way, type(modules[owner]).__name__), ({}, set()))
@@ -78,7 +77,7 @@ def coverage(base: nn.Module, parameters: Iterable[Parameter]) -> Coverage:
         if lacks:
             blocks = sorted({block for i in lacks for block in _blocks(decoder[i])})
             others[kind] = ", ".join(blocks), len(lacks)
-    whole = any(parameter.role == "weight" for parameter in parameters)
+    whole = any(parameter.kind.replaces_weights for parameter in parameters)
     return Coverage(covered, len(decoder), others, whole)
 
 

@@ -5,25 +5,6 @@ from typing import Literal
 
 from coterie.errors import CoterieError
 
-Role = (
-    Literal["dense", "generalist", "specialist", "router", "frozen"]
-    | Literal["shared", "domain", "projection"]
-    | Literal["prompt", "weight"]
-)
-"""The role of a parameter. Methods use roles to select parameters to train, send or average.
-
-- dense: LoRA on attention
-- generalist: an expert that is aggregated
-- specialist: an expert that stays private
-- router: the router that computes the weights of generalists and specialists
-- frozen: a parameter that keeps its initial value, which is equal on all clients
-- shared: FedAMoLE's expert that all clients hold
-- domain: one of FedAMoLE's domain experts, which choose their clients
-- projection: FedAMoLE's router of domain experts
-- prompt: a soft prompt
-- weight: a difference from a weight of the base (full fine-tuning)
-"""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -90,7 +71,7 @@ class Layout:
         return min(2, self.experts) if self.top_k is None else self.top_k
 
     @property
-    def roles(self) -> tuple[Role, ...]:
+    def roles(self) -> tuple[str, ...]:
         """The role of each expert in a layer: first all generalists, then all specialists."""
         return ("generalist",) * self.generalists + ("specialist",) * self.specialists
 

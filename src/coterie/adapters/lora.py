@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coterie.adapters.dropout import dropout
-from coterie.adapters.layout import Layout, Role
+from coterie.adapters.layout import Layout
 from coterie.adapters.parameter import Parameter, trained_beside
 from coterie.bases.sites import Linear, StandIn, sizes, working_dtype
 
@@ -34,7 +34,7 @@ class LoraPair(nn.Module):
 
     def __init__(
         self,
-        role: Role,
+        role: str,
         path: str,
         shape: tuple[int, int],
         rank: int,
@@ -43,8 +43,7 @@ class LoraPair(nn.Module):
         freeze_A: bool = False,
     ) -> None:
         super().__init__()
-        self.role: Role = role
-        self.path, self.expert, self.freeze_A = path, expert, freeze_A
+        self.role, self.path, self.expert, self.freeze_A = role, path, expert, freeze_A
         columns, rows = shape
         self.A = nn.Parameter(torch.zeros(rank, columns, **trained_beside(near)))
         self.B = nn.Parameter(torch.zeros(rows, rank, **trained_beside(near)))

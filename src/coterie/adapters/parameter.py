@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from coterie.adapters.layout import Role
+from coterie.adapters.roles import ROLES, Role
 from coterie.bases.sites import place_of
 from coterie.seeding import generator
 
@@ -20,7 +20,8 @@ class Parameter:
 
     name: str
     """Name in messages and states, unique within an adapter."""
-    role: Role
+    role: str
+    """Name of the parameter's role; see `coterie.adapters.roles`."""
     tensor: nn.Parameter
     start: Literal["kaiming", "zero", "normal"]
     """Distribution of the initial values; see `initialise`."""
@@ -32,6 +33,15 @@ class Parameter:
     """Index of the expert to which the tensor belongs; None if it belongs to no expert. Domain
     experts are numbered across the whole run, and other experts are numbered within their role. The
     first expert always has the index 0."""
+
+    def __post_init__(self) -> None:
+        """Raise CoterieError if there is no role with the given name."""
+        ROLES.check(self.role)
+
+    @property
+    def kind(self) -> type[Role]:
+        """The class of the parameter's role."""
+        return ROLES.get(self.role)
 
     @property
     def layer(self) -> int | None:
@@ -52,17 +62,26 @@ Selects = Callable[[Parameter], bool]
 """A predicate that returns True for the parameters to select."""
 
 
-def of_roles(*roles: Role) -> Selects:
-    """Return a predicate that selects the parameters with one of the given roles."""
+def of_roles(*roles: str) -> Selects:
+    """Return a predicate that selects the parameters with one of the given roles.
+
+    Args:
+        roles: Names of roles.
+
+    Returns:
+        The predicate.
+
+    Raises:
+        CoterieError: There is no role with one of the names.
+    """
+    for role in roles:
+        ROLES.check(role)
     return lambda parameter: parameter.role in roles
 
 
 def trained(parameter: Parameter) -> bool:
-    """Return whether training can change a parameter.
-
-    Training can change all parameters except those with the role `frozen`.
-    """
-    return parameter.role != "frozen"
+    """Return whether training can change a parameter; see `Role.trained`."""
+    return parameter.kind.trained
 
 
 def trained_beside(weight: Tensor) -> dict[str, Any]:
@@ -90,11 +109,11 @@ def initialise(parameters: Iterable[Parameter], seed: int, client: str, common: 
         seed: The run's seed.
         client: The client's name.
         common: A predicate that selects the parameters whose initial values are equal on all
-            clients. The initial values of frozen parameters are always equal on all clients. The
-            initial values of all other parameters depend on the client's name.
+            clients. The initial values of parameters that training cannot change are always equal
+            on all clients. The initial values of all other parameters depend on the client's name.
     """
     for parameter in parameters:
-        is_common = parameter.role == "frozen" or common(parameter)
+        is_common = not trained(parameter) or common(parameter)
         purpose = ("init", parameter.name) if is_common else ("init", parameter.name, client)
         chance = generator(seed, *purpose)
         value = torch.zeros(parameter.tensor.shape)
@@ -117,5 +136,5 @@ def pairs_of(parameters: Mapping[str, Parameter]) -> list[tuple[Parameter, Param
     return [(A, Bs[pair]) for pair, A in As.items() if pair in Bs]
 
 
-def _pair(parameter: Parameter) -> tuple[Role, int | None, str]:
+def _pair(parameter: Parameter) -> tuple[str, int | None, str]:
     return parameter.role, parameter.expert, parameter.path

@@ -216,11 +216,10 @@ def _kind_of_parameter(parameter: Parameter) -> str:
 
     The text consists of the parameter's role (`generalist`), the number of the parameter's expert
     (counted from 1), and the location in the base (`mlp.up`). The number is omitted if the
-    parameter belongs to no expert. It is also omitted for domain experts, because the same number
-    denotes a different domain expert on every layer.
+    parameter belongs to no expert. It is also omitted if the same number denotes a different expert
+    on every layer, as with FedAMoLE's domain experts.
     """
-    # Domain experts are grouped: the same number is a different expert on every layer.
-    number = None if parameter.role == "domain" else parameter.expert
+    number = parameter.expert if parameter.kind.numbered else None
     role = parameter.role if number is None else f"{parameter.role} {number + 1}"
     return ", ".join(filter(None, (role, parameter.place)))
 

@@ -207,7 +207,7 @@ class Shapes:
 
     @property
     def _trains_weights(self) -> bool:
-        return any(p.role == "weight" for p in self.side.parameters().values())
+        return any(p.kind.replaces_weights for p in self.side.parameters().values())
 
 
 def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
@@ -237,7 +237,7 @@ def shapes_of(config: RunConfig, client: ClientId) -> Shapes | None:
     except NotImplementedError:  # the method computes with the base's weights
         return None
     parameters = side.parameters().values()
-    if not parameters or any(p.role == "prompt" for p in parameters):
+    if not parameters or any(p.kind.extends_input for p in parameters):
         return None
     if any(not isinstance(field.dtype, str) and not field.peers for field in method.schema().down):
         return None  # clients learn from predictions (FedMKT)

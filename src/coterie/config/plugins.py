@@ -1,4 +1,4 @@
-"""Plugins (`--plugin FILE.py`): Python files with methods, transforms, metrics or data kinds.
+"""Plugins (`--plugin FILE.py`): Python files with classes that registries accept, such as methods.
 
 Loading a plugin executes it, so a plugin is loaded only when the user names its file, never
 because a run folder or a server refers to it. Run folders and servers record the plugin's hash, and
@@ -10,31 +10,29 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from inspect import getsource
 from pathlib import Path
+from pkgutil import resolve_name
 from traceback import extract_tb
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from coterie.data.kind import DATA_KINDS
 from coterie.errors import CoterieError
-from coterie.evaluation.metrics import METRICS
 from coterie.files import read_file
 from coterie.methods.registry import METHODS
 from coterie.registry import Registry
-from coterie.transforms.registry import TRANSFORMS
 
-KINDS: Mapping[str, Registry[Any]] = {
-    "coterie.methods.contract:Method": METHODS,
-    "coterie.transforms.contract:Transform": TRANSFORMS,
-    "coterie.evaluation.metrics:Metric": METRICS,
-    "coterie.data.kind:DataKind": DATA_KINDS,
-}
-"""Registries; each key is the base class (MODULE:CLASS) of the classes that the registry accepts.
+REGISTRIES = (
+    "coterie.methods.registry:METHODS",
+    "coterie.transforms.registry:TRANSFORMS",
+    "coterie.evaluation.metrics:METRICS",
+    "coterie.data.kind:DATA_KINDS",
+    "coterie.adapters.roles:ROLES",
+    "coterie.report.figures:FIGURES",
+)
+"""The location (MODULE:NAME) of each registry to which plugins add classes.
 
-Each class in a plugin that is a subclass of one of these base classes and defines a `name` is
-passed to the `accept` method of the base class's registry.
+A registry is imported when a class is registered. Some of the modules import torch, and reports are
+above this package.
 """
-
-
 K = TypeVar("K", bound=type[Any])
 
 
@@ -51,13 +49,14 @@ _loaded: dict[str, Plugin] = {}
 
 
 def register(kind: K) -> K:
-    """Register a method, transform, metric or data kind, so that run files can use its name.
+    """Register a class, so that it can be used by its name, such as a method in a run file.
 
     The registration lasts for the life of the process. The function can be used as a class
     decorator.
 
     Args:
-        kind: A subclass of Method, Transform, Metric or DataKind that defines `name`.
+        kind: A subclass of Method, Transform, Metric, DataKind, Role or ReportFigure that defines
+            `name`.
 
     Returns:
         The class.
@@ -65,15 +64,20 @@ def register(kind: K) -> K:
     Raises:
         CoterieError: The class has none of these base classes, or its name is already registered.
     """
-    registry = _registry(kind) if isinstance(kind, type) else None
+    registry = _registry(kind)
     if registry is None:
-        bases = ", ".join(f"coterie.{base.partition(':')[2]}" for base in KINDS)
+        bases = ", ".join(registry.exported_base for registry in registries())
         raise CoterieError(f"{kind!r} cannot be registered; it must be a subclass of {bases}.")
-    return registry.accept(kind)
+    return registry.register(kind)
+
+
+def registries() -> list[Registry[Any]]:
+    """Import and return all registries to which plugins add classes."""
+    return [resolve_name(location) for location in REGISTRIES]
 
 
 def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[Any]]:
-    """Execute a Python file, and register the methods, transforms, metrics and data kinds in it.
+    """Execute a Python file, and register the classes in it, such as methods and metrics.
 
     Args:
         file: The path of the plugin file.
@@ -107,12 +111,12 @@ def load_plugin(file: str | Path, *, expected: str | None = None) -> list[type[A
         _loaded[name] = Plugin(str(path), digest)
     defined = _defined(sys.modules[name])
     if not defined:
-        nouns = " or ".join(registry.noun for registry in KINDS.values())
-        bases = " or ".join(f"coterie.{base.partition(':')[2]}" for base in KINDS)
+        nouns = " or ".join(registry.noun for registry in registries())
+        bases = " or ".join(registry.exported_base for registry in registries())
         raise CoterieError(
             f"The plugin {file} defines no {nouns}, that is, no subclass of {bases} with a `name`."
         )
-    return [registry.accept(kind) for kind, registry in defined]
+    return [registry.register(kind) for kind, registry in defined]
 
 
 def _execute(code: bytes, module: ModuleType, file: str | Path) -> None:
@@ -146,15 +150,9 @@ def _defined(module: ModuleType) -> list[tuple[type, Registry[Any]]]:
     return [(kind, registry) for kind in named if (registry := _registry(kind)) is not None]
 
 
-def _registry(kind: type) -> Registry[Any] | None:
-    """Return the registry for a class, or None if the class has no base class in `KINDS`."""
-    for base, registry in KINDS.items():
-        module, _, name = base.partition(":")
-        # Importing the base class may import torch. If its module is not imported yet, the base
-        # class has no subclasses.
-        if module in sys.modules and issubclass(kind, getattr(sys.modules[module], name)):
-            return registry
-    return None
+def _registry(kind: object) -> Registry[Any] | None:
+    """Return the registry that accepts a class, or None if there is none."""
+    return next((registry for registry in registries() if registry.accepts(kind)), None)
 
 
 def plugin_of(kind: type) -> Plugin | None:
@@ -171,8 +169,8 @@ def plugins_of(kinds: Iterable[type[Any]]) -> dict[str, Plugin]:
     """
     used: dict[str, Plugin] = {}
     for kind in kinds:
-        registry, plugin = _registry(kind), plugin_of(kind)
-        if registry is not None and plugin is not None:
+        plugin = plugin_of(kind)
+        if plugin is not None and (registry := _registry(kind)) is not None:
             used[kind.name if registry is METHODS else f"{registry.noun} {kind.name}"] = plugin
     return used
 
@@ -184,7 +182,7 @@ def plugin_for(key: str) -> Plugin | None:
         key: The object's key in the mapping that `plugins_of` returns.
     """
     noun, _, name = key.rpartition(" ")
-    registry = next((r for r in KINDS.values() if r.noun == noun), METHODS)
+    registry = next((r for r in registries() if r.noun == noun), METHODS)
     return plugin_of(registry.get(name)) if name in registry.names() else None
 
 
@@ -223,7 +221,7 @@ def check_importable(where: str, kinds: Iterable[type[Any]]) -> None:
     """
     for kind in kinds:
         registry = _registry(kind)
-        assert registry is not None, f"{kind} is not a subclass of any class in KINDS"
+        assert registry is not None, f"{kind} cannot be registered"
         if plugin_of(kind) is None and not registry.is_installed(kind):
             raise CoterieError(
                 f"{where} runs clients in other processes, which cannot import the "

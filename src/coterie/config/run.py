@@ -352,7 +352,7 @@ def parse(values: Mapping[str, Any]) -> RunConfig:
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("metric"), Metric):
         metric = type(evaluation["metric"])
         if not METRICS.is_installed(metric):
-            METRICS.accept(metric)  # scores and tables look up metrics by name
+            METRICS.register(metric)  # scores and tables look up metrics by name
         values = {**values, "evaluation": {**evaluation, "metric": metric.name}}
     if not isinstance(method, Method):
         return resolve(validated(RunFile, values))

@@ -7,13 +7,12 @@ how to write a kind.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from coterie.data.files import Record
 from coterie.data.measured import Needs
-from coterie.errors import CoterieError
-from coterie.registry import Registry, Section, check_named
+from coterie.registry import Registry, Section
 
 if TYPE_CHECKING:
     from coterie.data.examples import Encoding
@@ -134,43 +133,17 @@ class DataKind(Section):
         return {"name": self.name, **self.model_dump(mode="json")}
 
 
-def register(kind: Any) -> Any:
-    """Register a kind of data under its `name`, until this process ends.
-
-    Args:
-        kind: A subclass of `DataKind`.
-
-    Returns:
-        The class, so that the function can be used as a decorator.
-
-    Raises:
-        CoterieError: The argument is not a subclass of `DataKind`; or its name is missing, invalid
-            or taken; or its summary is missing.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, DataKind)):
-        raise CoterieError(
-            f"{kind!r} is not a kind of data; it must be a subclass of coterie.DataKind."
-        )
-    check_named(kind, DATA_KINDS.noun, "summary", ": a one-line description of a record")
-    DATA_KINDS.add(kind.name, kind)
-    return kind
-
-
-def _builtin(file: str, name: str) -> type[DataKind]:
-    return getattr(import_module(f"coterie.data.kinds.{file}"), name)
-
-
 OWN = {
-    "text": ("text", "Text"),
-    "instructions": ("instructions", "Instructions"),
-    "messages": ("conversations", "Messages"),
-    "preferences": ("preferences", "Preferences"),
+    "text": "text:Text",
+    "instructions": "instructions:Instructions",
+    "messages": "conversations:Messages",
+    "preferences": "preferences:Preferences",
 }
-"""A mapping of each built-in kind's name to the kind's file and class."""
+"""The module and class of each built-in kind, by the kind's name."""
 DATA_KINDS: Registry[type[DataKind]] = Registry(
     noun="data kind",
-    builtin={name: partial(_builtin, *location) for name, location in OWN.items()},
+    builtin={name: partial(resolve_name, f"coterie.data.kinds.{k}") for name, k in OWN.items()},
     group="coterie.data_kinds",
-    accept=register,
-    advice="To add a kind of data of your own, use --plugin FILE.py or coterie.register.",
+    base="coterie.data.kind:DataKind",
+    requires={"summary": ": a one-line description of a record"},
 )

@@ -6,13 +6,12 @@ torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from functools import cache, partial
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, ClassVar
 
 from coterie.data.measured import Measured, Needs
-from coterie.errors import CoterieError
-from coterie.registry import Registry, check_named
+from coterie.registry import Registry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,40 +165,17 @@ OF_SCORES = (
     *("samples", "pairs", "dpo_loss", "reward_margin"),
 )
 """The names of entries of scores that are not metrics. A metric cannot have one of these names."""
-K = TypeVar("K", bound=type)
-
-
-def register(kind: K) -> K:
-    """Register a metric's class under its `name`, until this process ends.
-
-    Args:
-        kind: A subclass of `Metric`.
-
-    Returns:
-        The class, so that the function can be used as a decorator.
-
-    Raises:
-        CoterieError: The class is not a metric with a name and a title, or the name is taken.
-    """
-    if not issubclass(kind, Metric):
-        raise CoterieError(f"{kind!r} is not a metric; it must be a subclass of coterie.Metric.")
-    check_named(kind, METRICS.noun, "title", ", the metric's name in tables and plots")
-    METRICS.add(kind.name, kind)
-    return kind
-
-
-def _builtin(name: str) -> type[Metric]:
-    return getattr(import_module(f"coterie.evaluation.{name}"), _CLASSES[name])
-
-
 METRICS: Registry[type[Metric]] = Registry(
     noun="metric",
-    builtin={name: lambda name=name: _builtin(name) for name in _CLASSES},
+    builtin={
+        name: partial(resolve_name, f"coterie.evaluation.{name}:{kind}")
+        for name, kind in _CLASSES.items()
+    },
     group="coterie.metrics",
-    accept=register,
+    base="coterie.evaluation.metrics:Metric",
+    requires={"title": ", the metric's name in tables and plots"},
     reserved=OF_SCORES,
-    advice=f"The metrics are {', '.join(_CLASSES)}. To add a metric of your own, use "
-    "--plugin FILE.py or coterie.register.",
+    advice=f" The metrics are {', '.join(_CLASSES)}.",
 )
 
 

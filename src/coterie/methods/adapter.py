@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import TypeVar
 
-from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable, trained
+from coterie.adapters import ROLES, Adapter, Layout, Parameter, Trainable, trained
 from coterie.errors import CoterieError
 from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
@@ -38,15 +38,6 @@ from coterie.turn import Turn
 
 S = TypeVar("S", bound=Settings)
 M = TypeVar("M", bound="AdapterMethod", default="AdapterMethod", covariant=True)
-DESCRIPTIONS: dict[Role, str] = {
-    "dense": "LoRA pairs on single linear layers, usually in the attention blocks",
-    "generalist": "LoRA pairs of the generalists, usually on the MLPs",
-    "specialist": "LoRA pairs of the specialists, usually on the MLPs",
-    "router": "parameters of the routers",
-    "weight": "differences from the base's weights",
-    "prompt": "soft prompt, or the encoder that computes it",
-}
-"""For each role, the description of shared parameters of this role in a method's schema."""
 
 
 class AdapterMethod(Method):
@@ -56,8 +47,8 @@ class AdapterMethod(Method):
     adapter. A method need not have all of these parts.
     """
 
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist")
-    """The roles of the shared parameters, unless `shared` is overridden."""
+    shared_roles: ClassVar[tuple[str, ...]] = ("dense", "generalist")
+    """The names of the roles of the shared parameters, unless `shared` is overridden."""
     learns_preferences: ClassVar[bool] = True
     mixes_ranks: ClassVar[bool] = False
     """Whether clients with different ranks can share experts."""
@@ -169,7 +160,7 @@ class AdapterMethod(Method):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.shared_roles:
             return Schema()
-        description = "; ".join(DESCRIPTIONS[role] for role in self.shared_roles)
+        description = "; ".join(ROLES.get(role).summary for role in self.shared_roles)
         adapter = MessageField("adapter", description, reduce="mean")
         shapes = MessageField("shapes", "names and shapes of the tensors to share", "json")
         schema = Schema(hello=(shapes,), up=(adapter,), down=(adapter,))

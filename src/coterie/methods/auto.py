@@ -39,7 +39,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.adapters import Parameter, Role
+from coterie.adapters import Parameter
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import mean_loss
 from coterie.exchanges.exchange import Exchange
@@ -82,7 +82,7 @@ class Auto(Mixture):
     summary: ClassVar[str] = "all parameters averaged with the clients that help"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense", "generalist", "router")
+    shared_roles: ClassVar[tuple[str, ...]] = ("dense", "generalist", "router")
 
     mlp: Generalists = Generalists()
     router: PhasedRouter = PhasedRouter()

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from coterie.adapters import Layout, Role
+from coterie.adapters import Layout
 from coterie.adapters.full import FullAdapter
 from coterie.bases.sites import QUERY_VALUE
 from coterie.methods.adapter import AdapterClient, AdapterMethod
@@ -28,7 +28,7 @@ class Local(AdapterMethod):
 
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "each client trains alone; nothing is sent"
-    shared_roles: ClassVar[tuple[Role, ...]] = ()
+    shared_roles: ClassVar[tuple[str, ...]] = ()
 
     mlp: OwnSets | None = OwnSets()
     attention: Attention | None = Attention()
@@ -42,7 +42,7 @@ class LocalFull(AdapterMethod):
     summary: ClassVar[str] = (
         "each client trains all weights of the base on its own; nothing is sent"
     )
-    shared_roles: ClassVar[tuple[Role, ...]] = ()
+    shared_roles: ClassVar[tuple[str, ...]] = ()
 
     def adapter(self, base: nn.Module, seed: int, client: ClientId) -> FullAdapter:
         return FullAdapter(base)
@@ -117,7 +117,7 @@ class FedIT(AdapterMethod):
         "LoRA pairs on all query and value projections are averaged; one model for all"
     )
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("dense",)
+    shared_roles: ClassVar[tuple[str, ...]] = ("dense",)
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: Lora = Lora(scale="rank")

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from coterie.adapters import Adapter, Layout, Parameter, Role, Trainable
+from coterie.adapters import Adapter, Layout, Parameter, Trainable
 from coterie.bases.sites import QUERY_VALUE
 from coterie.exchanges.exchange import Exchange
 from coterie.messages import Groups, Message, Schema, Tensors, check_shapes
@@ -46,7 +46,7 @@ class FedALT(PersonalMethod):
     paper: ClassVar[str] = "arXiv 2503.11880"
     summary: ClassVar[str] = "own LoRA pairs, mixed with the frozen mean of the others' pairs"
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("generalist",)
+    shared_roles: ClassVar[tuple[str, ...]] = ("generalist",)
 
     attention: Attention = Attention(targets=QUERY_VALUE)
     lora: Lora = Lora(alpha=32.0, scale="rank")

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
-from coterie.adapters import Role
 from coterie.adapters.prompt import PromptAdapter, SoftPrompt, prompt_encoder, soft_prompt
 from coterie.errors import CoterieError
 from coterie.methods.adapter import AdapterClient, AdapterMethod
@@ -61,7 +60,7 @@ class FedPrompt(AdapterMethod):
     name: ClassVar[str] = "fedprompt"
     paper: ClassVar[str] = "arXiv 2208.12268"
     summary: ClassVar[str] = "soft prompt averaged; one model for all"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
+    shared_roles: ClassVar[tuple[str, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = Field(default=23, ge=1)
@@ -91,7 +90,7 @@ class FedPTuning(AdapterMethod):
     name: ClassVar[str] = "fedptuning"
     paper: ClassVar[str] = "arXiv 2103.10385"
     summary: ClassVar[str] = "soft-prompt encoder averaged; one model for all"
-    shared_roles: ClassVar[tuple[Role, ...]] = ("prompt",)
+    shared_roles: ClassVar[tuple[str, ...]] = ("prompt",)
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
 
     virtual_tokens: int = Field(default=20, ge=1)

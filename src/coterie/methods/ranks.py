@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from coterie.adapters import Parameter, pairs_of
+from coterie.adapters import ROLES, Parameter, pairs_of
 from coterie.errors import CoterieError
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.weights import TOKENS
@@ -24,7 +24,6 @@ from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, Tensors
 from coterie.messages.host import on_host
 from coterie.methods.adapter import (
-    DESCRIPTIONS,
     AdapterClient,
     AdapterMethod,
     AdapterServer,
@@ -189,13 +188,13 @@ class RankMethod(AdapterMethod):
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         rest = MessageField(
             "adapter",
-            DESCRIPTIONS["dense"],
+            ROLES.get("dense").summary,
             reduce="mean",
             copies=lambda parameter, _: int(parameter.role == "dense"),
         )
         experts = MessageField(
             "experts",
-            DESCRIPTIONS["generalist"],
+            ROLES.get("generalist").summary,
             copies=lambda parameter, _: int(parameter.role == "generalist"),
         )
         groups = rest, experts

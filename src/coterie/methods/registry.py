@@ -3,16 +3,14 @@
 A method's module is imported when the method is first requested; listing names imports nothing.
 """
 
-import re
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from pydantic import BaseModel, create_model
 from pydantic.fields import FieldInfo
 
-from coterie.errors import CoterieError
 from coterie.registry import Registry
 
 if TYPE_CHECKING:
@@ -66,40 +64,7 @@ OWN = {name: kind for kind, names in _CLASSES.items() for name in names.split()}
 Tables of methods in reports and in the documentation list the methods in this order.
 """
 
-K = TypeVar("K", bound=type)
 _presets: "dict[str, type[Method]]" = {}
-
-
-def register(kind: K) -> K:
-    """Register a method in this process, so that run files can use the method's name.
-
-    The function can be used as a decorator.
-
-    Args:
-        kind: The method's class, with a `name` and a `summary`.
-
-    Returns:
-        The class itself.
-
-    Raises:
-        CoterieError: The class is not a method, its name is missing or invalid, its summary is
-            missing, or its name is already registered.
-    """
-    from coterie.methods.contract import Method
-
-    method: Any = kind
-    name = getattr(kind, "name", None)
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise CoterieError(f"{kind!r} is not a method; it must be a subclass of coterie.Method.")
-    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
-        raise CoterieError(
-            f"The method {kind.__name__} needs a `name` of lower-case letters, digits, dots, "
-            "dashes and underscores."
-        )
-    if not hasattr(kind, "summary"):
-        raise CoterieError(f"The method {name!r} needs a `summary`: one line on what it shares.")
-    METHODS.add(name, method)
-    return kind
 
 
 def _builtin(name: str) -> "type[Method]":
@@ -148,10 +113,10 @@ METHODS: "Registry[type[Method]]" = Registry(
     noun="method",
     builtin={name: partial(_builtin, name) for name in OWN},
     group="coterie.methods",
-    accept=register,
+    base="coterie.methods.contract:Method",
+    requires={"summary": ": one line on what it shares"},
     reserved=(POOLED,),
-    advice="`coterie methods` lists all methods. To add a method of your own, use --plugin FILE.py "
-    "or coterie.register.",
+    advice=" `coterie methods` lists all methods.",
 )
 kind_of, names, check_name = METHODS.get, METHODS.names, METHODS.check
 

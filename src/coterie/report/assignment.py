@@ -17,6 +17,7 @@ from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
 from coterie.messages.names import ASSIGNMENT
+from coterie.report.figures import ReportFigure
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 
@@ -66,21 +67,26 @@ def shared(held: Frame) -> Frame:
     return pd.concat(shares).groupby("client").mean()
 
 
-def assignment(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield figures of the experts held by clients, for methods that assign experts to clients.
+class Assignment(ReportFigure):
+    """Figures of the experts held by clients, for methods that assign experts to clients.
 
     There is a set of figures for each label (method and settings), and the figures show the label's
     run with the smallest seed.
     """
-    runs = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
-    holdings_by_label = {label: held for label, held in runs.items() if held.size}
-    if not holdings_by_label:
-        yield LeftOut("Experts of each client", "no run recorded which client holds which expert")
-    for label, held in holdings_by_label.items():
-        yield _held_experts(label, held)
-        if len(held.index.unique("round")) > 1:
-            yield _counts(label, held)
-        yield _overlap(label, held)
+
+    name = "assignment"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        runs = {label: holdings(run) for label, run in experiment.first if run.names(ASSIGNMENT)}
+        holdings_by_label = {label: held for label, held in runs.items() if held.size}
+        if not holdings_by_label:
+            reason = "no run recorded which client holds which expert"
+            yield LeftOut("Experts of each client", reason)
+        for label, held in holdings_by_label.items():
+            yield _held_experts(label, held)
+            if len(held.index.unique("round")) > 1:
+                yield _counts(label, held)
+            yield _overlap(label, held)
 
 
 def _held_experts(label: str, held: Frame) -> Picture:

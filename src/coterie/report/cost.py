@@ -15,22 +15,27 @@ from coterie.analysis.frame import Column, Frame
 from coterie.analysis.tables import frame_table, listed
 from coterie.errors import CoterieError
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
+from coterie.report.figures import ReportFigure
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, looks
 
 WAYS = {BYTES_UP: "upload", BYTES_DOWN: "download"}
 MEGA, GIGA = 1e6, 1e9
 
 
-def traffic(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield one figure, which compares the traffic of all labels (method and settings).
+class Traffic(ReportFigure):
+    """A figure that compares the traffic of all labels (method and settings).
 
     The figure shows the bytes that each client uploads and downloads per round.
     """
-    runs = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
-    if runs:
-        yield _traffic(experiment, runs)
-    else:
-        yield LeftOut("Traffic", "no run has finished a round")
+
+    name = "traffic"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        runs = {label: runs[0] for label, runs in experiment.drawn.items() if runs[0].rounds}
+        if runs:
+            yield _traffic(experiment, runs)
+        else:
+            yield LeftOut("Traffic", "no run has finished a round")
 
 
 def _bytes(run: ReportedRun, way: str) -> Column:
@@ -94,25 +99,29 @@ def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture
     )
 
 
-def operations(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield one figure, which compares the operations of all labels (method and settings).
+class Operations(ReportFigure):
+    """A figure that compares the operations of all labels (method and settings).
 
     The figure shows the floating-point operations per round. If FedAvg was run, the figure also
     shows the operations relative to FedAvg.
     """
-    title = "Floating-point operations"
-    try:
-        results = costs_by_label(experiment)
-    except CoterieError as error:
-        yield LeftOut(title, str(error))
-        return
-    for label, result in results.items():
-        if isinstance(result, str):
-            yield LeftOut(f"{title} of {label}", result)
-    costs = {label: cost for label, cost in results.items() if not isinstance(cost, str)}
-    fedavg = [n for n, run in experiment.first if n in costs and run.method == "fedavg"]
-    if costs:
-        yield _operations(experiment, costs, fedavg[0] if fedavg else None)
+
+    name = "operations"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        title = "Floating-point operations"
+        try:
+            results = costs_by_label(experiment)
+        except CoterieError as error:
+            yield LeftOut(title, str(error))
+            return
+        for label, result in results.items():
+            if isinstance(result, str):
+                yield LeftOut(f"{title} of {label}", result)
+        costs = {label: cost for label, cost in results.items() if not isinstance(cost, str)}
+        fedavg = [n for n, run in experiment.first if n in costs and run.method == "fedavg"]
+        if costs:
+            yield _operations(experiment, costs, fedavg[0] if fedavg else None)
 
 
 def _operations(experiment: Experiment, costs: dict[str, Cost], fedavg: str | None) -> Picture:

@@ -15,6 +15,7 @@ from coterie.analysis.frame import Column, Frame, mean_score
 from coterie.analysis.tables import Table, frame_table, listed
 from coterie.files import path_part
 from coterie.messages.names import LOSS
+from coterie.report.figures import ReportFigure
 from coterie.report.plots import SPREAD, entry, evenly, heat_map, over_rounds, scale, scale_of
 from coterie.report.style import Canvas, LeftOut, Picture, looks, number
 
@@ -22,21 +23,25 @@ MOST = 12
 """The maximum number of lines that are legible in one panel."""
 
 
-def curves(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield the figures of scores and training loss."""
-    best = _best(experiment)
-    if not best:
-        yield LeftOut(_title(experiment), "no run has been evaluated yet")
-    elif experiment.series[MEAN].groupby(["label", "run"]).count().max() > 1:
-        scored = experiment.series.index.unique("label")  # a run without metrics has no series
-        yield _over_rounds(experiment, [label for label in best if label in scored])
-    else:
-        yield _final(experiment, best)
-    levels = dict.fromkeys(name for run in experiment.all for name in run.names(LOSS))
-    if levels:
-        yield _losses(experiment, list(levels))
-    else:
-        yield LeftOut("Training loss", "no run has trained yet")
+class Curves(ReportFigure):
+    """Figures of scores and training loss."""
+
+    name = "curves"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        best = _best(experiment)
+        if not best:
+            yield LeftOut(_title(experiment), "no run has been evaluated yet")
+        elif experiment.series[MEAN].groupby(["label", "run"]).count().max() > 1:
+            scored = experiment.series.index.unique("label")  # a run without metrics has no series
+            yield _over_rounds(experiment, [label for label in best if label in scored])
+        else:
+            yield _final(experiment, best)
+        levels = dict.fromkeys(name for run in experiment.all for name in run.names(LOSS))
+        if levels:
+            yield _losses(experiment, list(levels))
+        else:
+            yield LeftOut("Training loss", "no run has trained yet")
 
 
 POINT = "measured after local training or after aggregation, depending on the method"
@@ -230,26 +235,30 @@ def _losses(experiment: Experiment, levels: list[str]) -> Picture:
     )
 
 
-def sweep(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a heat map for each method whose finished runs differ in the routers' schedule.
+class Sweep(ReportFigure):
+    """A heat map for each method whose finished runs differ in the routers' schedule.
 
     The schedule says how often, and for how many updates at a time, routers are trained.
     """
-    records, metric = [], experiment.metric
-    for run in experiment.all:
-        router = run.config["method"].get("router") or {}
-        if run.result is not None and {"every", "steps"} <= router.keys():
-            score = metric.shown(mean_score([run.result], metric.name))
-            records.append((run.method, router["every"], router["steps"], score))
-    runs = pd.DataFrame(records, columns=["method", "every", "steps", "score"])
-    methods = runs.groupby("method", sort=False)
-    means = {method: rows.pivot_table("score", "steps", "every") for method, rows in methods}
-    swept = {method: cells for method, cells in means.items() if cells.size > 1}
-    if not swept:
-        reason = "no finished runs of the same method differ in router.every or router.steps"
-        yield LeftOut("Router schedule", reason)
-    for method, cells in swept.items():
-        yield _heat_map(experiment, str(method), cells)
+
+    name = "sweep"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        records, metric = [], experiment.metric
+        for run in experiment.all:
+            router = run.config["method"].get("router") or {}
+            if run.result is not None and {"every", "steps"} <= router.keys():
+                score = metric.shown(mean_score([run.result], metric.name))
+                records.append((run.method, router["every"], router["steps"], score))
+        runs = pd.DataFrame(records, columns=["method", "every", "steps", "score"])
+        methods = runs.groupby("method", sort=False)
+        means = {method: rows.pivot_table("score", "steps", "every") for method, rows in methods}
+        swept = {method: cells for method, cells in means.items() if cells.size > 1}
+        if not swept:
+            reason = "no finished runs of the same method differ in router.every or router.steps"
+            yield LeftOut("Router schedule", reason)
+        for method, cells in swept.items():
+            yield _heat_map(experiment, str(method), cells)
 
 
 def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:

@@ -7,25 +7,30 @@ from matplotlib.figure import Figure
 
 from coterie.analysis.experiments import Experiment
 from coterie.analysis.tables import frame_table, listed
+from coterie.report.figures import ReportFigure
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, number
 
 HEIGHT = 0.42
 """The height of a client's row in inches; the largest bubble nearly fills the row."""
 
 
-def division(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a bubble chart of how much data each client has.
+class Division(ReportFigure):
+    """A bubble chart of how much data each client has.
 
     If the run recorded class labels, each bubble shows the number of records of one client and one
     class label. Otherwise, each bubble shows the number of tokens of one client and one split.
     """
-    entries = next((run.clients for run in experiment.all if not run.config["pooled"]), {})
-    for key, unit in (("labels", "records"), ("tokens", "tokens")):
-        counts = {client: entry[key] for client, entry in entries.items() if entry.get(key)}
-        if counts:
-            yield _bubbles(counts, key, unit)
-            return
-    yield LeftOut("Data distribution", "no run recorded how much data each client has")
+
+    name = "division"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        entries = next((run.clients for run in experiment.all if not run.config["pooled"]), {})
+        for key, unit in (("labels", "records"), ("tokens", "tokens")):
+            counts = {client: entry[key] for client, entry in entries.items() if entry.get(key)}
+            if counts:
+                yield _bubbles(counts, key, unit)
+                return
+        yield LeftOut("Data distribution", "no run recorded how much data each client has")
 
 
 def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, unit: str) -> Picture:

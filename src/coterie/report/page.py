@@ -1,7 +1,7 @@
 """The report: a self-contained HTML page, and its figures as SVG and PNG files."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -17,30 +17,11 @@ from coterie.analysis.tables import Table, listed, marked_up
 from coterie.analysis.texts import coloured_texts
 from coterie.engines.floor import floor_in
 from coterie.files import path_part, refuse_links, write_bytes, write_text, writing
-from coterie.report.assignment import assignment
-from coterie.report.cost import operations, traffic
-from coterie.report.curves import curves, sweep
-from coterie.report.division import division
+from coterie.report.figures import FIGURES
 from coterie.report.relevance import relevance
-from coterie.report.routing import routing
 from coterie.report.style import DARK, LIGHT, THEMES, Canvas, LeftOut, Picture, Theme
-from coterie.report.teaching import teaching
 from coterie.report.texts import TINTS, TextPicture, texts
-from coterie.report.trust import trust
-from coterie.report.uploads import uploads
 
-FIGURES: tuple[Callable[[Experiment], Iterator[Picture | LeftOut]], ...] = (
-    curves,
-    routing,
-    trust,
-    assignment,
-    teaching,
-    sweep,
-    division,
-    uploads,
-    traffic,
-    operations,
-)
 PRIVATE = "This page contains clients' texts; use --no-texts to exclude them."
 SINGLE = (
     f"This page contains a point for each of up to {SAMPLES} training samples of every client; "
@@ -97,7 +78,8 @@ def write_report(
     """
     sections = list(sections)
     for experiment in experiments(paths):
-        items = [item for figures in FIGURES for item in figures(experiment)]
+        figures = [FIGURES.get(name)() for name in FIGURES.names()]
+        items = [item for figure in figures for item in figure.pictures(experiment)]
         if with_samples:
             items += relevance(sample_relevance(experiment, layer))
         if with_texts or texts_from is not None:

@@ -13,21 +13,26 @@ from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
 from coterie.messages.names import ROUTING
+from coterie.report.figures import ReportFigure
 from coterie.report.style import Canvas, LeftOut, Picture
 
 
-def routing(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of routing weights for each label whose runs have routers.
+class Routing(ReportFigure):
+    """A figure of routing weights for each label whose runs have routers.
 
     A label is a method with its settings.
     """
-    routed = [label for label, run in experiment.first if run.has_routers]
-    if not routed:
-        yield LeftOut(
-            "Expert scores", "no run recorded routing weights over a fixed set of experts"
-        )
-    for label in routed:
-        yield _scores(label, [r for r in experiment.drawn[label] if r.has_routers])
+
+    name = "routing"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        routed = [label for label, run in experiment.first if run.has_routers]
+        if not routed:
+            yield LeftOut(
+                "Expert scores", "no run recorded routing weights over a fixed set of experts"
+            )
+        for label in routed:
+            yield _scores(label, [r for r in experiment.drawn[label] if r.has_routers])
 
 
 def _scores(label: str, runs: Sequence[ReportedRun]) -> Picture:

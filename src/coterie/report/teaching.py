@@ -16,6 +16,7 @@ from coterie.analysis.experiments import SERVER, Experiment, ReportedRun
 from coterie.analysis.tables import Table, listed
 from coterie.files import path_part
 from coterie.messages.names import TAUGHT
+from coterie.report.figures import ReportFigure
 from coterie.report.plots import entry, evenly
 from coterie.report.style import DASHES, SMALLEST_SEED, Canvas, LeftOut, Picture
 
@@ -75,15 +76,19 @@ def lessons(run: ReportedRun) -> Lessons:
     return Lessons(sorted({*taught_by, *learnt}), public, server, learnt)
 
 
-def teaching(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of distillation for each label whose run recorded lessons.
+class Teaching(ReportFigure):
+    """A figure of distillation for each label whose run recorded lessons.
 
     For each label (method and settings), only the run with the smallest seed is considered.
     """
-    by_label = {label: lessons(run) for label, run in experiment.first}
-    pictures = [_picture(label, records) for label, records in by_label.items() if records.rounds]
-    reason = "no run recorded distillation between a server and its clients"
-    yield from pictures or [LeftOut(TITLE, reason)]
+
+    name = "teaching"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        by_label = {label: lessons(run) for label, run in experiment.first}
+        pictures = [_picture(label, taught) for label, taught in by_label.items() if taught.rounds]
+        reason = "no run recorded distillation between a server and its clients"
+        yield from pictures or [LeftOut(TITLE, reason)]
 
 
 def _picture(label: str, records: Lessons) -> Picture:

@@ -15,6 +15,7 @@ from coterie.analysis.peers import sentences
 from coterie.analysis.tables import frame_table, listed
 from coterie.files import path_part
 from coterie.messages.names import TRUST
+from coterie.report.figures import ReportFigure
 from coterie.report.plots import evenly, lines_by_client, of_pairs
 from coterie.report.style import Canvas, LeftOut, Picture, number
 
@@ -26,21 +27,25 @@ the weights that all clients give to one client's update.
 """
 
 
-def trust(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield heat maps and line plots for each label whose runs recorded trust weights.
+class Trust(ReportFigure):
+    """Heat maps and line plots for each label whose runs recorded trust weights.
 
     A label is a method with its settings.
     """
-    labels = [label for label, run in experiment.first if run.names(TRUST)]
-    if not labels:
-        yield LeftOut("Trust weights", "no run recorded trust weights")
-    for label in labels:
-        weights = trust_matrices([run for run in experiment.drawn[label] if run.names(TRUST)])
-        yield _heat_maps(label, weights, sentences(experiment.drawn[label][0], experiment.all))
-        if len(next(iter(weights.values()))) > 2:
-            yield _others(label, weights)
-        if len(weights) > 1:
-            yield _evolution(label, weights)
+
+    name = "trust"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        labels = [label for label, run in experiment.first if run.names(TRUST)]
+        if not labels:
+            yield LeftOut("Trust weights", "no run recorded trust weights")
+        for label in labels:
+            weights = trust_matrices([run for run in experiment.drawn[label] if run.names(TRUST)])
+            yield _heat_maps(label, weights, sentences(experiment.drawn[label][0], experiment.all))
+            if len(next(iter(weights.values()))) > 2:
+                yield _others(label, weights)
+            if len(weights) > 1:
+                yield _evolution(label, weights)
 
 
 def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:

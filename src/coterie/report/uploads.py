@@ -12,27 +12,32 @@ from coterie.analysis.experiments import Experiment, ReportedRun
 from coterie.analysis.frame import Frame
 from coterie.analysis.tables import Table, listed
 from coterie.messages.names import CHANGE, LEFT_OUT
+from coterie.report.figures import ReportFigure
 from coterie.report.plots import entry, plain_log
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture, looks, number
 
 TITLE = "Size of clients' changes"
 
 
-def uploads(experiment: Experiment) -> Iterator[Picture | LeftOut]:
-    """Yield a figure of the norm of each client's change in each round.
+class Uploads(ReportFigure):
+    """A figure of the norm of each client's change in each round.
 
     A change is the difference between an upload and the preceding download. Each norm is divided by
     the median norm of all clients' changes in the same round. The figure has a panel per label
     (method and settings) and a line per client. Crosses mark uploads that were excluded from a
     round.
     """
-    runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
-    if runs:
-        yield _ratios(runs)
-    else:
-        yield LeftOut(
-            TITLE, "no run recorded the differences between uploads and the preceding downloads"
-        )
+
+    name = "uploads"
+
+    def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
+        runs = {label: run for label, run in experiment.first if run.names(CHANGE)}
+        if runs:
+            yield _ratios(runs)
+        else:
+            yield LeftOut(
+                TITLE, "no run recorded the differences between uploads and the preceding downloads"
+            )
 
 
 def _changes(run: ReportedRun) -> Frame:

@@ -13,7 +13,7 @@ from coterie.engines.session import Session
 from coterie.messages import Message, MessageError
 from coterie.messages.schema import Way
 from coterie.methods.contract import Method
-from coterie.methods.registry import METHODS, register
+from coterie.methods.registry import METHODS
 from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, one_round, step, take, up
@@ -82,7 +82,7 @@ class MethodContract(RunContract):
     def run(self, tmp_path: Path) -> RunConfig:
         """The run that the tests execute, with three clients, two rounds and a public text."""
         if not METHODS.is_installed(type(self.method)):
-            register(type(self.method))
+            METHODS.register(type(self.method))
         (folder := tmp_path / "texts").mkdir()
         return small_run(folder, **{"method": self.method, **self.changes})
 

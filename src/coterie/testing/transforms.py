@@ -17,7 +17,7 @@ from coterie.testing.contract import RunContract
 from coterie.testing.rounds import close, joined
 from coterie.testing.small import small_run
 from coterie.transforms.contract import Transform
-from coterie.transforms.registry import TRANSFORMS, register
+from coterie.transforms.registry import TRANSFORMS
 
 
 class TransformContract(RunContract):
@@ -37,7 +37,7 @@ class TransformContract(RunContract):
     def run(self, tmp_path: Path) -> RunConfig:
         """The run that the tests execute: FedAvg with three clients and two rounds."""
         if not TRANSFORMS.is_installed(type(self.transform)):
-            register(type(self.transform))
+            TRANSFORMS.register(type(self.transform))
         (folder := tmp_path / "texts").mkdir()
         keys = {
             "method": "fedavg",

@@ -20,7 +20,6 @@ Weights are never sent, and neither are predictions on private samples.
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from coterie.adapters import Role
 from coterie.errors import CoterieError
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, Schema
@@ -58,7 +57,7 @@ class FedMKT(FedMKTSettings):
     )
     reports: ClassVar[Literal["trained", "aggregated"]] = "aggregated"
     learns_preferences: ClassVar[bool] = False
-    shared_roles: ClassVar[tuple[Role, ...]] = ()
+    shared_roles: ClassVar[tuple[str, ...]] = ()
 
     def schema(self) -> Schema:  # pyright: ignore[reportIncompatibleMethodOverride]
         mean = super().schema()
