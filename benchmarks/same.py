@@ -3,7 +3,7 @@
 Each commit is checked out in a temporary git worktree. With both, one after the other, runs of
 seconds are carried out from the same run files, and their run folders are compared: the states of
 the newest checkpoint, the figures of metrics.jsonl, result.json and the scores; times are not. Of
-the server's state, the tensors are compared without their names. The exit code is 1 if anything
+the server's states, the tensors are compared without their names. The exit code is 1 if anything
 differs, and the run folders are then kept.
 
 Engines: local; ray (which takes long to start, so one method of each family unless --methods is
@@ -221,7 +221,7 @@ def contents(folder: Path) -> dict[str, Any]:
         files = [run / "result.json", run / "metrics.jsonl", *run.glob("scores/*/*.json")]
         checkpoints = sorted((run / "checkpoints").glob("[0-9]*"))
         states = sorted(checkpoints[-1].glob("*.safetensors")) if checkpoints else []
-        of_server = [file for file in states if file.stem.startswith("server")]
+        of_server = [file for file in states if file.stem.startswith(("server", "transforms"))]
         found[f"{name}/server"] = without_names(map(read, of_server))
         files += [file for file in states if file not in of_server]
         for file in filter(Path.exists, files):

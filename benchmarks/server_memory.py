@@ -19,9 +19,10 @@ import torch
 from common import MIB, fresh, gpt2, llama, options_of, resident, show, write
 from transformers import LlamaForCausalLM
 
-from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
+from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import Method, Server, ServerContext
@@ -101,7 +102,8 @@ def joined(server: Server[Any], clients: Sequence[str]) -> Any:
 def make_exchange(method: Method, clients: Sequence[str], folder: Path) -> Exchange:
     """The first exchange, without transforms."""
     schema = method.schema()
-    exchange = Exchange(folder, ServerTransforms(Pipeline((), schema, 1)), schema)
+    transforms = ServerTransforms(Pipeline((), schema, 1))
+    exchange = Exchange(folder, transforms, schema, AggregationSpec())
     exchange.open(FIRST, clients)
     return exchange
 

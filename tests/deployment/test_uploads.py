@@ -15,7 +15,7 @@ from torch import Tensor
 import coterie
 from coterie.deployment.client import Worker
 from coterie.deployment.status import ServerWatch
-from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Message, formats
@@ -182,7 +182,7 @@ def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, 
         server(run, tmp_path / "server", Loop(clients, {turn: kill})).rounds()
     again = server(run, tmp_path / "server", Loop(clients))
     again.rounds()
-    assert again.transforms._joined["1-tokens"] == {
+    assert again.exchange._tokens == {
         name: len(worker.run.part.participant.data.train.ids)
         for name, worker in clients.items()
         if worker.run is not None
@@ -207,9 +207,8 @@ def test_a_server_begun_again_refuses_more_tokens_than_it_was_told_of(
         server(run, tmp_path / "server", Loop(clients), Stop()).rounds()
     notes = Notes()
     again = server(run, tmp_path / "server", Loop(clients, change=spoiling(heavy, 1)), notes)
-    transforms = again.transforms
-    join, joined = transforms.join, []
-    monkeypatch.setattr(transforms, "join", lambda *a: (joined.append(a[0]), join(*a))[1])
+    join, joined = again.exchange.join, []
+    monkeypatch.setattr(again.exchange, "join", lambda *a: (joined.append(a[0]), join(*a))[1])
     again.rounds()
     assert sorted(joined) == list(NAMES)  # once each, from what is stored
     [refusal] = [line for line in notes.lines if "rejected" in line]
@@ -271,7 +270,7 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
     folder = RunFolder.create(tmp_path / "run", {})
     before = {*folder.path.iterdir()}
     transforms = ServerTransforms(Pipeline((), run.method.schema(), 1))
-    waiting = Exchange(folder.path, transforms, run.method.schema())
+    waiting = Exchange(folder.path, transforms, run.method.schema(), run.aggregation)
     for round in (0, 1):
         waiting.drop("poet")
         waiting.put("poet", Message(round), lambda upload, exchange: {})
@@ -291,8 +290,7 @@ def test_uploads_that_are_sent_again_take_no_more_space(config) -> None:
             waiting = sum(len(sent[each]) for each in uploads.counted)
             assert os.fstat(uploads.store._file.fileno()).st_size <= 4 * waiting + len(sent[name])
             for each in uploads.counted:
-                tensors, values = (stored.load() for stored in uploads._uploads[each])
-                assert Message(groups=tensors.groups, **values.values).encode() == sent[each]
+                assert uploads._uploads[each].read().encode() == sent[each]
     uploads.begin()
     uploads.put("poet", Message(), lambda upload, exchange: {})
     assert os.fstat(uploads.store._file.fileno()).st_size < 2000

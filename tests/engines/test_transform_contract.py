@@ -8,8 +8,6 @@ import pytest
 from pydantic import Field, PrivateAttr
 
 from coterie.config.plugins import load_plugin
-from coterie.exchanges.optimiser import ServerOptimiser
-from coterie.exchanges.weights import TokenWeights
 from coterie.messages import Groups
 from coterie.testing import TransformContract
 from coterie.testing.small import small_run
@@ -37,12 +35,11 @@ class TestMedian(TransformContract):
     transform = Median()
 
 
-class TestTokens(TransformContract):
-    transform = TokenWeights()
-
-
-class TestServerOptimiser(TransformContract):
-    transform = ServerOptimiser(optimiser={"name": "fedadam"})  # pyright: ignore
+class TestInt8WithTokensAndServerOptimiser(TransformContract):
+    transform = KINDS["int8"]()
+    changes: ClassVar = {
+        "aggregation": {"transforms": [transform], "weights": "tokens", "optimiser": "fedadam"}
+    }
 
 
 class InPlace(Transform):

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from coterie.exchanges.ends import ClientTransforms, ServerTransforms
+from coterie.exchanges.codec import ClientTransforms, ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
+from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Field, Message, Schema
 from coterie.privacy.ledger import Ledger
 from coterie.transforms.contract import Transform
@@ -29,12 +30,16 @@ def example(name: str) -> Any:
     return module
 
 
+UNBOUNDED = AggregationSpec(largest_change=None, largest_norm=None, largest_weight=None)
+
+
 def exchange_of(
-    schema: Schema, *transforms: Transform, exchanges: int = 4, least_others: int = 1
+    schema: Schema, *transforms: Transform, rules: AggregationSpec = UNBOUNDED, exchanges: int = 4
 ) -> Exchange:
     """The uploads of a run without clients."""
-    ends = ServerTransforms(Pipeline(transforms, schema, exchanges))
-    return Exchange(Path(gettempdir()), ends, schema, least_others, strict=True)
+    weighted = rules.weights == "tokens" and bool(schema.averaged)
+    ends = ServerTransforms(Pipeline(transforms, schema, exchanges, weighted=weighted))
+    return Exchange(Path(gettempdir()), ends, schema, rules, strict=True)
 
 
 class Ends:

@@ -4,14 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from both_ends import exchange_of
 
-from coterie.exchanges.bounds import Bounds, figures_of, measured, medians_of_others, scaled
-from coterie.exchanges.ends import ClientTransforms, ServerTransforms
-from coterie.exchanges.pipeline import Pipeline
-from coterie.exchanges.weights import TOKENS, TokenWeights
+from coterie.exchanges.bounds import (
+    Bound,
+    bounded,
+    exclusions_and_limits,
+    figures_of,
+    measured,
+    medians_of_others,
+    scaled,
+)
+from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.spec import AggregationSpec
+from coterie.exchanges.weights import TOKENS, with_tokens
 from coterie.messages import Field, Groups, Message, Schema
-from coterie.privacy.ledger import Ledger
-from coterie.transforms.contract import Memory
+from coterie.transforms.context import Memory
 
 CHANCE = torch.Generator().manual_seed(0)
 START: Groups = {"adapter": {"A": torch.randn(8, 64, generator=CHANCE), "B": torch.zeros(64, 8)}}
@@ -45,11 +53,10 @@ def noisy(message: Message) -> Message:
     return Message(0, {"adapter": {n: t + noise[n] for n, t in message["adapter"].items()}})
 
 
-def bounds(uploads: list[Message], **more: Any) -> tuple[ServerTransforms, dict[str, str]]:
-    """The transforms of a round, and who is excluded from it: clients a, b, c and so on."""
-    found = ServerTransforms(Pipeline([Bounds(**more)], SCHEMA, 1))
-    measures = {n: found.measure(n, u, START) for n, u in zip("abcdefg", uploads, strict=False)}
-    return found, found.refuse(measures)
+def bounds(uploads: list[Message], **keys: Any) -> tuple[dict[str, str], dict[str, Bound]]:
+    """Return why uploads of the clients a, b, c and so on are excluded, and others' limits."""
+    measures = {n: measured(u, START, 1) for n, u in zip("abcdefg", uploads, strict=False)}
+    return exclusions_and_limits(AggregationSpec(**keys), measures, Memory())
 
 
 HOSTILE = {
@@ -83,7 +90,7 @@ def test_medians_of_others_are_medians_without_one_row(clients: int) -> None:
 def test_a_change_against_the_others_has_two_thirds_of_the_bound(by, others, excluded) -> None:
     """With two others, nobody can tell who points against whom."""
     uploads = [*(trained(seed=n) for n in range(others)), trained(by, seed=others)]
-    _, refused = bounds(uploads)
+    refused, _ = bounds(uploads)
     assert [*refused] == (["abcdefg"[others]] if excluded else [])
     reason = " and points against the others'"
     assert all(text.endswith(reason) == (by < 0 and others > 2) for text in refused.values())
@@ -107,20 +114,15 @@ def test_only_hostile_clients_point_against_the_others(honest: int, hostile: int
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_a_change_beyond_the_bound_is_excluded_and_no_other(hostile: str, honest: int) -> None:
     uploads = [trained(seed=n) for n in range(honest)]
-    found, excluded = bounds([*uploads, HOSTILE[hostile]])
+    excluded, limits = bounds([*uploads, HOSTILE[hostile]])
     assert [*excluded] == ["abcdefg"[honest]]
     assert "the change of its adapter is " in next(iter(excluded.values()))
-    for name, upload in zip("abcdefg", uploads, strict=False):
-        assert found.bounded(name, upload, lambda: START).groups is upload.groups
+    assert not limits
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [1, 1, 2.5], [0.01, 1, 1], [0, 1, 2], [0, 0, 1], [1]])
 def test_uneven_clients_count_as_they_are(sizes: list[float]) -> None:
-    uploads = [trained(size) for size in sizes]
-    found, excluded = bounds(uploads)
-    assert not excluded
-    for name, upload in zip("abcdefg", uploads, strict=False):
-        assert found.bounded(name, upload, lambda: START).groups is upload.groups
+    assert bounds([trained(size) for size in sizes]) == ({}, {})
 
 
 @pytest.mark.parametrize("small", [0.05, 0.2, 0.01])
@@ -128,59 +130,58 @@ def test_uneven_clients_count_as_they_are(sizes: list[float]) -> None:
 def test_a_half_that_shrinks_its_changes_excludes_nobody(small: float, clients: int) -> None:
     half = clients // 2
     uploads = [trained(small, n) for n in range(half)] + [trained(seed=n) for n in range(half)]
-    found, excluded = bounds(uploads)
+    excluded, limits = bounds(uploads)
     assert not excluded
-    for number, (name, upload) in enumerate(zip("abcdefg", uploads, strict=False)):
-        kept = found.bounded(name, upload, lambda: START)["adapter"]
-        change = kept["B"]  # which was zero
+    larger = dict(list(zip("abcdefg", uploads, strict=False))[half:])
+    assert limits.keys() == larger.keys()
+    for name, upload in larger.items():
+        change = bounded(name, upload, START, limits[name])["adapter"]["B"]  # which was zero
         cosine = torch.cosine_similarity(change.flatten(), upload["adapter"]["B"].flatten(), 0)
         assert cosine > 0.999
-        if number < half:
-            assert torch.equal(change, upload["adapter"]["B"])
-        else:  # the larger ones are shortened to three times the smaller ones
-            ratio = float(change.norm() / uploads[0]["adapter"]["B"].norm())
-            assert ratio == pytest.approx(3, rel=0.1)
+        # The larger ones are shortened to three times the smaller ones.
+        ratio = float(change.norm() / uploads[0]["adapter"]["B"].norm())
+        assert ratio == pytest.approx(3, rel=0.1)
 
 
 def test_a_half_that_shrinks_its_uploads_is_scaled_to_the_others_changes() -> None:
     good = [trained(seed=n) for n in range(2)]
-    found, excluded = bounds([*good, *(times(one, 0.05) for one in good)])
+    excluded, limits = bounds([*good, *(times(one, 0.05) for one in good)])
     assert not excluded
-    assert found.bounded("a", good[0], lambda: START).groups is good[0].groups
-    shrunk = found.bounded("c", times(good[0], 0.05), lambda: START)
+    assert [*limits] == ["c", "d"]
+    shrunk = bounded("c", times(good[0], 0.05), START, limits["c"])
     size, _ = measured(shrunk, START, 1).sizes["change", "adapter"]
     honest, _ = measured(good[0], START, 1).sizes["change", "adapter"]
     assert size == pytest.approx(2 * honest, rel=0.1)  # they point against the others'
 
 
 def test_without_a_bound_everything_counts() -> None:
-    _, excluded = bounds([trained(), trained(), trained(1e6)], largest_change=None)
-    assert not excluded
+    assert bounds([trained(), trained(), trained(1e6)], largest_change=None) == ({}, {})
 
 
 def test_other_numbers_are_bounded_by_their_norm() -> None:
     logits = [Message(0, {"logits": {"values": f * torch.ones(5)}}) for f in (1, 1, 9, 11)]
-    assert [*bounds(logits)[1]] == ["d"]
-    found, excluded = bounds([logits[0], logits[3]])  # a half
+    assert [*bounds(logits)[0]] == ["d"]
+    excluded, limits = bounds([logits[0], logits[3]])  # a half
     assert not excluded
-    kept = found.bounded("b", logits[3], lambda: {})["logits"]["values"]
+    kept = bounded("b", logits[3], {}, limits["b"])["logits"]["values"]
     assert torch.allclose(kept, 10 * torch.ones(5))
 
 
 def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
-    pipeline = Pipeline([Bounds(), TokenWeights()], SCHEMA, 1)
-    found, uploads = ServerTransforms(pipeline), {}
-    for name, tokens in {"a": 1, "b": 1, "c": 5000, "d": 90}.items():
-        client = ClientTransforms(pipeline, name, Ledger())
-        found.join(name, client.declared(Message(), tokens))
-        uploads[name] = client.declared(trained(), tokens)
-    two = {n: found.measure(n, u, START) for n, u in uploads.items() if n in "ac"}
-    assert not found.refuse(two)
-    limited = found.bounded("c", uploads["c"], lambda: START)
-    assert limited.values[TOKENS.name] == 100
-    assert found.weight("c", limited) == 100
-    every = {n: found.measure(n, u, START) for n, u in uploads.items()}
-    assert [*found.refuse(every)] == ["c"]
+    def exchange(clients: str) -> Exchange:
+        found = exchange_of(SCHEMA, rules=AggregationSpec(weights="tokens"))
+        found.strict = False
+        for name in clients:
+            tokens = {"a": 1, "b": 1, "c": 5000, "d": 90}[name]
+            found.join(name, with_tokens(Message(), tokens))
+            found.put(name, with_tokens(trained(), tokens), lambda *_: START)
+        found.settle()
+        return found
+
+    two, four = exchange("ac"), exchange("abcd")
+    assert {name: two.weight(name) for name in two.counted} == {"a": 1, "c": 100}
+    assert two._stored("c").read().values[TOKENS.name] == 100
+    assert four.refused == {"c": "its number of tokens is 5e+03 times the round's median"}
 
 
 @pytest.mark.parametrize("rank", [8, 5, 1])
@@ -228,7 +229,10 @@ def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], gro
         for name, count in zip("abcd", counts, strict=True)
     }
     measures = {n: measured(Message(0, groups), start, 1) for n, groups in uploads.items()}
-    assert not Bounds(largest_change=1.01).refuse(measures, Memory())
+    assert exclusions_and_limits(AggregationSpec(largest_change=1.01), measures, Memory()) == (
+        {},
+        {},
+    )
     assert {round(f["ratio"] or 0, 6) <= 1 for f in figures_of(measures).values()} == {True}
 
 
@@ -239,7 +243,8 @@ def test_bounds_are_of_each_group_by_itself() -> None:
     }
     zero: Groups = {group: {"w": torch.zeros(4)} for group in "pq"}
     measures = {n: measured(Message(0, groups), zero, 1) for n, groups in parts.items()}
-    assert Bounds().refuse(measures, Memory()) == {
+    excluded, _ = exclusions_and_limits(AggregationSpec(), measures, Memory())
+    assert excluded == {
         "b": "the change of its q is 9 times the round's median",
         "c": "the change of its p is 9 times the round's median",
     }

@@ -111,8 +111,8 @@ def test_a_server_reads_each_upload_as_often_as_its_algorithm_needs(
     load = Stored.load
 
     def counting(stored: Stored) -> State:
-        for name, (tensors, _) in local.exchange._uploads.items():
-            counts[name] += tensors is stored
+        for name, upload in local.exchange._uploads.items():
+            counts[name] += upload.tensors is stored
         return load(stored)
 
     monkeypatch.setattr(Stored, "load", counting)

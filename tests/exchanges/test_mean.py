@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.exchanges.defaults import with_defaults
-from coterie.exchanges.ends import ClientTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.mean import means_of, weighted_mean
 from coterie.exchanges.spec import AggregationSpec
+from coterie.exchanges.weights import with_tokens
 from coterie.messages import Field, Groups, Message, MessageError, Schema, State
 from coterie.methods.sides import Server
 from coterie.methods.value import Value
-from coterie.privacy.ledger import Ledger
 from coterie.runs.stored import Stored
 from coterie.transforms.context import Rows
 from coterie.transforms.contract import Contribution, Reduction, Transform
@@ -42,12 +40,8 @@ SHAPES = {"adapter": {"A": (2, 3), "B": (4, 2)}, "router": {"w": (3,)}}
 def aggregation(
     weights: Any = "uniform", schema: Schema = SCHEMA, *listed: Transform, least_others: int = 1
 ) -> Exchange:
-    transforms = with_defaults(AggregationSpec(weights=weights), listed, schema)
-    return exchange_of(schema, *transforms, least_others=least_others)
-
-
-def sent(exchange: Exchange, message: Message, tokens: int) -> Message:
-    return ClientTransforms(exchange.transforms.pipeline, "ada", Ledger()).declared(message, tokens)
+    rules = AggregationSpec(weights=weights, least_others=least_others)
+    return exchange_of(schema, *listed, rules=rules)
 
 
 def put(exchange: Exchange, **uploads: Message) -> None:
@@ -216,7 +210,7 @@ def test_a_mean_tells_how_many_held_each_tensor() -> None:
     }
     uploads: dict[str, tuple[Groups, int]] = {"a": (some, 3), "b": (all_of_it, 1), "c": ({}, 1)}
     for name, (_, tokens) in uploads.items():
-        exchange.transforms.join(name, Message(values={"tokens": tokens}))
+        exchange.join(name, with_tokens(Message(), tokens))
     put(exchange, **{name: Message(0, g, {"tokens": t}) for name, (g, t) in uploads.items()})
     assert exchange.mean("adapter")["A"].tolist() == [0.75, 0.75]
     assert {*exchange.mean("adapter")} == {"A", "B"}
@@ -335,9 +329,10 @@ def test_shapes_must_be_those_expected() -> None:
 def test_uniform_weights_send_nothing_more() -> None:
     exchange = aggregation()
     message = upload()
-    assert sent(exchange, message, 100) is message
-    exchange.transforms.join("ada", Message())
-    assert exchange.transforms.weight("ada", message) == 1.0
+    exchange.join("ada", Message())
+    put(exchange, ada=message)
+    assert exchange.weight("ada") == 1.0
+    assert not exchange.transforms.pipeline.weighted
     with pytest.raises(MessageError, match="'tokens' may not be sent"):
         exchange.transforms.pipeline.schema.send("up", upload(tokens=100))
 
@@ -346,9 +341,9 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
     exchange = aggregation("tokens")
     schema, uploads = exchange.transforms.pipeline.schema, dict[str, Message]()
     for i, (name, tokens) in enumerate([("ada", 300), ("bob", 100)]):
-        hello = schema.send("hello", sent(exchange, Message(values={"shapes": {}}), tokens))
-        exchange.transforms.join(name, schema.receive("hello", hello))
-        own = sent(exchange, upload(i), tokens)
+        hello = schema.send("hello", with_tokens(Message(values={"shapes": {}}), tokens))
+        exchange.join(name, schema.receive("hello", hello))
+        own = with_tokens(upload(i), tokens)
         assert (own.values["tokens"], own.values["note"], own.round) == (tokens, "hello", 4)
         uploads[name] = schema.receive("up", schema.send("up", own))
     put(exchange, **uploads)
@@ -367,10 +362,8 @@ def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
     exchange = aggregation("tokens")
     for wrong in (None, 0, -3, 1.5, True, "100", [100]):
         with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
-            exchange.transforms.join(
-                "ada", Message(values={} if wrong is None else {"tokens": wrong})
-            )
-    exchange.transforms.join("ada", Message(values={"tokens": 1000}))
+            exchange.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
+    exchange.join("ada", with_tokens(Message(), 1000))
     with pytest.raises(
         MessageError,
         match="'ada' claims 1,001 training tokens in its upload, but declared 1,000",
@@ -380,7 +373,7 @@ def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
     assert exchange.weight("ada") == 999.0
     with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
         put(exchange, ada=upload())
-    exchange.transforms.join("ada", Message(values={"tokens": 2000}))  # again, with more text
+    exchange.join("ada", with_tokens(Message(), 2000))  # again, with more text
     put(exchange, ada=upload(tokens=1001))
     assert exchange.weight("ada") == 1001.0
 
@@ -390,5 +383,5 @@ def test_weights_are_told_once_even_if_the_method_tells_them_too() -> None:
     exchange = aggregation("tokens", Schema((tokens,), SCHEMA.up))
     assert [field.name for field in exchange.transforms.pipeline.schema.hello] == ["tokens"]
     nothing = aggregation("tokens", Schema(up=(Field("update", "a pair"),)))
-    assert sent(nothing, upload(), 5).values == {"note": "hello"}  # there is no mean to weigh
+    assert not nothing.transforms.pipeline.weighted  # there is no mean to weigh
     assert nothing.transforms.pipeline.schema == Schema(up=(Field("update", "a pair"),))

@@ -8,7 +8,7 @@ import torch
 from both_ends import SCHEMA, Ends, a, adapter, example
 
 from coterie.errors import CoterieError
-from coterie.exchanges.ends import ClientTransforms, ServerTransforms
+from coterie.exchanges.codec import ClientTransforms, ServerTransforms
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Message, MessageError, Schema
 from coterie.privacy.ledger import Ledger
@@ -159,29 +159,8 @@ class Wrong(Reduction):
     def reduce(self, contributions: Any, clients: Any, memory: Any) -> Any:
         return next(iter(contributions)).groups
 
-    def declare(self, tokens: int) -> int:
-        return tokens
-
     def tell(self, *_: Any, **__: Any) -> str:
         return ""
-
-    def join(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def measure(self, *_: Any, **__: Any) -> str:
-        return ""
-
-    def refuse(self, measures: Any, memory: Any) -> Any:
-        return dict.fromkeys(measures, 1)
-
-    def bounded(self, client: str, upload: Message, *_: Any, **__: Any) -> Message:
-        return upload
-
-    def weight(self, *_: Any, **__: Any) -> float:
-        return 2.0
-
-    def figures(self, measures: Any) -> Any:
-        return {}
 
     def on_mean(self, mean: Any, *_: Any, **__: Any) -> Any:
         return mean
@@ -195,22 +174,15 @@ def everything(transform: Transform) -> None:
     """Every hook of a transform, in an exchange of one client."""
     pipeline = Pipeline([transform], SCHEMA, 1)
     server, client = ServerTransforms(pipeline), ClientTransforms(pipeline, "c0", Ledger())
-    server.join("c0", client.declared(Message(), 1))
     server.begin(0, TRAIN, ["c0"])
     download, upload = adapter(0), adapter(1)
     client.receive(server.download("c0", download), 0)
-    sent = client.declared(client.send(upload, 0), 1)
-    measures = {"c0": server.measure("c0", server.upload("c0", sent, download), download.groups)}
-    server.refuse(measures)
-    server.bounded("c0", upload, lambda: download.groups)
-    weight = server.weight("c0", upload)
-    mean = server.reduce([Contribution("c0", upload.groups, weight)])
+    upload = server.upload("c0", client.send(upload, 0), download)
+    mean = server.reduce([Contribution("c0", upload.groups)])
     server.on_mean(mean, download.groups)
-    list(server.figures(measures))
 
 
-HOOKS = ["schema", "covered", "encode", "decode", "tell", "declare", "join", "measure", "refuse"]
-HOOKS += ["bounded", "weight", "reduce", "on_mean", "figures"]
+HOOKS = ["schema", "covered", "encode", "decode", "tell", "reduce", "on_mean"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -230,12 +202,6 @@ RESULTS: list[tuple[str, Any, str]] = [
     ("encode", {"adapter": 3}, "returned dict, not a mapping from group and name to tensors"),
     ("decode", None, "returned NoneType, not a mapping from group and name to tensors"),
     ("decode", INFINITE, "returned values that are not finite"),
-    ("refuse", ["c0"], "returned list, not a Mapping"),
-    ("figures", None, "returned NoneType, not a Mapping"),
-    ("bounded", {}, "returned dict, not a Message"),
-    ("weight", "heavy", "returned str, not a float"),
-    ("weight", 0.0, "returned 0.0, which is not positive and finite"),
-    ("weight", float("nan"), "returned nan, which is not positive and finite"),
     ("reduce", INFINITE, "returned values that are not finite"),
     (
         "reduce",
@@ -261,6 +227,25 @@ RESULTS: list[tuple[str, Any, str]] = [
 def test_a_hook_that_returns_something_else_is_one_sentence(hook, result, why) -> None:
     with pytest.raises(CoterieError, match=f"^The transform 'wrong' failed: {hook} {why}"):
         everything(Wrong(hook=hook, result=result))
+
+
+@pytest.mark.parametrize(
+    "hook", ["bounded", "declare", "figures", "join", "measure", "refuse", "weight"]
+)
+def test_a_hook_that_is_no_longer_called_is_refused(hook: str) -> None:
+    why = f"Mine defines `{hook}`, which Coterie does not call.* define `reduce`; see docs/use/tr"
+    for kind in (Transform, Reduction):
+        with pytest.raises(CoterieError, match=why):
+            type("Mine", (kind,), {hook: lambda self, *_: None})
+
+
+def test_a_setting_may_have_the_name_of_a_former_hook() -> None:
+    class Scaled(Transform):
+        name: ClassVar[str] = "scaled"
+        summary: ClassVar[str] = "updates are scaled"
+        weight: float = 1.0
+
+    assert Scaled(weight=2.0).described() == {"name": "scaled", "weight": 2.0}
 
 
 def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:

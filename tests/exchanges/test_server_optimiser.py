@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from both_ends import exchange_of
 from torch import Tensor
 
 import coterie
@@ -16,20 +17,20 @@ from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
-from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.codec import EXCHANGE
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.mean import weighted_mean
-from coterie.exchanges.optimiser import ServerOptimiser
-from coterie.exchanges.pipeline import Pipeline
-from coterie.exchanges.spec import AggregationSpec
-from coterie.messages import Field, Groups, Message, Schema, State
+from coterie.exchanges.optimiser import stepped
+from coterie.exchanges.spec import AggregationSpec, ServerOptimiserSpec
+from coterie.messages import Field, Message, Schema, State, Tensors
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.adapter import AdapterServer
 from coterie.methods.averaging import FedAvg
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, assert_equal, deploy
 from coterie.testing.rounds import joined, one_round
-from coterie.transforms.contract import Contribution
+from coterie.transforms.context import Contribution, Memory
+from coterie.turn import TRAIN, Turn
 
 FIELD = Field("adapter", "pairs", reduce="mean")
 SPECS: dict[str, dict[str, Any]] = {
@@ -42,11 +43,6 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 SMALL: dict[str, Any] = {"name": "fedavg", "mlp": {"rank": 2, "sets": 1}, "attention": None}
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def server_of(optimiser: Any) -> ServerTransforms:
-    transform = ServerOptimiser.model_validate({"optimiser": optimiser})
-    return ServerTransforms(Pipeline([transform], Schema(up=(FIELD,)), 1))
 
 
 class Paper:
@@ -82,14 +78,15 @@ class Paper:
 def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
     """Eight rounds of three clients of unlike weights, of which one is not always there."""
     chance = torch.Generator().manual_seed(0)
-    server = server_of(spec)
+    optimiser, memory = ServerOptimiserSpec.model_validate(spec), Memory()
     x = torch.randn(5, generator=chance)
     papers = [Paper(value, **spec) for value in x.tolist()]
     for round in range(8):
         present = (0, 1, 2) if round % 3 else (0, 2)
         ends = {k: x + torch.randn(5, generator=chance) for k in present}
         each = [Contribution(str(k), {"adapter": {"x": ends[k]}}, float(k + 1)) for k in ends]
-        x = server.on_mean(weighted_mean(each), {"adapter": {"x": x}})["adapter"]["x"]
+        mean = weighted_mean(each)["adapter"]
+        x = stepped(optimiser, "adapter", mean, {"x": x}, memory)["x"]
         assert x.dtype == torch.float32
         for i, paper in enumerate(papers):
             paper.round([end[i].item() for end in ends.values()], [k + 1.0 for k in ends])
@@ -98,31 +95,51 @@ def test_it_is_the_papers_algorithm(spec: dict[str, Any]) -> None:
 
 
 def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -> None:
-    server, one = server_of({"name": "fedavgm", "momentum": 0.5}), torch.ones(2)
-    before = {"adapter": {"a": one, "b": one}}
-    first = {"adapter": {"a": 2 * one, "b": 3 * one}, "statistics": {"a": 9 * one}}
-    found = server.on_mean(first, before)
-    assert torch.equal(found["statistics"]["a"], 9 * one)
-    assert torch.equal(found["adapter"]["b"], 3 * one)
-    found = server.on_mean({"adapter": {"a": 2 * one}}, before)
-    assert found["adapter"].keys() == {"a"}
-    assert torch.equal(found["adapter"]["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
-    found = server.on_mean({"adapter": {"b": one}}, before)
-    assert torch.equal(found["adapter"]["b"], 2 * one)  # 1 + 0.5 * 2 + 0: as in the round after
+    optimiser, memory = ServerOptimiserSpec(name="fedavgm", momentum=0.5), Memory()
+    one = torch.ones(2)
+    start = {"a": one, "b": one}
+
+    def step(mean: Tensors) -> dict[str, Tensor]:
+        return stepped(optimiser, "adapter", mean, start, memory)
+
+    found = step({"a": 2 * one, "b": 3 * one, "statistic": 9 * one})
+    assert torch.equal(found["statistic"], 9 * one)
+    assert torch.equal(found["b"], 3 * one)
+    found = step({"a": 2 * one})
+    assert found.keys() == {"a"}
+    assert torch.equal(found["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
+    assert torch.equal(step({"b": one})["b"], 2 * one)  # 1 + 0.5 * 2 + 0: as in the round after
     assert torch.equal(one, torch.ones(2))
+
+
+def test_an_exchange_steps_once_and_a_repeated_one_steps_from_the_same_moments() -> None:
+    rules = AggregationSpec(optimiser=ServerOptimiserSpec(name="fedavgm", momentum=0.5))
+    exchange, start = exchange_of(Schema(up=(FIELD,)), rules=rules), {"x": torch.zeros(2)}
+    for number, expected in enumerate((1.0, 1.5, 1.75)):  # 1 + 0.5 + 0.25
+        exchange.transforms.begin(number, TRAIN, ["ada"])
+        exchange.open(Turn(number, number, number), ["ada"])
+        exchange.begin()
+        exchange.put("ada", Message(0, {"adapter": {"x": torch.ones(2)}}), lambda *_: {})
+        for _ in range(2):
+            exchange.transforms.repeat()
+            exchange.repeat()
+            exchange.settle()
+            for _ in range(2):
+                assert torch.equal(exchange.mean("adapter", start)["x"], expected * torch.ones(2))
+        exchange.transforms.commit(["ada"])
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_moments_come_back_through_their_bytes(spec: dict[str, Any]) -> None:
-    one, other = server_of(spec), server_of(spec)
+    optimiser, memory = ServerOptimiserSpec.model_validate(spec), Memory()
     chance = torch.Generator().manual_seed(0)
-    means = [{"adapter": {"x": torch.randn(7, generator=chance)}} for _ in range(4)]
-    before: Groups = {"adapter": {"x": torch.zeros(7)}}
-    for mean in means[:3]:
-        before = one.on_mean(mean, before)
-    other.restore(State.decode(one.state().encode()))
-    wanted = one.on_mean(means[3], before)["adapter"]["x"]
-    assert torch.equal(other.on_mean(means[3], before)["adapter"]["x"], wanted)
+    *means, last = ({"x": torch.randn(7, generator=chance)} for _ in range(4))
+    start: Tensors = {"x": torch.zeros(7)}
+    for mean in means:
+        start = stepped(optimiser, "adapter", mean, start, memory)
+    restored = Memory.of(State.decode(memory.state().encode()))
+    one, other = (stepped(optimiser, "adapter", last, start, m) for m in (memory, restored))
+    assert torch.equal(one["x"], other["x"])
 
 
 def run_with(config: Any, optimiser: Any = "fedyogi", **changes: Any) -> coterie.RunConfig:
@@ -280,6 +297,4 @@ def test_exchanges_without_a_mean_are_not_refused(teachers, tmp_path) -> None:
     done = coterie.run(
         teachers(rounds=1, method=method, aggregation=aggregation), out=tmp_path / "run"
     )
-    states = RunFolder(done.path).load("transforms").parts["own"].parts
-    [moments] = [state for key, state in states.items() if key.endswith("-server_optimiser")]
-    assert moments["m.adapter"]
+    assert RunFolder(done.path).load("transforms").parts["own"].parts[EXCHANGE]["m.adapter"]

@@ -1,7 +1,8 @@
-"""Settings of transforms are what acts: each one is changed, and something else comes out."""
+"""Settings of aggregation are what acts: each one is changed, and something else comes out."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from copy import deepcopy
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,46 +10,51 @@ from both_ends import exchange_of
 from pydantic import BaseModel
 
 from coterie.exchanges.exchange import Exchange
-from coterie.exchanges.weights import TOKENS, TokenWeights
+from coterie.exchanges.spec import AggregationSpec
+from coterie.exchanges.weights import TOKENS
 from coterie.messages import Field, Groups, Message, Schema
-from coterie.messages.schema import Reduce
 from coterie.transforms.contract import Transform
 from coterie.transforms.registry import OWN, TRANSFORMS
 from coterie.turn import Turn
 
 SCHEMA = Schema(up=tuple(Field(group, "numbers", reduce="mean") for group in ("adapter", "logits")))
 SHAPES = {"adapter": {"x": (6,)}, "logits": {"y": (4,)}}
-ADAM = {"name": "fedadam"}
+ADAM = {"optimiser": {"name": "fedadam"}}
 ROWS: dict[str, tuple[dict[str, Any], Any]] = {
-    "bounds.largest_change": ({}, 1.1),
-    "bounds.largest_norm": ({}, 1.1),
-    "bounds.largest_weight": ({}, 1.1),
+    "aggregation.largest_change": ({}, 1.1),
+    "aggregation.largest_norm": ({}, 1.1),
+    "aggregation.largest_weight": ({"weights": "tokens"}, 1.1),
+    "aggregation.weights": ({}, "tokens"),
+    "aggregation.optimiser.name": (ADAM, "fedyogi"),
+    "aggregation.optimiser.learning_rate": (ADAM, 0.5),
+    "aggregation.optimiser.momentum": (ADAM, 0.5),
+    "aggregation.optimiser.beta2": (ADAM, 0.5),
+    "aggregation.optimiser.tau": (ADAM, 0.5),
+    "aggregation.least_others": ({}, 5),
+    "aggregation.transforms": ({}, [{"name": "median"}]),
     "trimmed_mean.trim": ({}, 0.4),
-    "server_optimiser.optimiser.name": ({"optimiser": ADAM}, "fedyogi"),
-    "server_optimiser.optimiser.learning_rate": ({"optimiser": ADAM}, 0.5),
-    "server_optimiser.optimiser.momentum": ({"optimiser": ADAM}, 0.5),
-    "server_optimiser.optimiser.beta2": ({"optimiser": ADAM}, 0.5),
-    "server_optimiser.optimiser.tau": ({"optimiser": ADAM}, 0.5),
 }
-"""By transform and setting: the settings with which it acts, and another value."""
+"""By section or transform and setting: the settings with which it acts, and another value."""
 
 
 def settings_of(kind: type[BaseModel], before: str) -> Iterator[str]:
     for name, info in kind.model_fields.items():
-        section = info.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from settings_of(section, f"{before}.{name}")
+        sections = [a for a in (info.annotation, *get_args(info.annotation)) if isinstance(a, type)]
+        models = [section for section in sections if issubclass(section, BaseModel)]
+        if models and info.default != ():
+            yield from settings_of(models[0], f"{before}.{name}")
         else:
             yield f"{before}.{name}"
 
 
-SETTINGS = [path for name in OWN for path in settings_of(TRANSFORMS.get(name), name)]
+KINDS = {"aggregation": AggregationSpec, **{name: TRANSFORMS.get(name) for name in OWN}}
+SETTINGS = [path for name, kind in KINDS.items() for path in settings_of(kind, name)]
 
 
-def outcome(transform: Transform) -> Groups:
+def outcome(rules: AggregationSpec, *transforms: Transform) -> Groups:
     """What three exchanges of five unlike clients come to."""
-    weights = [] if isinstance(transform, TokenWeights) else [TokenWeights()]
-    exchange = exchange_of(SCHEMA, transform, *weights, exchanges=3)
+    listed = [TRANSFORMS.get(spec.name).model_validate(spec.settings) for spec in rules.transforms]
+    exchange = exchange_of(SCHEMA, *transforms, *listed, rules=rules, exchanges=3)
     chance = torch.Generator().manual_seed(0)
     before: Groups = {"adapter": {"x": torch.zeros(6)}}
     mean: Groups = {}
@@ -73,7 +79,7 @@ def exchanged(
     exchange.open(Turn(number, number, number), uploads)
     exchange.begin()
     for name, upload in uploads.items():
-        exchange.transforms.join(name, upload)
+        exchange.join(name, upload)
         exchange.put(name, upload, lambda *_: before)
     exchange.settle()
     mean = {group: exchange.mean(group, before.get(group)) for group in SHAPES}
@@ -85,43 +91,35 @@ def exchanged(
 def test_every_setting_acts(path: str) -> None:
     name, *sections, setting = path.split(".")
     given, value = ROWS[path]
-    changed: dict[str, Any] = {key: dict(of) for key, of in given.items()}
+    changed = deepcopy(given)
     inner = changed
     for section in sections:
         inner = inner[section]
     inner[setting] = value
-    kind = TRANSFORMS.get(name)
-    one, again, other = (outcome(kind.model_validate(v)) for v in (given, given, changed))
+    if name == "aggregation":
+        one, again, other = (outcome(AggregationSpec(**v)) for v in (given, given, changed))
+    else:
+        kinds = (TRANSFORMS.get(name).model_validate(v) for v in (given, given, changed))
+        one, again, other = (outcome(AggregationSpec(), transform) for transform in kinds)
     assert same(one, again)
     assert not same(one, other)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_every_transform_acts(name: str) -> None:
-    given = {"optimiser": ADAM} if name == "server_optimiser" else {}
-    given = {"largest_change": 1.1} if name == "bounds" else given
-    without = Uniform() if name == "tokens" else Nothing()
-    assert not same(outcome(TRANSFORMS.get(name).model_validate(given)), outcome(without))
+    plain = outcome(AggregationSpec())
+    assert not same(outcome(AggregationSpec(), TRANSFORMS.get(name)()), plain)
+
+
+def test_an_optimiser_acts() -> None:
+    assert not same(outcome(AggregationSpec.model_validate(ADAM)), outcome(AggregationSpec()))
 
 
 def test_every_row_is_of_a_setting() -> None:
     assert ROWS.keys() == set(SETTINGS)
 
 
-class Nothing(Transform):
-    """A transform that changes nothing."""
-
-    name: ClassVar[str] = "nothing"
-    summary: ClassVar[str] = "nothing"
-    reductions: ClassVar[frozenset[Reduce]] = frozenset()
-
-
-class Uniform(TokenWeights):
-    """All clients count alike."""
-
-    def weight(self, client: str, upload: Message, joined: Any) -> float:
-        return 1.0
-
-
 def same(one: Groups, other: Groups) -> bool:
-    return all(torch.equal(t, other[g][n]) for g, named in one.items() for n, t in named.items())
+    return {g: {*named} for g, named in one.items()} == {g: {*n} for g, n in other.items()} and all(
+        torch.equal(t, other[g][n]) for g, named in one.items() for n, t in named.items()
+    )

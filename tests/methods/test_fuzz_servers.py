@@ -131,7 +131,7 @@ def pass_on(local: LocalRun, uploads: dict[str, Message]) -> None:
 def say_hello(local: LocalRun, data: bytes) -> None:
     message = local.schema.receive("hello", data)
     local.server.prepare(ROGUE, message)
-    local.transforms.join(ROGUE, message)
+    local.exchange.join(ROGUE, message)
     local.value = local.server.join(local.value, ROGUE, message)
 
 

@@ -148,7 +148,7 @@ def test_nobody_claims_more_tokens_than_when_joining(config: Callable[..., RunCo
         close(local, 0, {"poet": replace(upload, values={})})
     for values in ({}, {"tokens": 0}, {"tokens": True}):
         with pytest.raises(MessageError, match="training tokens"):
-            local.transforms.join("poet", Message(values=values))
+            local.exchange.join("poet", Message(values=values))
     close(local, 0, {"poet": replace(upload, values={"tokens": 1999})})  # fewer may be
 
 

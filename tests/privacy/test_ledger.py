@@ -13,7 +13,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site, ledger_of
 from coterie.errors import CoterieError
-from coterie.exchanges.ends import ClientTransforms
+from coterie.exchanges.codec import ClientTransforms
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Field, Message, Schema
 from coterie.messages.envelope import Order, Reply, seal, unseal

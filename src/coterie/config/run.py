@@ -20,7 +20,6 @@ from coterie.data.kind import DATA_KINDS
 from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS, Metric
-from coterie.exchanges.defaults import with_defaults
 from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import TransformSpec
 from coterie.files import expanded
@@ -80,15 +79,6 @@ class RunConfig(Sections[Method]):
         return cast("tuple[Transform, ...]", self.aggregation.transforms)
 
     @property
-    def every_transform(self) -> tuple[Transform, ...]:
-        """All transforms of the run.
-
-        These are the transforms in the list `aggregation.transforms`, followed by the transforms
-        that other keys of `aggregation` configure.
-        """
-        return with_defaults(self.aggregation, self.transforms, self.method.schema())
-
-    @property
     def phases(self) -> tuple[str, ...]:
         """The phases of one exchange of the method, in order.
 
@@ -141,7 +131,9 @@ class RunConfig(Sections[Method]):
         Returns:
             The pipeline. Its attribute `schema` contains the fields that may be sent.
         """
-        return Pipeline(self.every_transform, self.method.schema(), self.exchanges)
+        schema = self.method.schema()
+        weighted = self.aggregation.weights == "tokens" and bool(schema.averaged)
+        return Pipeline(self.transforms, schema, self.exchanges, weighted=weighted)
 
     @property
     def budgets(self) -> list[Budget]:

@@ -14,7 +14,8 @@ from coterie.engines.floor import FLOOR, floor_items
 from coterie.engines.memory import EVALUATION, memory_for
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score, evaluate
-from coterie.exchanges.ends import ClientTransforms
+from coterie.exchanges.codec import ClientTransforms
+from coterie.exchanges.weights import with_tokens
 from coterie.federation.participants import (
     Participant,
     client_context,
@@ -316,8 +317,8 @@ class ClientPart:
                 raise MessageError(
                     f"The tensor {name!r} of the group {group!r} must stay on its client."
                 )
-        tokens = len(self.participant.data.train.ids)
-        message = self.transforms.declared(message, tokens)
+        if self.pipeline.weighted:
+            message = with_tokens(message, len(self.participant.data.train.ids))
         if way == "up":
             message = self.transforms.send(message, number)
         return self.schema.send(way, message)

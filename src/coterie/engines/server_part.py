@@ -11,7 +11,7 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from coterie.config.run import RunConfig
 from coterie.engines.runtime import TRANSFORMS, due, scored
 from coterie.errors import CoterieError, Unwritable
-from coterie.exchanges.ends import ServerTransforms
+from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange, memory_for_aggregation
 from coterie.exchanges.lazy import unread
 from coterie.federation.participants import Participant, server_context
@@ -61,20 +61,20 @@ class ServerPart:
         self.server = method.server(server_context(config, base, clients, own, log))
         self.value: Any = self.server.initial()
         """The value of the method's server after the last complete exchange."""
-        least_others = config.aggregation.least_others
         self.exchange = Exchange(
-            folder.path, self.transforms, method.schema(), least_others, strict=strict
+            folder.path, self.transforms, method.schema(), config.aggregation, strict=strict
         )
 
     def join(self, name: ClientId, hello: Message) -> None:
         """Add a client to the run; `Server.prepare` must have been called for this client."""
-        self.transforms.join(name, hello)
+        self.exchange.join(name, hello)
         self.value = self.server.join(self.value, name, hello)
 
     def leave(self, name: ClientId) -> None:
         """Remove a client from the run. No exchange may be in progress."""
         self.value = self.value.without(name)
         self.transforms.leave(name)
+        self.exchange.leave(name)
 
     def open(self, turn: Turn, names: Sequence[ClientId]) -> None:
         """Start or restart a turn."""
@@ -173,15 +173,13 @@ class ServerPart:
         state = self.value.state()
         yield "server", replace(state, parts={})
         yield from ((f"{PART}{name}", part) for name, part in unread(state.parts).items())
-        if self.transforms.memories:
-            yield TRANSFORMS, self.transforms.state()
+        yield TRANSFORMS, self.transforms.state()
 
     def restore(self) -> None:
         """Restore the server's state from the newest checkpoint."""
         value = self.value.restored(server_state(self.folder))
         self.value = value.stored(self.exchange.store)
-        if self.transforms.memories:
-            self.transforms.restore(self.folder.load(TRANSFORMS))
+        self.transforms.restore(self.folder.load(TRANSFORMS))
         self._await(self.folder.turns())
 
     def _await(self, number: int) -> None:

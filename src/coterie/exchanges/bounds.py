@@ -24,17 +24,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from coterie.exchanges.spec import BoundsSpec
+from coterie.exchanges.spec import AggregationSpec
 from coterie.exchanges.weights import TOKENS, tokens_of
-from coterie.messages import Groups, Json, Message
-from coterie.messages.names import CHANGE
-from coterie.messages.schema import Reduce
-from coterie.transforms.contract import Memory, Transform
+from coterie.messages import Groups, Message
+from coterie.transforms.context import Memory
 
 Kind = Literal["change", "norm", "weight"]
 SUBJECTS: Mapping[Kind, str] = {
@@ -43,8 +41,8 @@ SUBJECTS: Mapping[Kind, str] = {
     "weight": "its number of tokens",
 }
 """Descriptions of the three kinds of sizes, for messages. The kinds are the change of a group of
-parameters, the norm of a group of other tensors, and the weight of an upload. The setting
-`largest_KIND` is the bound for the sizes of the kind KIND."""
+parameters, the norm of a group of other tensors, and the weight of an upload. The key
+`aggregation.largest_KIND` is the bound for the sizes of the kind KIND."""
 Size = tuple[float, int]
 """The L2 norm of a group, and the number of elements of the group."""
 OTHERS = 3
@@ -89,67 +87,70 @@ class Bound:
     """The upload's maximum weight."""
 
 
-class Bounds(Transform, BoundsSpec):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A transform that excludes or scales uploads that far exceed the round's median size."""
+def exclusions_and_limits(
+    rules: AggregationSpec, measures: Mapping[str, Measure], memory: Memory
+) -> tuple[dict[str, str], dict[str, Bound]]:
+    """Determine which uploads of an exchange are excluded or limited.
 
-    name: ClassVar[str] = "bounds"
-    summary: ClassVar[str] = "exclusion of uploads that far exceed the round's median size"
-    reductions: ClassVar[frozenset[Reduce]] = frozenset()
+    Args:
+        rules: The section `aggregation` of the run file.
+        measures: The measures of all uploads, by client.
+        memory: The state of the exchange. Its value `last` contains the norms of each client's last
+            accepted changes (see `compare_with_last`), and is replaced.
 
-    def join(self, client: str, hello: Message) -> int:
-        # Some methods declare the number of tokens without the transform `tokens`.
-        return tokens_of(client, hello) if TOKENS.name in hello.values else 1
+    Returns:
+        The reasons for exclusions, by the clients whose uploads are excluded, and the limits of
+        uploads, by client.
+    """
+    last: Any = memory.values.get("last", {})
+    changes: dict[str, dict[str, float]] = {name: {**last.get(name, {})} for name in measures}
+    excluded: dict[str, str] = {}
+    opposed = set[str]() if rules.largest_change is None else opposing(measures)
+    scales: dict[str, dict[str, float]] = {}
+    weights: dict[str, float] = {}
+    for (kind, group), sizes in _compared(measures).items():
+        limit: float | None = getattr(rules, f"largest_{kind}")
+        if limit is None:
+            continue
+        against = opposed if kind == "change" else set[str]()
+        limits = {name: OPPOSED * limit if name in against else limit for name in sizes}
+        ratios = of_median = ratios_of(sizes)
+        if kind == "change":
+            ratios = {
+                name: compare_with_last(sizes[name], ratio, changes[name], group)
+                for name, ratio in ratios.items()
+            }
+        larger = {name: r for name, r in ratios.items() if r > limits[name]}
+        is_half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
+        for name, ratio in larger.items():
+            if not is_half:
+                subject = SUBJECTS[kind].format(group)
+                excluded[name] = f"{subject} is {of_median[name]:.3g} times the round's median"
+                excluded[name] += " and points against the others'" if name in against else ""
+            elif kind == "weight":
+                weights[name] = limits[name] * sizes[name][0] / ratio
+            else:
+                scales.setdefault(name, {})[group] = limits[name] / ratio
+    memory.values["last"] = {**last, **changes, **{name: {} for name in excluded}}
+    limited = scales.keys() | weights.keys()
+    bounds = {n: Bound(scales.get(n, {}), weights.get(n, math.inf)) for n in sorted(limited)}
+    return excluded, bounds
 
-    def measure(self, upload: Message, reference: Groups, joined: Any) -> Measure:
-        return measured(upload, reference, joined or 1)
 
-    def refuse(self, measures: Mapping[str, Measure], memory: Memory) -> dict[str, str | Bound]:
-        # The norms of each client's last accepted changes, by client; see `compare_with_last`.
-        last: Any = memory.values.get("last", {})
-        changes: dict[str, dict[str, float]] = {name: {**last.get(name, {})} for name in measures}
-        excluded: dict[str, str] = {}
-        opposed = set[str]() if self.largest_change is None else opposing(measures)
-        scales: dict[str, dict[str, float]] = {}
-        weights: dict[str, float] = {}
-        for (kind, group), sizes in _compared(measures).items():
-            limit: float | None = getattr(self, f"largest_{kind}")
-            if limit is None:
-                continue
-            against = opposed if kind == "change" else set[str]()
-            limits = {name: OPPOSED * limit if name in against else limit for name in sizes}
-            ratios = of_median = ratios_of(sizes)
-            if kind == "change":
-                ratios = {
-                    name: compare_with_last(sizes[name], ratio, changes[name], group)
-                    for name, ratio in ratios.items()
-                }
-            larger = {name: r for name, r in ratios.items() if r > limits[name]}
-            is_half = 2 * len(larger) == sum(norm > 0 for norm, _ in sizes.values())
-            for name, ratio in larger.items():
-                if not is_half:
-                    subject = SUBJECTS[kind].format(group)
-                    excluded[name] = f"{subject} is {of_median[name]:.3g} times the round's median"
-                    excluded[name] += " and points against the others'" if name in against else ""
-                elif kind == "weight":
-                    weights[name] = limits[name] * sizes[name][0] / ratio
-                else:
-                    scales.setdefault(name, {})[group] = limits[name] / ratio
-        memory.values["last"] = {**last, **changes, **{name: {} for name in excluded}}
-        limited = {
-            name: Bound(scales.get(name, {}), weights.get(name, math.inf))
-            for name in sorted(scales.keys() | weights.keys())
-        }
-        return limited | excluded
+def bounded(client: str, upload: Message, reference: Groups, limit: Bound) -> Message:
+    """Apply the limits of an upload, and return the limited upload.
 
-    def bounded(self, client: str, upload: Message, reference: Groups, limit: Bound) -> Message:
-        values = upload.values
-        if TOKENS.name in values and tokens_of(client, upload) > limit.weight:
-            values = {**values, TOKENS.name: int(limit.weight)}
-        groups = scaled(upload, reference, limit.scales) if limit.scales else upload.groups
-        return replace(upload, groups=groups, values=values)
-
-    def figures(self, measures: Mapping[str, Measure]) -> dict[str, dict[str, Json]]:
-        return {name: {CHANGE: metrics} for name, metrics in figures_of(measures).items()}
+    Args:
+        client: The client that sent the upload.
+        upload: The decoded upload.
+        reference: The client's parameters at the start of the round, keyed by group and name.
+        limit: The limits.
+    """
+    values = upload.values
+    if TOKENS.name in values and tokens_of(client, upload) > limit.weight:
+        values = {**values, TOKENS.name: int(limit.weight)}
+    groups = scaled(upload, reference, limit.scales) if limit.scales else upload.groups
+    return replace(upload, groups=groups, values=values)
 
 
 def measured(upload: Message, reference: Groups, weight: float) -> Measure:

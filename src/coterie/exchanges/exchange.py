@@ -14,16 +14,20 @@ from coterie.errors import (
     no_client_left,
     ran_out_of_memory,
 )
-from coterie.exchanges.ends import ServerTransforms
-from coterie.exchanges.lazy import Computed, InFile, PerClient, in_file
+from coterie.exchanges import bounds
+from coterie.exchanges.codec import EXCHANGE, ServerTransforms
+from coterie.exchanges.lazy import Computed, InFile, PerClient, Upload, in_file
 from coterie.exchanges.mean import means_of, selected, weighted_mean
-from coterie.messages import Groups, Message, Schema, State, Tensors
+from coterie.exchanges.optimiser import stepped
+from coterie.exchanges.spec import AggregationSpec
+from coterie.exchanges.weights import TOKENS, tokens_of, weight_of
+from coterie.messages import Groups, Message, Schema, Tensors
 from coterie.messages.envelope import FAULT_MESSAGES
-from coterie.messages.names import LEFT_OUT
+from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.messages.schema import Reduce
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import Recorder
-from coterie.runs.stored import Store, Stored
+from coterie.runs.stored import Store
 from coterie.transforms.context import Contribution, Rows
 from coterie.turn import FIRST, TRAIN, Turn
 
@@ -42,15 +46,14 @@ class Exchange:
     """The exchange in progress: its numbers, its clients and their uploads.
 
     A method's server reads uploads with `mean`, `means` and `each`, and facts about them with
-    `holders` and `weight`. Only engines call the functions from `open` on. Uploads wait in files,
+    `holders` and `weight`. Only engines call the functions from `join` on. Uploads wait in files,
     and are aggregated in the order of client names.
 
     Args:
         folder: The run folder, in which the uploads wait.
         transforms: The transforms of the run on the server.
         schema: The fields that the method may send, before transforms encode them.
-        least_others: The smallest number of other clients whose tensors a client may receive in a
-            mean. A tensor of too few clients is missing from the mean; 1 permits all means.
+        rules: The section `aggregation` of the run file.
         strict: Whether an invalid upload raises an error instead of being excluded.
     """
 
@@ -59,12 +62,12 @@ class Exchange:
         folder: Path,
         transforms: ServerTransforms,
         schema: Schema,
-        least_others: int = 1,
+        rules: AggregationSpec,
         *,
         strict: bool = False,
     ) -> None:
         self.transforms, self.schema = transforms, schema
-        self.least_others, self.strict = least_others, strict
+        self.rules, self.least_others, self.strict = rules, rules.least_others, strict
         self.turn: Turn = FIRST
         """The numbers of the exchange."""
         self.clients: tuple[str, ...] = ()
@@ -81,16 +84,18 @@ class Exchange:
         """Whether a mean of this exchange replaced parameters; None if no mean was requested."""
         self.store = Store(folder)
         """The files of uploads, and of the method's tensors of single clients."""
-        self._uploads: dict[str, tuple[Stored, Stored]] = {}
-        """The tensors and the values of each client's upload."""
-        self._limited: dict[str, tuple[Stored, Stored]] = {}
-        """The same for uploads to which transforms have set limits, after they are limited."""
+        self._uploads: dict[str, Upload] = {}
+        self._limited: dict[str, Upload] = {}
+        """The uploads that have limits, with their limits applied."""
         self._references: dict[str, Reference] = {}
         self._weights: dict[str, float] = {}
-        """The weight of each client's upload, unless transforms limit it."""
-        self._measures: dict[str, dict[str, Any]] = {}
-        """The results of transforms' `measure` hooks. The first key is a client, and the second key
-        is a transform."""
+        """The weight of each client's upload, unless the upload is limited."""
+        self._tokens: dict[str, int] = {}
+        """The number of training tokens that each client declared when it joined, or 1."""
+        self._measures: dict[str, bounds.Measure] = {}
+        """The sizes of each client's upload, which are bounded."""
+        self._limits: dict[str, bounds.Bound] = {}
+        """The limits of uploads, by client."""
         self._means: Groups | None = None
         """The means of all groups; None before the uploads are averaged."""
         self._results: dict[str, Tensors] = {}
@@ -126,7 +131,10 @@ class Exchange:
             before = {group: start} if start else {}
             self.replaces = bool(self.replaces or start)
             changed = self.transforms.on_mean({group: self._means.get(group, {})}, before)
-            self._results[group] = changed[group]
+            mean, optimiser = changed[group], self.rules.optimiser
+            if optimiser and start:
+                mean = stepped(optimiser, group, mean, start, self.transforms.memories[EXCHANGE])
+            self._results[group] = mean
         return self._results[group]
 
     def holders(self, group: str) -> Mapping[str, int]:
@@ -180,18 +188,18 @@ class Exchange:
         """
         groups = self.schema.reduced("each")
         if name is None:
-            whole = PerClient({c: InFile(self._stored(c)[0]) for c in self.counted})
+            whole = PerClient({c: InFile(self._stored(c).tensors) for c in self.counted})
             return whole.replaced(
                 lambda i: i if i.stored.groups.keys() <= groups else Computed(_only, (i, groups))
             )
         self._require(name, "each")
         items: dict[str, Any] = {}
         for client in self.counted:
-            tensors, values = self._stored(client)
-            if name in tensors.groups:
-                items[client] = InFile(tensors, name)
-            elif name in (sent := values.load().values["values"]):
-                items[client] = sent[name]
+            upload = self._stored(client)
+            if name in upload.tensors.groups:
+                items[client] = InFile(upload.tensors, name)
+            elif name in (values := upload.values.load().values["values"]):
+                items[client] = values[name]
         return PerClient(items)
 
     def weight(self, client: str) -> float:
@@ -200,9 +208,23 @@ class Exchange:
         Args:
             client: The name of a client in `counted`.
         """
-        if client in self.transforms.limits:
-            return self.transforms.weight(client, _message(*self._stored(client)))
+        if client in self._limits:
+            return self._weight_of(client, self._stored(client).read())
         return self._weights[client]
+
+    def join(self, client: str, hello: Message) -> None:
+        """Store the number of training tokens that a client declares when it joins.
+
+        Raises:
+            MessageError: The number is invalid, or missing although clients weigh by it.
+        """
+        # Some methods declare the number, although their clients do not weigh by it.
+        has_tokens = self.transforms.pipeline.weighted or TOKENS.name in hello.values
+        self._tokens[client] = tokens_of(client, hello) if has_tokens else 1
+
+    def leave(self, client: str) -> None:
+        """Remove a client that leaves the run."""
+        self._tokens.pop(client, None)
 
     def open(self, turn: Turn, clients: Iterable[str]) -> None:
         """Set the numbers and the clients, when a turn starts or begins again."""
@@ -215,6 +237,7 @@ class Exchange:
     def repeat(self) -> None:
         """Discard the means, so that the exchange can be aggregated again."""
         self._means, self._results, self._held, self.replaces = None, {}, {}, None
+        self._limits = {}
         self._limited.clear()
 
     def begin(self) -> None:
@@ -224,7 +247,7 @@ class Exchange:
         self.asked_again.clear()
 
     def put(self, name: str, message: Message, reference: Reference) -> None:
-        """Pass a decoded upload to the transforms' `measure` and `weight` hooks, and store it.
+        """Measure and weigh a decoded upload, and store it.
 
         Args:
             name: The client that sent the upload.
@@ -232,24 +255,26 @@ class Exchange:
             reference: A function that returns the tensors from which the client's training started.
 
         Raises:
-            CoterieError: A transform refuses the upload.
+            MessageError: The number of training tokens in the upload is invalid.
         """
         if self.turn.phase == TRAIN:
-            measures = self.transforms.measure(name, message, reference(message, self))
-            self._weights[name] = self.transforms.weight(name, message)
-            self._measures[name], self._references[name] = measures, reference
-        self._uploads[name] = self._put(message)
+            measure = bounds.measured(message, reference(message, self), self._tokens.get(name, 1))
+            self._weights[name] = self._weight_of(name, message)
+            self._measures[name], self._references[name] = measure, reference
+        self._uploads[name] = Upload.put(self.store, message)
 
     def settle(self) -> None:
-        """Exclude the uploads that transforms refuse. All uploads must have arrived.
+        """Exclude or limit the uploads beyond the bounds. All uploads must have arrived.
 
         In a phase that a transform added, the uploads are passed to `Transform.collect`.
         """
         transforms = self.transforms
         if self.turn.phase == TRAIN:
-            self.refused |= transforms.refuse(self._measures)
+            measures, memory = dict(sorted(self._measures.items())), transforms.memories[EXCHANGE]
+            excluded, self._limits = bounds.exclusions_and_limits(self.rules, measures, memory)
+            self.refused |= excluded
             with memory_for_aggregation():
-                for name in [name for name in self.counted if name in transforms.limits]:
+                for name in [name for name in self.counted if name in self._limits]:
                     try:
                         self.weight(name)  # fails if the upload cannot be limited
                     except Unwritable:
@@ -259,7 +284,7 @@ class Exchange:
             return
         for name in self.counted:
             try:
-                transforms.collect(name, _message(*self._uploads[name]))
+                transforms.collect(name, self._uploads[name].read())
             except CoterieError as error:
                 self.refuse(name, error)
 
@@ -319,8 +344,8 @@ class Exchange:
 
     def record(self, recorder: Recorder) -> None:
         """Record the metrics of all uploads, and the reasons why uploads were excluded."""
-        for name, metric, value in self.transforms.figures(self._measures):
-            recorder.log(name, metric, value)
+        for name, figures in bounds.figures_of(dict(sorted(self._measures.items()))).items():
+            recorder.log(name, CHANGE, figures)
         for name, reason in sorted(self.refused.items()):
             recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
@@ -335,23 +360,22 @@ class Exchange:
     def _contributions(self, groups: set[str], clients: Collection[str]) -> Iterator[Contribution]:
         for name in self.counted:
             if name in clients:
-                tensors = _only(self._stored(name)[0].load().groups, groups)
+                tensors = _only(self._stored(name).tensors.load().groups, groups)
                 yield Contribution(name, tensors, self.weight(name))
 
-    def _put(self, message: Message) -> tuple[Stored, Stored]:
-        """Write an upload to files: one with the tensors, and one with the values."""
-        values = {"round": message.round, "values": dict(message.values)}
-        return self.store.put(State(message.groups)), self.store.put(State(values=values))
-
-    def _stored(self, name: str) -> tuple[Stored, Stored]:
-        """Return the files of a client's upload, with the limits that transforms have set."""
-        if name not in self.transforms.limits:
+    def _stored(self, name: str) -> Upload:
+        """Return a client's upload on disk, with its limits applied."""
+        if (limit := self._limits.get(name)) is None:
             return self._uploads[name]
         if name not in self._limited:
-            reference, upload = self._references[name], _message(*self._uploads[name])
-            limited = self.transforms.bounded(name, upload, lambda: reference(upload, self))
-            self._limited[name] = self._put(limited)
+            upload = self._uploads[name].read()
+            limited = bounds.bounded(name, upload, self._references[name](upload, self), limit)
+            self._limited[name] = Upload.put(self.store, limited)
         return self._limited[name]
+
+    def _weight_of(self, name: str, upload: Message) -> float:
+        weighted = self.transforms.pipeline.weighted
+        return weight_of(name, upload, self._tokens[name]) if weighted else 1.0
 
     def _all_means(self) -> Groups:
         """Compute the means of all groups whose reduction is `mean` in one pass."""
@@ -369,11 +393,6 @@ class Exchange:
             means = selected(means, lambda group, name: held[group][name] > self.least_others)
         self._held = {g: Counter({n: held[g][n] for n in ts}) for g, ts in means.items()}
         return means
-
-
-def _message(tensors: Stored, values: Stored) -> Message:
-    """Read an upload from its files."""
-    return Message(groups=tensors.load().groups, **values.load().values)
 
 
 def _only(groups: Groups, names: Collection[str]) -> Groups:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from coterie.messages import Groups, State, Tensors
+from coterie.messages import Groups, Message, State, Tensors
 from coterie.runs.stored import Store, Stored
 
 T_co = TypeVar("T_co", covariant=True)
@@ -27,6 +27,24 @@ class InFile:
     def is_whole(self) -> bool:
         """Whether the file contains nothing else."""
         return self.group is None or self.stored.groups.keys() <= {self.group}
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A client's upload on disk."""
+
+    tensors: Stored
+    values: Stored
+
+    @classmethod
+    def put(cls, store: Store, message: Message) -> "Upload":
+        """Write an upload to a store."""
+        values = {"round": message.round, "values": dict(message.values)}
+        return cls(store.put(State(message.groups)), store.put(State(values=values)))
+
+    def read(self) -> Message:
+        """Read the upload."""
+        return Message(groups=self.tensors.load().groups, **self.values.load().values)
 
 
 @dataclass(frozen=True, eq=False)

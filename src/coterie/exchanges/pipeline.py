@@ -7,44 +7,24 @@ Otherwise, the client restores its previous state, and the server discards the n
 next exchange starts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.messages import (
-    Field,
-    Groups,
-    Json,
-    MessageError,
-    Schema,
-    Shapes,
-    Tensors,
-    check_shapes,
-)
+from coterie.exchanges.weights import TOKENS
+from coterie.messages import Field, Groups, MessageError, Schema, Shapes, Tensors, check_shapes
 from coterie.messages.host import are_finite
 from coterie.messages.schema import Way
-from coterie.privacy.ledger import Ledger
-from coterie.privacy.secrets import Secrets
-from coterie.transforms.contract import (
-    Context,
-    Memory,
-    Reduction,
-    Transform,
-)
+from coterie.transforms.contract import Context, Memory, Reduction, Transform
 from coterie.transforms.hooks import encoded_schema, failure, run_hook
 
-T = TypeVar("T")
 Memories = dict[str, Memory]
 """A mapping from transform and direction to the state of the transform for one client. The client
 and the server each have their own mapping.
 """
-ON_CLIENT = ("encode", "decode", "answer")
-"""The hooks that run on a client and can use the transform's memory on the client."""
-ON_SERVER = ("encode", "decode", "tell", "collect", "refuse", "reduce", "on_mean")
-"""The hooks that run on the server and can use the transform's memory on the server."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +42,19 @@ class Stage:
     def has(self, *hooks: str) -> bool:
         """Return whether the transform overrides at least one of these hooks."""
         kind = type(self.transform)
-        return any(
-            getattr(kind, hook, None) is not getattr(Transform, hook, None) for hook in hooks
-        )
+        return any(getattr(kind, hook) is not getattr(Transform, hook) for hook in hooks)
 
     def call(self, hook: str, *args: Any, error: type[CoterieError] = CoterieError) -> Any:
         """Call a hook of the transform through `run_hook`, and return the hook's result."""
         return run_hook(self.transform, hook, *args, error=error)
 
-    def call_for(self, kind: type[T], hook: str, *args: Any) -> T:
-        """Call a hook, check that the result is an instance of `kind`, and return the result."""
-        result = self.call(hook, *args, error=MessageError)
-        if not isinstance(result, kind):
-            raise self.failure(hook, f"returned {type(result).__name__}, not a {kind.__name__}.")
-        return result
-
     def failure(self, hook: str, problem: str) -> CoterieError:
         """Return an exception that reports a faulty hook."""
         return CoterieError(failure(self.transform, hook, problem))
+
+
+Contexts = Callable[[Stage], Context]
+"""A function that returns the context of a transform's hooks for one payload."""
 
 
 class Pipeline:
@@ -89,10 +64,18 @@ class Pipeline:
         transforms: The transforms, in encoding order.
         schema: The fields that the method may send.
         exchanges: The number of exchanges in which clients train.
+        weighted: Whether clients declare their numbers of training tokens as their weights.
     """
 
-    def __init__(self, transforms: Sequence[Transform], schema: Schema, exchanges: int) -> None:
-        self.exchanges = exchanges
+    def __init__(
+        self,
+        transforms: Sequence[Transform],
+        schema: Schema,
+        exchanges: int,
+        *,
+        weighted: bool = False,
+    ) -> None:
+        self.exchanges, self.weighted = exchanges, weighted
         self.stages: list[Stage] = []
         for i, transform in enumerate(transforms):
             plain = frozenset(run_hook(transform, "covered", schema))
@@ -101,17 +84,16 @@ class Pipeline:
             stage = Stage(f"{i}-{transform.name}", transform, plain, plain | added)
             self.stages.append(stage)
             schema = _with_values(stage, after)
+        if weighted:
+            hello, up = _added(schema.hello, TOKENS), _added(schema.up, TOKENS)
+            schema = replace(schema, hello=hello, up=up)
         self.schema = schema
         """The fields that may be sent, after encoding."""
         self.reduction = next((s for s in self.stages if isinstance(s.transform, Reduction)), None)
         self.down = any(stage.transform.downloads for stage in self.stages)
         """Whether downloads are encoded."""
         self.active = any(stage.plain or stage.has("tell") for stage in self.stages)
-        """Whether transforms change messages, apart from adding declared values."""
-
-    def stages_with(self, *hooks: str) -> list[Stage]:
-        """Return the stages whose transforms override at least one of these hooks."""
-        return [stage for stage in self.stages if stage.has(*hooks)]
+        """Whether transforms change messages."""
 
     def stages_encoding(self, way: Way) -> list[Stage]:
         """Return the stages that encode payloads in the direction `up` or `down`."""
@@ -121,26 +103,27 @@ class Pipeline:
         """Return the stage whose transform declares a phase."""
         return next(s for s in self.stages if phase in s.transform.before)
 
-    def encode(self, groups: Groups, reference: Groups, contexts: "Contexts") -> Groups:
+    def encode(self, groups: Groups, reference: Groups, way: Way, contexts: Contexts) -> Groups:
         """Encode the tensors of a message.
 
         Args:
             groups: The tensors, keyed by group and name.
             reference: The tensors that the client last received, keyed by group and name.
-            contexts: The contexts of the hooks.
+            way: The direction of the message.
+            contexts: A function that returns the context of a stage's hooks.
         """
-        stages = self.stages_encoding(contexts.way)
+        stages = self.stages_encoding(way)
         groups = _shifted(groups, self._relative(stages), reference, -1)
         for stage in stages:
             if stage.transform.sealed:  # a sum of differences from different references is useless
                 groups = _shifted(groups, self._relative(stages) & stage.plain, reference, 1)
             plain = _only(groups, stage.plain)
-            encoded = stage.call("encode", plain, contexts.of(stage))
+            encoded = stage.call("encode", plain, contexts(stage))
             check_finite(stage, "encode", encoded)
             groups = {g: t for g, t in groups.items() if g not in plain} | dict(encoded)
         return groups
 
-    def decode(self, groups: Groups, reference: Groups, contexts: "Contexts") -> Groups:
+    def decode(self, groups: Groups, reference: Groups, way: Way, contexts: Contexts) -> Groups:
         """Decode the tensors of a message.
 
         If a sealed transform encoded a group, the group stays encoded (see `Transform.sealed`).
@@ -148,19 +131,20 @@ class Pipeline:
         Args:
             groups: The received tensors, keyed by group and name.
             reference: The tensors that the client last received, keyed by group and name.
-            contexts: The contexts of the hooks.
+            way: The direction of the message.
+            contexts: A function that returns the context of a stage's hooks.
 
         Raises:
             MessageError: If a transform cannot decode the tensors.
         """
-        stages = self.stages_encoding(contexts.way)
+        stages = self.stages_encoding(way)
         decoded = self._relative(stages)
         for stage in reversed(stages):
             if stage.transform.sealed:
                 decoded = decoded - stage.plain
                 continue
             encoded = _only(groups, stage.encoded)
-            plain = stage.call("decode", encoded, contexts.of(stage), error=MessageError)
+            plain = stage.call("decode", encoded, contexts(stage), error=MessageError)
             check_finite(stage, "decode", plain)
             groups = {g: t for g, t in groups.items() if g not in encoded} | dict(plain)
         return _shifted(groups, decoded, reference, 1)
@@ -177,52 +161,22 @@ class Pipeline:
         return frozenset[str]().union(*plain)
 
 
-@dataclass(frozen=True)
-class Contexts:
-    """The contexts of all hooks for one payload."""
-
-    client: str
-    exchange: int
-    exchanges: int
-    way: Way
-    memories: Memories
-    server_values: Mapping[str, Json] = field(default_factory=dict)
-    secrets: Secrets | None = None
-    ledger: Ledger | None = None
-
-    def of(self, stage: Stage) -> Context:
-        """Return the context of one transform's hooks."""
-        return Context(
-            stage.transform.name,
-            self.client,
-            self.exchange,
-            self.exchanges,
-            self.way,
-            self.memories.setdefault(f"{stage.key}.{self.way}", Memory()),
-            self.server_values.get(stage.transform.name),
-            self.secrets,
-            self.ledger,
-        )
-
-
 def _with_values(stage: Stage, schema: Schema) -> Schema:
     """Extend a schema with the JSON values that a transform adds to messages."""
     transform = stage.transform
     value = Field(transform.name, transform.summary, "json")
-    forwarded = replace(value, description=transform.forwards, peers=True)
+    if stage.has("answer"):
+        schema = replace(schema, up=_added(schema.up, value))
+    if stage.has("tell"):
+        if transform.forwards:
+            value = replace(value, description=transform.forwards, peers=True)
+        schema = replace(schema, down=_added(schema.down, value))
+    return schema
 
-    def added(fields: Sequence[Field], value: Field, *hooks: str) -> tuple[Field, ...]:
-        if not stage.has(*hooks):
-            return tuple(fields)
-        # Some methods declare this value, too.
-        others = (f for f in fields if (f.name, f.dtype) != (value.name, "json"))
-        return (*others, value)
 
-    return Schema(
-        added(schema.hello, value, "declare"),
-        added(schema.up, value, "declare", "answer"),
-        added(schema.down, forwarded if transform.forwards else value, "tell"),
-    )
+def _added(fields: Iterable[Field], value: Field) -> tuple[Field, ...]:
+    """Add a JSON value, which replaces a value of the same name that the method declares."""
+    return (*(f for f in fields if (f.name, f.dtype) != (value.name, "json")), value)
 
 
 def _groups_of(schema: Schema) -> set[str]:

@@ -76,8 +76,8 @@ class TransformSpec(NamedSpec):
         return name
 
 
-class BoundsSpec(Section):
-    """Bounds on the sizes of uploads. Each bound is a multiple of the round's median size."""
+class AggregationSpec(Section):
+    """Section `aggregation` of a run file."""
 
     largest_change: float | None = Field(default=3.0, ge=1)
     """largest norm of the change of a client's shared parameters in a round, as a multiple of the
@@ -90,11 +90,6 @@ class BoundsSpec(Section):
     largest_weight: float | None = Field(default=100.0, ge=1)
     """largest weight of a client, as a multiple of the round's median (`weights: tokens` only);
     null: unlimited"""
-
-
-class AggregationSpec(BoundsSpec):
-    """Section `aggregation` of a run file."""
-
     weights: Literal["uniform", "tokens"] = "uniform"
     """weights of clients in the mean: equal weights, or the clients' numbers of training tokens"""
     least_others: int = Field(default=1, ge=1)

@@ -1,49 +1,22 @@
-"""Weighting of clients by their numbers of training tokens, as in FedAvg (arXiv 1602.05629)."""
+"""Weights of clients by their numbers of training tokens, as in FedAvg (arXiv 1602.05629).
 
-from typing import Any, ClassVar
+With `aggregation: {weights: tokens}`, a client declares its number of training tokens when it
+joins, and again with each upload. The number in an upload is the client's weight in the mean. It
+must not be larger than the number declared when the client joined.
+"""
 
-from coterie.errors import CoterieError
+from dataclasses import replace
+
 from coterie.messages import Field, Message, MessageError
-from coterie.messages.schema import Reduce
-from coterie.transforms.contract import Transform, TransformFacts
 
 TOKENS = Field(
     "tokens", "number of training tokens, used as the client's weight in the mean", "json"
 )
 
 
-class TokenWeights(Transform):
-    """A transform that weights clients in the mean by their numbers of training tokens.
-
-    A client declares a number of tokens when the client joins, and again with each upload. The
-    number in an upload must not be larger than the number declared when the client joined.
-    """
-
-    name: ClassVar[str] = TOKENS.name
-    summary: ClassVar[str] = TOKENS.description
-    reductions: ClassVar[frozenset[Reduce]] = frozenset()
-
-    def check(self, run: TransformFacts) -> None:
-        if not run.schema.averaged:
-            raise CoterieError(
-                f"The transform {self.name!r} has no effect with the method {run.method!r}, "
-                "whose server averages no uploads. Remove it, or choose another method."
-            )
-
-    def declare(self, tokens: int) -> int:
-        return tokens
-
-    def join(self, client: str, hello: Message) -> int:
-        return tokens_of(client, hello)
-
-    def weight(self, client: str, upload: Message, joined: Any) -> float:
-        tokens = tokens_of(client, upload)
-        if tokens > joined:
-            raise MessageError(
-                f"The client {client!r} claims {tokens:,} training tokens in its upload, but "
-                f"declared {joined:,} when it joined."
-            )
-        return float(tokens)
+def with_tokens(message: Message, tokens: int) -> Message:
+    """Return a client's first message, or an upload, with the client's number of tokens."""
+    return replace(message, values={**message.values, TOKENS.name: tokens})
 
 
 def tokens_of(client: str, message: Message) -> int:
@@ -56,3 +29,23 @@ def tokens_of(client: str, message: Message) -> int:
     if type(tokens) is not int or tokens < 1:
         raise MessageError(f"The client {client!r} did not send its number of training tokens.")
     return tokens
+
+
+def weight_of(client: str, upload: Message, declared: int) -> float:
+    """Return a client's weight in the mean.
+
+    Args:
+        client: The client's name.
+        upload: The client's upload.
+        declared: The number of training tokens that the client declared when it joined.
+
+    Raises:
+        MessageError: If the number in the upload is invalid, or larger than `declared`.
+    """
+    tokens = tokens_of(client, upload)
+    if tokens > declared:
+        raise MessageError(
+            f"The client {client!r} claims {tokens:,} training tokens in its upload, but "
+            f"declared {declared:,} when it joined."
+        )
+    return float(tokens)

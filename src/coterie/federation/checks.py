@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError
-from coterie.exchanges.defaults import check_once
-from coterie.exchanges.optimiser import ServerOptimiser
 from coterie.methods.contract import SERVER, Method, RunFacts
 from coterie.training.context import ClientId
-from coterie.transforms.contract import Reduction, TransformFacts
+from coterie.transforms.contract import Reduction, Transform, TransformFacts
 from coterie.transforms.hooks import encoded_schema, run_hook
+from coterie.turn import TRAIN
 
 
 def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
@@ -61,7 +60,7 @@ def check(config: RunConfig, clients: Sequence[ClientId], public: bool) -> None:
             config.server is not None,
             instructions,
             config.training.optimiser.name,
-            any(isinstance(t, ServerOptimiser) for t in config.every_transform),
+            config.aggregation.optimiser is not None,
             config.aggregation.weights == "tokens",
             config.aggregation.least_others,
         )
@@ -78,8 +77,8 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
     Raises:
         CoterieError: A transform does not work with the method or with another transform.
     """
-    transforms, method = config.every_transform, config.method
-    check_once(config.transforms, transforms)
+    transforms, method = config.transforms, config.method
+    _check_once(transforms)
     schema = method.schema()
     reduction = next((t for t in transforms if isinstance(t, Reduction)), None)
     if reduction and any(field.name == "residual" for field in schema.down):
@@ -93,6 +92,39 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
         facts = TransformFacts(tuple(clients), method.name, input_schema, config.exchanges)
         run_hook(transform, "check", facts)
         schema = encoded_schema(transform, schema)
+    if config.aggregation.optimiser and not method.schema().reduced("mean"):
+        raise CoterieError(
+            f"aggregation.optimiser has no effect with the method {method.name!r}, "
+            "whose server computes no mean over all clients. Remove it, or choose another "
+            "method."
+        )
+
+
+def _check_once(transforms: Sequence[Transform]) -> None:
+    """Check that no transform or phase occurs twice, and that at most one transform is a reduction.
+
+    The phases are the training phase, and the phases that transforms add with the attribute
+    `before`.
+    """
+    reductions = [t.name for t in transforms if isinstance(t, Reduction)]
+    if len(set(reductions)) > 1:
+        raise CoterieError(
+            "aggregation.transforms has several transforms that replace the mean "
+            f"({', '.join(reductions)}); keep one of them."
+        )
+    if phase := _repeated([TRAIN, *(phase for t in transforms for phase in t.before)]):
+        raise CoterieError(
+            f"Two phases have the name {phase!r}. A phase in the attribute `before` of a "
+            "transform needs a name that is not `train` (the training phase) and is not used "
+            "again in any `before`; rename the phase in one transform."
+        )
+    if name := _repeated([transform.name for transform in transforms]):
+        raise CoterieError(f"aggregation.transforms has {name!r} twice; keep one of them.")
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    """Return the first name that repeats an earlier one, or None."""
+    return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
 
 def _check_means(method: Method, least_others: int, clients: int) -> None:

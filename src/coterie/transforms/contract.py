@@ -20,14 +20,14 @@ in half precision::
             return mapped(payload, torch.Tensor.float)
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from coterie.errors import CoterieError
-from coterie.messages import Groups, Json, Message, Schema
+from coterie.messages import Groups, Json, Schema
 from coterie.messages.schema import Reduce
 from coterie.privacy.ledger import Budget
 from coterie.registry import Section
@@ -63,6 +63,17 @@ class Transform(Section):
     """The names of additional phases before training, each with one download and one upload."""
     least: ClassVar[int] = 1
     """The minimum number of clients that the transform needs in a run."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:  # noqa: D105
+        super().__init_subclass__(**kwargs)
+        for name in ("bounded", "declare", "figures", "join", "measure", "refuse", "weight"):
+            if callable(getattr(cls, name, None)):
+                raise CoterieError(
+                    f"The class {cls.__name__} defines `{name}`, which Coterie does not call. The "
+                    "section `aggregation` has keys for bounds and weights; for rules of your own, "
+                    "derive the class from Reduction and define `reduce`; see "
+                    "docs/use/transforms.md."
+                )
 
     def covered(self, schema: Schema) -> set[str]:
         """Return the names of the groups that the transform encodes.
@@ -235,105 +246,6 @@ class Transform(Section):
         Raises:
             MessageError: If the answer is invalid. The client is then excluded from the exchange.
         """
-
-    def declare(self, tokens: int) -> Json:
-        """Return a value to send with a client's first message and each upload. Runs on the client.
-
-        Args:
-            tokens: The number of the client's training tokens.
-
-        Returns:
-            The value, which the server finds in `message.values` under the transform's name. If the
-            value is None, no value is sent.
-        """
-        return None
-
-    def join(self, client: str, hello: Message) -> Any:
-        """Process the first message of a client that joins. Runs on the server.
-
-        Args:
-            client: The client's name.
-            hello: The client's first message, which contains the value of `declare`.
-
-        Returns:
-            Any value that `measure` and `weight` need. The value is not saved. Instead, the server
-            calls `join` again with the saved message after a restart.
-
-        Raises:
-            MessageError: If the message is invalid. The client then does not join.
-        """
-        return None
-
-    def measure(self, upload: Message, reference: Groups, joined: Any) -> Any:
-        """Measure an upload. Runs on the server.
-
-        Args:
-            upload: The decoded upload.
-            reference: The client's parameters at the start of the round, keyed by group and name.
-            joined: The value that `join` returned for the client.
-
-        Returns:
-            Any value that `refuse` and `figures` need.
-        """
-        return None
-
-    def refuse(self, measures: Mapping[str, Any], memory: Memory) -> Mapping[str, Any]:
-        """Determine which uploads of an exchange are excluded or limited. Runs on the server.
-
-        Args:
-            measures: A mapping from each client to the value that `measure` returned for the
-                client's upload.
-            memory: The transform's state on the server.
-
-        Returns:
-            A mapping from clients to decisions. If a decision is a string, the client's upload is
-            excluded, and the string is the reason. Any other decision is passed to `bounded` as the
-            upload's limit. Uploads without a decision are neither excluded nor limited.
-        """
-        return {}
-
-    def bounded(self, client: str, upload: Message, reference: Groups, limit: Any) -> Message:
-        """Apply the limit that `refuse` returned for an upload. Runs on the server.
-
-        Args:
-            client: The client's name.
-            upload: The decoded upload.
-            reference: The client's parameters at the start of the round, keyed by group and name.
-            limit: The limit of the upload.
-
-        Returns:
-            The changed upload.
-        """
-        return upload
-
-    def weight(self, client: str, upload: Message, joined: Any) -> float:
-        """Return a client's weight in the mean. Runs on the server.
-
-        Args:
-            client: The client's name.
-            upload: The decoded upload, to which the limits have been applied.
-            joined: The value that `join` returned for the client.
-
-        Returns:
-            A positive, finite weight. The weights of several transforms are multiplied.
-
-        Raises:
-            MessageError: If the upload is invalid. The upload is then rejected.
-        """
-        return 1.0
-
-    def figures(self, measures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Json]]:
-        """Return metrics of an exchange's uploads. Runs on the server.
-
-        Args:
-            measures: A mapping from each client to the value that `measure` returned for the
-                client's upload.
-
-        Returns:
-            A nested mapping, whose outer keys are clients and whose inner keys are names of
-            metrics.
-        """
-        return {}
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
         """Transform the mean of a group, and return the result. Runs on the server.

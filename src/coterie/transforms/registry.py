@@ -12,19 +12,13 @@ from coterie.registry import Registry
 if TYPE_CHECKING:
     from coterie.transforms.contract import Transform
 
-OWN = {
-    "bounds": "exchanges.bounds:Bounds",
-    "median": "transforms.reductions:Median",
-    "server_optimiser": "exchanges.optimiser:ServerOptimiser",
-    "tokens": "exchanges.weights:TokenWeights",
-    "trimmed_mean": "transforms.reductions:TrimmedMean",
-}
-"""The module and class of each built-in transform, by the transform's name."""
-
+OWN = {"median": "Median", "trimmed_mean": "TrimmedMean"}
+"""The class of each built-in transform in `transforms.reductions`, by the transform's name."""
+FILE = "coterie.transforms.reductions"
 
 TRANSFORMS: "Registry[type[Transform]]" = Registry(
     noun="transform",
-    builtin={name: partial(resolve_name, f"coterie.{kind}") for name, kind in OWN.items()},
+    builtin={name: partial(resolve_name, f"{FILE}:{kind}") for name, kind in OWN.items()},
     group="coterie.transforms",
     base="coterie.transforms.contract:Transform",
     requires={"summary": ": a description in one line"},

@@ -1,14 +1,10 @@
-"""The transforms of a run on a client and on the server, with their states."""
+"""Encoding and decoding of messages on a client and on the server, with transforms' states."""
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from coterie.exchanges.pipeline import (
-    ON_CLIENT,
-    ON_SERVER,
     Contexts,
     Memories,
     Pipeline,
@@ -21,9 +17,12 @@ from coterie.messages import Groups, Json, Message, MessageError, State
 from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
-from coterie.transforms.contract import Contribution, Memory
+from coterie.transforms.context import Context, Contribution, Memory
 from coterie.transforms.hooks import failure
 from coterie.turn import TRAIN
+
+EXCHANGE = "exchange"
+"""The key of the state that bounds and the server optimiser keep from exchange to exchange."""
 
 
 class ClientTransforms:
@@ -43,31 +42,20 @@ class ClientTransforms:
         """The decoded tensors that the client last received, keyed by group and name."""
         self.server_values: Mapping[str, Json] = {}
         """The values that `tell` added to the last download, keyed by transform."""
-        self.remembers = bool(pipeline.stages_with(*ON_CLIENT))
+        self.remembers = any(stage.has("encode", "decode", "answer") for stage in pipeline.stages)
         """Whether the transforms have a state to save."""
-
-    def declared(self, message: Message, tokens: int) -> Message:
-        """Extend a client's first message, or an upload, with the values declared by transforms.
-
-        Args:
-            message: The message that the method returned.
-            tokens: The number of the client's training tokens.
-        """
-        declared = {
-            s.transform.name: s.call("declare", tokens)
-            for s in self.pipeline.stages_with("declare")
-        }
-        values = {name: value for name, value in declared.items() if value is not None}
-        return replace(message, values={**message.values, **values}) if values else message
 
     def receive(self, download: Message, exchange: int) -> Message:
         """Decode a download, so that the method's client-side object can apply it."""
         if not self.pipeline.active:
             return download
         before = self.received if self.pipeline.down else {}
-        groups = self.pipeline.decode(download.groups, before, self._contexts(exchange, "down"))
+        contexts = self._contexts(exchange, "down")
+        groups = self.pipeline.decode(download.groups, before, "down", contexts)
         self.received = {g: {n: t.clone() for n, t in ts.items()} for g, ts in groups.items()}
-        self.server_values, values = _divided(self.pipeline, download.values)
+        values = dict(download.values)
+        names = [s.transform.name for s in self.pipeline.stages if s.has("tell")]
+        self.server_values = {name: values.pop(name) for name in names if name in values}
         return replace(download, groups=groups, values=values)
 
     def send(self, upload: Message, exchange: int) -> Message:
@@ -75,22 +63,24 @@ class ClientTransforms:
         if not self.pipeline.active:
             return upload
         contexts = self._contexts(exchange, "up")
-        return replace(upload, groups=self.pipeline.encode(upload.groups, self.received, contexts))
+        groups = self.pipeline.encode(upload.groups, self.received, "up", contexts)
+        return replace(upload, groups=groups)
 
     def answer(self, phase: str, exchange: int) -> Message:
         """Return the client's upload for an additional phase declared by a transform."""
         stage = self.pipeline.stage_of(phase)
-        answer = stage.call("answer", phase, self._contexts(exchange, "up").of(stage))
+        answer = stage.call("answer", phase, self._contexts(exchange, "up")(stage))
         return Message(exchange, values={stage.transform.name: answer})
 
     def _contexts(self, exchange: int, way: Way) -> Contexts:
-        return Contexts(
+        return lambda stage: Context(
+            stage.transform.name,
             self.client,
             exchange,
             self.pipeline.exchanges,
             way,
-            self.memories,
-            self.server_values,
+            self.memories.setdefault(f"{stage.key}.{way}", Memory()),
+            self.server_values.get(stage.transform.name),
             self.secrets,
             self.ledger,
         )
@@ -122,10 +112,8 @@ class ServerTransforms:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
-        self.memories = {stage.key: Memory() for stage in pipeline.stages_with(*ON_SERVER)}
-        """A mapping from transforms to states that belong to no client. The mapping is empty if no
-        transform needs a state of this kind.
-        """
+        self.memories = {key: Memory() for key in (EXCHANGE, *(s.key for s in pipeline.stages))}
+        """The states that belong to no client: of the exchange, and of each transform."""
         self._final = self.memories
         """The value of `memories` after the last completed exchange."""
         self.exchange, self.phase, self.clients = 0, TRAIN, tuple[str, ...]()
@@ -134,20 +122,6 @@ class ServerTransforms:
         """New states, keyed by client. In `commit`, the states of clients whose uploads are
         accepted become permanent."""
         self._sent: dict[str, Message] = {}
-        self._joined: dict[str, dict[str, Any]] = {}
-        """The results of `Transform.join`, keyed by transform and client."""
-        self.limits: dict[str, dict[str, Any]] = {}
-        """The limits of the exchange's uploads, keyed by client and transform."""
-
-    def join(self, client: str, hello: Message) -> None:
-        """Add a client, and pass the client's first message to the transforms.
-
-        Raises:
-            MessageError: If a transform rejects the client's first message.
-        """
-        for stage in self.pipeline.stages_with("join"):
-            result = stage.call("join", client, hello, error=MessageError)
-            self._joined.setdefault(stage.key, {})[client] = result
 
     def begin(self, exchange: int, phase: str, clients: Iterable[str]) -> None:
         """Start or restart an exchange, and discard states that `commit` has not yet accepted."""
@@ -157,7 +131,7 @@ class ServerTransforms:
 
     def repeat(self) -> None:
         """Restart the aggregation of an exchange, whose uploads are already decoded."""
-        self.limits, self.memories = {}, _copied(self._final)
+        self.memories = _copied(self._final)
 
     def download(self, client: str, message: Message) -> Message:
         """Encode a download.
@@ -170,12 +144,11 @@ class ServerTransforms:
         if client not in self._sent:
             old = self.client_memories.get(client, ClientMemory())
             new = self._pending[client] = ClientMemory(_copied(old.memories))
-            groups = self.pipeline.encode(
-                message.groups, old.received, self._contexts(client, "down", new.memories)
-            )
+            contexts = self._contexts(client, "down", new.memories)
+            groups = self.pipeline.encode(message.groups, old.received, "down", contexts)
             if self.pipeline.down:  # decode as the client will
                 contexts = self._contexts(client, "down", _copied(old.memories))
-                new.received = self.pipeline.decode(groups, old.received, contexts)
+                new.received = self.pipeline.decode(groups, old.received, "down", contexts)
                 stages = self.pipeline.stages_encoding("down")
                 names = ", ".join(repr(stage.transform.name) for stage in stages)
                 prefix = f"The transforms {names} failed: a decoded download has"
@@ -184,7 +157,7 @@ class ServerTransforms:
                 s.transform.name: s.call(
                     "tell", self.phase, client, self.clients, self.memories[s.key]
                 )
-                for s in self.pipeline.stages_with("tell")
+                for s in self.pipeline.stages
             }
             values = {name: value for name, value in server_values.items() if value is not None}
             sent = replace(message, groups=groups, values={**message.values, **values})
@@ -209,7 +182,7 @@ class ServerTransforms:
         memories = _copied(self.client_memories.get(client, ClientMemory()).memories)
         reference = pending.received if self.pipeline.down else download.groups
         contexts = self._contexts(client, "up", memories)
-        groups = self.pipeline.decode(upload.groups, reference, contexts)
+        groups = self.pipeline.decode(upload.groups, reference, "up", contexts)
         pending.memories |= {k: m for k, m in memories.items() if k.endswith(".up")}
         return replace(upload, groups=groups)
 
@@ -243,84 +216,6 @@ class ServerTransforms:
         check_same_shapes(failure(stage.transform, "reduce", "returned"), groups, shapes)
         return groups
 
-    def measure(self, client: str, upload: Message, reference: Groups) -> dict[str, Any]:
-        """Return the results of all transforms' `measure` for an upload, keyed by transform.
-
-        Args:
-            client: The client that sent the upload.
-            upload: The decoded upload.
-            reference: The client's parameters at the start of the round, keyed by group and name.
-        """
-        return {
-            stage.key: stage.call(
-                "measure", upload, reference, self._joined.get(stage.key, {}).get(client)
-            )
-            for stage in self.pipeline.stages_with("measure", "refuse", "figures")
-        }
-
-    def refuse(self, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Determine which uploads are excluded, and store the limits that `bounded` applies.
-
-        This function must be called once per call of `begin`: transforms may change their states.
-
-        Args:
-            measures: The results of `measure`, keyed by client.
-
-        Returns:
-            The reasons for exclusions, keyed by the clients whose uploads are excluded.
-        """
-        self.limits, refused = {}, dict[str, str]()
-        for stage in self.pipeline.stages_with("refuse"):
-            arguments = _measures_of(stage.key, measures), self.memories[stage.key]
-            decisions = stage.call_for(Mapping, "refuse", *arguments)
-            for client, decision in decisions.items():
-                if isinstance(decision, str):
-                    refused[client] = decision
-                else:
-                    self.limits.setdefault(client, {})[stage.key] = decision
-        return refused
-
-    def bounded(self, client: str, upload: Message, reference: Callable[[], Groups]) -> Message:
-        """Apply the limits that `refuse` stored for an upload, and return the limited upload.
-
-        Args:
-            client: The client that sent the upload.
-            upload: The decoded upload.
-            reference: A function that returns the client's parameters at the start of the round,
-                keyed by group and name.
-        """
-        if limits := self.limits.get(client):
-            start = reference()
-            for stage in self.pipeline.stages:
-                if stage.key in limits:
-                    limit = limits[stage.key]
-                    upload = stage.call_for(Message, "bounded", client, upload, start, limit)
-        return upload
-
-    def weight(self, client: str, upload: Message) -> float:
-        """Return a client's weight in the mean.
-
-        Raises:
-            MessageError: If a transform rejects the upload.
-        """
-        weight = 1.0
-        for stage in self.pipeline.stages_with("weight"):
-            joined = self._joined.get(stage.key, {}).get(client)
-            factor = stage.call_for(float, "weight", client, upload, joined)
-            if not 0 < factor < math.inf:
-                problem = f"returned {factor}, which is not positive and finite."
-                raise stage.failure("weight", problem)
-            weight *= factor
-        return weight
-
-    def figures(self, measures: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Json]]:
-        """Yield the metrics of the uploads as tuples (client, metric name, value)."""
-        for stage in self.pipeline.stages_with("figures"):
-            figures = stage.call_for(Mapping, "figures", _measures_of(stage.key, measures))
-            for client, metrics in figures.items():
-                for name, value in metrics.items():
-                    yield client, name, value
-
     def on_mean(self, mean: Groups, before: Groups) -> Groups:
         """Let the transforms change the mean of a group, and return the changed mean.
 
@@ -330,7 +225,7 @@ class ServerTransforms:
             mean: The reduced uploads, keyed by group and name.
             before: The server's parameters before the mean replaces them, keyed by group and name.
         """
-        for stage in self.pipeline.stages_with("on_mean"):
+        for stage in self.pipeline.stages:
             after = stage.call("on_mean", mean, before, self.memories[stage.key])
             check_groups(stage, "on_mean", after)
             prefix = failure(stage.transform, "on_mean", "returned")
@@ -352,14 +247,19 @@ class ServerTransforms:
     def leave(self, client: str) -> None:
         """Remove a client and the states that transforms have for this client."""
         self.client_memories.pop(client, None)
-        for clients in self._joined.values():
-            clients.pop(client, None)
         states = {key: memory.state() for key, memory in self._final.items()}
         self._final = {key: Memory.of(s.without(client)) for key, s in states.items()}
         self.memories = _copied(self._final)
 
     def _contexts(self, client: str, way: Way, memories: Memories) -> Contexts:
-        return Contexts(client, self.exchange, self.pipeline.exchanges, way, memories)
+        return lambda stage: Context(
+            stage.transform.name,
+            client,
+            self.exchange,
+            self.pipeline.exchanges,
+            way,
+            memories.setdefault(f"{stage.key}.{way}", Memory()),
+        )
 
     def state(self) -> State:
         """Return the transforms' state for checkpoints."""
@@ -378,22 +278,6 @@ class ServerTransforms:
             client: ClientMemory({k: Memory.of(p) for k, p in stored.parts.items()}, stored.groups)
             for client, stored in state.parts["clients"].parts.items()
         }
-
-
-def _divided(
-    pipeline: Pipeline, values: Mapping[str, Json]
-) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Divide a download's values into those added by `Transform.tell` and those of the method."""
-    names = {stage.transform.name for stage in pipeline.stages_with("tell")}
-    return (
-        {name: value for name, value in values.items() if name in names},
-        {name: value for name, value in values.items() if name not in names},
-    )
-
-
-def _measures_of(stage: str, measures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the results of `measure` of the transform with the key `stage`, keyed by client."""
-    return {client: measures[client][stage] for client in sorted(measures)}
 
 
 def _copied(memories: Mapping[str, Memory]) -> Memories:
