@@ -240,7 +240,7 @@ def open_lock(path: Path) -> IO[str]:
         return append_to(path)
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
     """Replace a file atomically.
 
     The data are written to a temporary file, which is flushed to disk and then renamed. If several
@@ -251,6 +251,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
         data: The new content.
         mode: The permissions of the file before the umask is applied; by default, 0o666 (octal).
             The file has these permissions as soon as it is created.
+        durable: Whether the file must survive a power failure. If not, it is not flushed to disk.
 
     Raises:
         CoterieError: The file cannot be written.
@@ -264,7 +265,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
             with open(os.open(temporary, flags, mode), "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
                 _hand_over(file.fileno(), path.parent)
             temporary.replace(path)
         except BaseException:
@@ -323,18 +325,23 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     with writing(path):
         try:
-            temporary.mkdir(parents=True)
-            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                _hand_over(descriptor, path.parent)
-            finally:
-                os.close(descriptor)
+            make_folder(temporary)
             fill(temporary)
             temporary.replace(path)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder, and transfer it to the owner of its parent if this process runs as root."""
+    path.mkdir(parents=True)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _hand_over(descriptor, path.parent)
+    finally:
+        os.close(descriptor)
 
 
 def _hand_over(descriptor: int, folder: Path) -> None:
@@ -353,7 +360,7 @@ def _hand_over(descriptor: int, folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file to disk, or a folder, so that renames inside it survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait
     try:
         os.fsync(descriptor)
     finally:

@@ -1,16 +1,41 @@
-"""The size of this machine's main memory."""
+"""The size of this machine's main memory, and the part of it that is free."""
 
 import os
 from contextlib import suppress
 from pathlib import Path
 
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The file with a container's memory limit: a number of bytes, or `max`."""
+CONTAINER = Path("/sys/fs/cgroup")
+"""The folder with a container's memory limit and its use of memory."""
+MEMORY = Path("/proc/meminfo")
+"""Linux's file with the use of memory, in KiB."""
 
 
 def main_memory() -> int:
     """Return this machine's main memory in bytes, or its container's limit if that is lower."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
-        size = min(size, int(CONTAINER_LIMIT.read_text(encoding="ascii")))
+        limit = (CONTAINER / "memory.max").read_text(encoding="ascii")  # a number, or `max`
+        size = min(size, int(limit))
     return size
+
+
+def free_memory() -> int:
+    """Return the main memory that processes can still use, in bytes.
+
+    Memory with copies of files counts as free if the system can reclaim it. On systems other than
+    Linux, half of the main memory is assumed to be free.
+    """
+    size = main_memory()
+    free = size // 2
+    with suppress(OSError, ValueError, KeyError):
+        free = min(size, 1024 * _number(MEMORY, "MemAvailable:"))
+    with suppress(OSError, ValueError, KeyError):
+        used = int((CONTAINER / "memory.current").read_text(encoding="ascii"))
+        free = min(free, size - used + _number(CONTAINER / "memory.stat", "inactive_file"))
+    return max(free, 0)
+
+
+def _number(file: Path, name: str) -> int:
+    """Return the number after a name at the beginning of a line."""
+    lines = file.read_text(encoding="ascii").splitlines()
+    return int({name: number for name, number, *_ in map(str.split, lines)}[name])

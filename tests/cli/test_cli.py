@@ -315,7 +315,7 @@ def test_a_full_disk_names_the_file(run_file, tmp_path, coterie_command, monkeyp
         def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("coterie.runs.stored.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("coterie.runs.store.TemporaryFile", lambda **_: Full())
     said = coterie_command("run", run_file, "--out", tmp_path / "out")
     assert said.code == 2
     assert said.err.endswith(f"Could not write {tmp_path / 'out'}: No space left on device.\n")

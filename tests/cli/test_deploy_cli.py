@@ -51,6 +51,7 @@ def complaint(*arguments: object) -> str:
         ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
         ({"divide": {"source": "x.jsonl", "by": "label"}}, "remove `divide`"),
         ({"method": "centralized"}, "cannot be deployed"),
+        ({"checkpoint": {"every": 2}}, "every is 2, but the server .* in every round; remove"),
         ({"clients": 3}, "clients should be a list"),
         ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
         (

@@ -1,7 +1,7 @@
 """A run holds a few clients in memory, and the states of the others on disk."""
 
 import shutil
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session
 from coterie.errors import Diverged
 from coterie.runs import Callback, RunFolder
+from coterie.runs.state_file import StateFile
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import joined, one_round
 from coterie.turn import Turn
@@ -69,7 +70,7 @@ def test_one_client_in_memory_gives_the_same_bits(
         evaluation={"every": 2, "patience": 2},
     )
     expected = RunFolder(coterie.run(run, out=tmp_path / "all").path)
-    monkeypatch.setattr("coterie.engines.local.IN_MEMORY", 1)
+    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: 0)
     done = RunFolder(coterie.run(run, out=tmp_path / "one").path)
     assert_same(done, expected)
     assert not (done.path / STATES).exists()
@@ -89,7 +90,7 @@ def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> N
 
     monkeypatch.setattr(ClientPart, "step", diverging)
     expected = coterie.run(run, out=tmp_path / "all")
-    monkeypatch.setattr("coterie.engines.local.IN_MEMORY", 1)
+    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: 0)
     done = coterie.run(run, out=tmp_path / "one")
     assert "poet" in done.results["fedavg"]["left_out"]
     assert_same(RunFolder(done.path), RunFolder(expected.path))
@@ -99,13 +100,13 @@ def test_a_round_by_hand_gives_the_same_uploads(config, tmp_path, monkeypatch) -
     """No run's folder is there, and nothing is left in the folder of the process."""
     monkeypatch.chdir(tmp_path)
     found = []
-    for count in (8, 1):
-        monkeypatch.setattr("coterie.engines.local.IN_MEMORY", count)
+    for free in (2**40, 0):
+        monkeypatch.setattr("coterie.engines.local.free_memory", lambda free=free: free)
         local = joined(config())
         uploads = [one_round(local, round) for round in range(2)]
         found.append([{n: m.encode() for n, m in sent.items()} for sent in uploads])
         spilled = local.folder.path
-        assert (spilled / STATES).exists() == (count == 1)
+        assert (spilled / STATES).exists() == (free == 0)
         del local
         assert not spilled.exists()
     assert found[0] == found[1]
@@ -121,13 +122,13 @@ def many(config: Any, texts: Path, folder: Path, count: int) -> RunConfig:
     return config(method="fedavg", clients=clients, data_root=str(folder), rounds=2)
 
 
-@pytest.mark.parametrize(("count", "written"), [(8, 0), (20, 12 + 13 + 13)])
-def test_memory_holds_at_most_eight_clients(
-    count, written, config, texts, tmp_path, monkeypatch
+@pytest.mark.parametrize(("room", "loaded"), [(20, 0), (8, 12 + 13 + 13), (0, 19 + 20 + 20)])
+def test_free_memory_limits_the_clients_in_memory(
+    room, loaded, config, texts, tmp_path, monkeypatch
 ) -> None:
     alive: WeakSet[ClientPart] = WeakSet()
-    most, puts = 0, 0
-    init, put = ClientPart.__init__, NewStates.put
+    most, loads, written = 0, 0, Counter[str]()
+    init, newest, write = ClientPart.__init__, NewStates.newest, StateFile.write
 
     def counted(self: ClientPart, *args: Any, **named: Any) -> None:
         nonlocal most
@@ -135,15 +136,26 @@ def test_memory_holds_at_most_eight_clients(
         alive.add(self)
         most = max(most, len(alive))
 
-    def put_aside(self: NewStates, states: Iterable[tuple[str, bytes]]) -> None:
-        nonlocal puts
-        puts += 1
-        put(self, states)
+    def load(self: NewStates, client: str) -> Any:
+        nonlocal loads
+        loads += 1
+        return newest(self, client)
 
+    def written_once(folder: Path, name: str, data: bytes) -> StateFile:
+        written[name] += 1
+        return write(folder, name, data)
+
+    run = many(config, texts, tmp_path, 20)
+    size = joined(run).clients["client-00"].state().nbytes
+    # A client in training has parameters, gradients and two moments. Clients get an eighth.
+    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: (room + 1) * 8 * 4 * size - 1)
     monkeypatch.setattr(ClientPart, "__init__", counted)
-    monkeypatch.setattr(NewStates, "put", put_aside)
-    run = many(config, texts, tmp_path, count)
+    monkeypatch.setattr(NewStates, "newest", load)
+    monkeypatch.setattr(StateFile, "write", written_once)
     coterie.run(run, out=tmp_path / "run")
-    assert most <= (8 if count == 8 else 9)  # one is made while another is at hand
-    # Two rounds and the last download; seven of the clients never leave.
-    assert puts == written
+    assert most <= max(1, room) + (room < 20)  # one is created before another is removed
+    # Two rounds and the last download; with room for eight clients, seven stay in memory.
+    assert loads == loaded
+    # Each state is written once.
+    states = {name: n for name, n in written.items() if name.startswith("states/client-")}
+    assert states == {f"states/client-{client.name}.new": 3 for client in run.clients}

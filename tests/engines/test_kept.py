@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,16 @@ from coterie.data.kinds.text import Tokens
 from coterie.engines import runtime as part
 from coterie.engines.session import Session
 from coterie.inference.kept import Best, Keeper
+from coterie.messages import State
 from coterie.messages.names import JUMPED
 from coterie.methods.pretrained import bare
 from coterie.runs import Callback, RunFolder, describe, folder
+from coterie.runs.state_file import StateFile
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, take, up
+
+MOMENTS = {"exp_avg", "exp_avg_sq", "step"}
+"""The groups of a state of AdamW."""
 
 
 def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
@@ -71,6 +77,8 @@ def test_the_best_of_all_rounds_is_kept(method, values, teachers, tmp_path) -> N
         base, (_, best) = participant.base, min(ranked[participant.name])
         assert base is not None
         model, text = done.model(participant.name), participant.data.validation
+        kept = RunFolder(done.path).load(f"kept-{participant.name}")
+        assert MOMENTS.isdisjoint(group for _, part in kept.walk() for group in part.groups)
         assert naive_loss(base, model, text, run.data.window) == pytest.approx(best, rel=1e-6)
 
 
@@ -114,14 +122,15 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
             stop("the end of a round")
 
     with monkeypatch.context() as patch:
-        for write in ("write_bytes", "link"):
-            original = getattr(folder, write)
+        for owner, name in ((StateFile, "move"), (folder, "link")):
+            original = getattr(owner, name)
 
-            def stopped(one, other, original=original) -> None:
-                original(one, other)
-                stop((one if isinstance(other, bytes) else other).stem)
+            def stopped(source, path, *, original=original, **options) -> None:
+                original(source, path, **options)
+                if "checkpoints" in path.parts:
+                    stop(path.stem)
 
-            patch.setattr(folder, write, stopped)
+            patch.setattr(owner, name, stopped)
         with pytest.raises(KeyboardInterrupt):
             coterie.run(again(), out=tmp_path / "run", callbacks=[Stop()])
     stopped_run = RunFolder(tmp_path / "run")
@@ -156,7 +165,10 @@ def test_a_round_that_did_not_count_is_not_kept(config, tmp_path) -> None:
     kept, before = mine.load("kept-poet"), RunFolder(tmp_path / "run")
     assert (mine.result or {})["kept"] == {"poet": 2}
     assert kept.values["round"] == 2
-    loop.assert_equal(kept.parts["side"], mine.load("client-poet"), "poet")
+    last = mine.load("client-poet")
+    without_moments = replace(last, parts={"training": State()})
+    assert last.parts["training"].parts["joint"].groups.keys() == MOMENTS
+    loop.assert_equal(kept.parts["side"], without_moments, "poet")
     assert before.load("kept-poet").values["loss"] < kept.values["loss"]
 
 

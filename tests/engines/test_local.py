@@ -73,21 +73,22 @@ coterie.run(run, out=out)
 
 
 @pytest.mark.parametrize(
-    ("what", "count"),
+    ("what", "count", "every"),
     [
-        pytest.param("update", 1, marks=pytest.mark.thorough),  # before anything is saved
-        ("update", 14),  # in the middle of the second round
-        pytest.param("sync", 5, marks=pytest.mark.thorough),  # within the first
+        pytest.param("update", 1, 1, marks=pytest.mark.thorough),  # before anything is saved
+        ("update", 14, 1),  # in the middle of the second round
+        pytest.param("update", 14, 2, marks=pytest.mark.slow),
+        pytest.param("sync", 5, 1, marks=pytest.mark.thorough),  # within the first
         # Just before a checkpoint becomes visible, or near it.
-        pytest.param("rename", 8, marks=pytest.mark.slow),
-        pytest.param("sync", 14, marks=pytest.mark.thorough),
+        pytest.param("rename", 8, 1, marks=pytest.mark.slow),
+        pytest.param("sync", 14, 1, marks=pytest.mark.thorough),
     ],
 )
 def test_a_killed_run_continues_to_the_same_bits(
-    what, count, values, undisturbed, tmp_path
+    what, count, every, values, undisturbed, tmp_path
 ) -> None:
     run, out = tmp_path / "run.yaml", tmp_path / "out"
-    run.write_text(yaml.safe_dump(values()))
+    run.write_text(yaml.safe_dump(values(checkpoint={"every": every})))
     arguments = [sys.executable, "-c", KILLED, what, str(count), str(run), str(out)]
     killed = subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
     assert killed.returncode == -9

@@ -195,13 +195,13 @@ def test_patience_needs_a_best_model() -> None:
         EvaluationSpec(keep="last", patience=1)
 
 
-@pytest.mark.parametrize("in_memory", [1, 8])
+@pytest.mark.parametrize("free", [0, 2**40])
 def test_patience_counts_rounds_and_not_the_phases_of_transforms(
-    in_memory, config, tmp_path, monkeypatch
+    free, config, tmp_path, monkeypatch
 ) -> None:
     """With a phase before each round's training, eight turns are four rounds."""
     load_plugin(PLUGIN)
-    monkeypatch.setattr("coterie.engines.local.IN_MEMORY", in_memory)
+    monkeypatch.setattr("coterie.engines.local.free_memory", lambda: free)
     run = config(
         method="fedavg",
         rounds=4,

@@ -92,6 +92,13 @@ def test_the_same_bits_and_figures_as_the_local_engine(config, tmp_path, capfd, 
 
 
 @pytest.mark.slow
+def test_a_run_with_fewer_checkpoints_has_the_same_bits(config, local, tmp_path) -> None:
+    run = three_rounds(config, checkpoint={"every": 2})
+    done = coterie.run(run, out=tmp_path / "ray", engine=RAY)
+    assert_same(RunFolder(done.path), local)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["int8", "masked_sum"])
 def test_example_transforms_act_as_in_the_local_engine(transform, config, tmp_path) -> None:
     load_plugin(EXAMPLES / f"{transform}.py")

@@ -14,7 +14,7 @@ from coterie.engines.session import Session
 from coterie.errors import Unwritable
 from coterie.messages import State
 from coterie.runs import RunFolder
-from coterie.runs.stored import Stored
+from coterie.runs.store import Stored
 from coterie.testing.rounds import joined, one_round, step
 from coterie.transforms.contract import Context, Transform, mapped
 

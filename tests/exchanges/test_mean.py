@@ -20,7 +20,7 @@ from coterie.exchanges.weights import with_tokens
 from coterie.messages import Field, Groups, Message, MessageError, Schema, State
 from coterie.methods.sides import Server
 from coterie.methods.value import Value
-from coterie.runs.stored import Stored
+from coterie.runs.store import Stored
 from coterie.transforms.context import Rows
 from coterie.transforms.contract import Contribution, Reduction, Transform
 

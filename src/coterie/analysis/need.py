@@ -38,7 +38,7 @@ from coterie.federation.participants import NOTHING, Participant, client_context
 from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId
-from coterie.training.local import LocalTraining
+from coterie.training.local import LocalTraining, without_training
 from coterie.training.optimiser import build
 from coterie.training.spec import TrainingSpec
 
@@ -273,9 +273,9 @@ def _held(config: RunConfig, side: ClientSide) -> tuple[int, int, int]:
     moments = _moments(config.training) * sum(updated)
     own = _bytes(p.tensor for p in parameters)
     others = bytes_in(side) - _bytes(p.tensor for p in parameters if not p.tensor.is_meta)
-    groups = (group for _, state in side.state().walk() for group in state.groups.values())
-    state = moments + _bytes(tensor for group in groups for tensor in group.values())
-    best = state if config.evaluation.keep == "best" else 0
+    initial = side.state()
+    best = without_training(initial).nbytes if config.evaluation.keep == "best" else 0
+    state = moments + initial.nbytes
     copies = others + starts + best + side.copies * state
     return own + max(gradients, default=0) + moments, copies, state + best
 

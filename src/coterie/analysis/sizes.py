@@ -224,10 +224,7 @@ def _with_server(sizes: Sizes, server: object, state: State, means: int) -> Size
         state: The state of the server's value. Its nested states are in files.
         means: The size of the means that are in memory at once, in bytes.
     """
-    held, *in_files = (
-        sum(tensor.nbytes for group in part.groups.values() for tensor in group.values())
-        for _, part in state.walk()
-    )
+    held, *in_files = (replace(part, parts={}).nbytes for _, part in state.walk())
     messages = SENT * (sizes.down + sizes.peers)
     work = max(SUMS * means + SENT * sizes.up, messages, SENT * max([held, *in_files]))
     peak, size = bytes_in(server) + held + work, held + sum(in_files)

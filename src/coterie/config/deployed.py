@@ -52,6 +52,11 @@ def load_deployment(values: Mapping[str, Any], registered: Sequence[str]) -> "Ru
             "training.dpo.reference names the folder of a run, which clients of a deployment do "
             "not have; set `training.dpo.reference: base`."
         )
+    if config.checkpoint.every > 1:
+        raise CoterieError(
+            f"checkpoint.every is {config.checkpoint.every}, but the server and the clients of a "
+            "deployment write a checkpoint in every round; remove `checkpoint`."
+        )
     if config.pooled:
         raise CoterieError(
             "A run that trains one client on the texts of all clients cannot be deployed; choose "

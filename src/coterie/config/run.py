@@ -33,10 +33,11 @@ from coterie.transforms.hooks import run_hook
 from coterie.transforms.registry import TRANSFORMS
 from coterie.turn import TRAIN, Turn
 
-NOT_IN_DIGEST = ("name", "baselines", "deployment", "device", "trackers")
+NOT_IN_DIGEST = ("name", "baselines", "checkpoint", "deployment", "device", "trackers")
 """Keys that do not affect the results of a run."""
 HIDDEN_KEYS = (
-    *("clients", "divide", "data_root", "baselines", "bases", "server", "device", "trackers"),
+    *("clients", "divide", "data_root", "baselines", "bases", "server", "checkpoint", "device"),
+    "trackers",
 )
 """Keys that the clients of a deployment do not receive, such as other clients' names and paths."""
 

@@ -77,6 +77,14 @@ class DeploymentSpec(Section):
     """maximum size of an upload in MiB; a run whose uploads may be larger is refused"""
 
 
+class CheckpointSpec(Section):
+    """Section `checkpoint` of a run file."""
+
+    every: int = Field(default=1, ge=1)
+    """number of rounds between checkpoints, from which an interrupted run continues; a checkpoint
+    is always written at the end; does not affect results; a deployment accepts only 1"""
+
+
 class ServerSpec(Section):
     """Section `server` of a run file, which gives the server its own model."""
 
@@ -153,6 +161,7 @@ class Sections(Section, Generic[M]):
     training: TrainingSpec = TrainingSpec()
     aggregation: AggregationSpec = AggregationSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """programs that also receive the metrics of the run and its baselines: tensorboard, wandb;
     ignored in a deployment"""

@@ -2,19 +2,20 @@
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from coterie.bases import Base
 from coterie.config.run import RunConfig
 from coterie.errors import Diverged
 from coterie.federation.participants import Participant
-from coterie.files import read_inside, write_bytes, writing
+from coterie.files import writing
 from coterie.inference.kept import best_of, stops
 from coterie.messages import State
 from coterie.runs import Recorder, RunFolder
+from coterie.runs.state_file import StateFile
 from coterie.training.context import ClientId
 from coterie.turn import Turn
 
@@ -29,11 +30,17 @@ def encoded(states: Iterable[tuple[str, State | None]]) -> Iterator[tuple[str, b
     return ((file, state.encode()) for file, state in states if state is not None)
 
 
+def decoded(state: bytes | None) -> State | None:
+    """Decode a serialised state, unless it is None."""
+    return None if state is None else State.decode(state)
+
+
 class NewStates:
     """Clients' states that are newer than the newest checkpoint, stored as files in the run folder.
 
-    If the process is killed, the files remain. The next process deletes them, and repeats the round
-    from the checkpoint.
+    A state is new until its turn is complete, and can be dropped if the client's upload is not
+    accepted. The next checkpoint adopts the files. If the process is killed, the files remain. The
+    next process deletes them, and repeats the rounds since the checkpoint.
 
     Args:
         folder: The run folder.
@@ -41,6 +48,10 @@ class NewStates:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder, self.path = folder, folder.path / STATES
+        self._new: dict[str, StateFile] = {}
+        """The states of the turn in progress. Keys are names of files, without extensions."""
+        self._complete: dict[str, StateFile] = {}
+        """The states of complete turns."""
 
     @contextmanager
     def emptied(self) -> Iterator[None]:
@@ -54,60 +65,60 @@ class NewStates:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def put(self, states: Iterable[tuple[str, bytes]]) -> None:
-        """Write a client's states to files; the next checkpoint will contain these states.
+        """Write a client's states to files.
 
         Args:
             states: The result of `encoded`.
         """
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
         for file, state in states:
-            write_bytes(self.path / f"{file}.safetensors", state)
+            name = f"{STATES}/{file}.new"
+            self._new[file] = StateFile.write(self.folder.path, name, state)
 
-    def newest(self, client: ClientId) -> tuple[State | None, State | None]:
+    def newest(self, client: ClientId) -> tuple[bytes | None, bytes | None]:
         """Return the newest state of a client, and the newest state of the client's best model.
 
-        Each of the two states is None if it has not been saved yet.
+        Each of the two states is serialised, or None if it has not been saved yet.
         """
         state = self._find(f"client-{client}")
         if state is None and self.folder.turns():
-            state = self.folder.load(f"client-{client}")
-        return state, self.kept(client)
+            state = self.folder.read(f"client-{client}.safetensors")
+        return state, self._find(f"kept-{client}")
 
     def kept(self, client: ClientId) -> State | None:
         """Return the newest state of a client's best model; None if no state has been saved yet."""
-        return self._find(f"kept-{client}") or self.folder.find(f"kept-{client}")
+        return decoded(self._find(f"kept-{client}"))
 
     def drop(self, client: ClientId) -> None:
-        """Delete a client's states, so that the states in the newest checkpoint are used again."""
+        """Delete a client's states of the turn in progress; earlier states are used again."""
         for file in (f"client-{client}", f"kept-{client}"):
-            (self.path / f"{file}.safetensors").unlink(missing_ok=True)
+            if (stored := self._new.pop(file, None)) is not None:
+                stored.delete()
 
-    def pop(
-        self, client: ClientId, newer: Mapping[str, State | None]
-    ) -> Iterator[tuple[str, State | None]]:
-        """Remove a client's states and yield them for a checkpoint.
+    def complete(self) -> None:
+        """End the turn in progress, whose states can no longer be dropped."""
+        for file, stored in self._new.items():
+            complete = replace(stored, name=f"{STATES}/{file}.safetensors")
+            stored.move(self.folder.path / complete.name, durable=False)
+            self._complete[file] = complete
+        self._new.clear()
 
-        Args:
-            client: The client's name.
-            newer: A mapping from the names of files to the states in memory. States in memory take
-                precedence over states on disk.
+    def pop(self, client: ClientId) -> Iterator[tuple[str, StateFile | None]]:
+        """Yield a client's states of complete turns for a checkpoint, which adopts their files.
 
         Yields:
-            Pairs of a file's name and a state. The state can be None, as in `ClientPart.states`.
+            Pairs of a file's name and a state. The state is None if the file in the previous
+            checkpoint is still valid.
         """
         for file in (f"client-{client}", f"kept-{client}"):
-            state = newer.get(file) or self._find(file)
-            (self.path / f"{file}.safetensors").unlink(missing_ok=True)
-            if state is not None or self.folder.has(file):
-                yield file, state
+            stored = self._complete.pop(file, None)
+            if stored is not None or self.folder.has(file):
+                yield file, stored
 
-    def _find(self, file: str) -> State | None:
-        try:
-            content = read_inside(self.folder.path, f"{STATES}/{file}.safetensors")
-        except FileNotFoundError:
-            return None
-        return State.decode(content)
+    def _find(self, file: str) -> bytes | None:
+        stored = self._new.get(file) or self._complete.get(file)
+        if stored is not None:
+            return stored.read()
+        return self.folder.read(f"{file}.safetensors") if self.folder.has(file) else None
 
 
 @dataclass(eq=False)
@@ -181,18 +192,10 @@ class Clients(ABC):
         """
         return stops(self.config, best_of(self.new.kept(name)), rounds)
 
-    def states(self) -> Iterator[tuple[str, State | None]]:
-        """Yield the clients' states for a checkpoint, as in `ClientPart.states`."""
+    def states(self) -> Iterator[tuple[str, StateFile | None]]:
+        """Yield the clients' states for a checkpoint, as in `NewStates.pop`."""
         for name in self.participants:
-            yield from self.new.pop(name, self._newer(name))
-
-    def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        """Return a client's states in memory, which are newer than the client's states on disk.
-
-        The keys are the names of files, as in `ClientPart.states`. The result is empty if no state
-        of the client is in memory.
-        """
-        return {}
+            yield from self.new.pop(name)
 
     @abstractmethod
     def undo(self, name: ClientId) -> None:

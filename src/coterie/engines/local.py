@@ -1,36 +1,45 @@
 """The local engine: all clients work in this process, one at a time.
 
-Clients share one copy of each base. Most clients' states are on disk, so memory hardly grows with
-the number of clients.
+Clients share one copy of each base. All clients' states are on disk, so the memory that a run needs
+hardly grows with the number of clients.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
-from coterie.engines.clients import Clients, Download, encoded
+import torch
+
+from coterie.engines.clients import Clients, Download, decoded, encoded
 from coterie.engines.rounds import Rounds
 from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score
 from coterie.federation.sizes import check_messages, message_sizes
+from coterie.memory import free_memory
 from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.methods.contract import ClientSide
 from coterie.training.context import ClientId
 from coterie.turn import Turn
 
-IN_MEMORY = 8
-"""The maximum number of clients in memory."""
+SHARE = 8
+"""Clients in memory use at most this fraction (one eighth) of the memory free at the start."""
+TRAINED = 4
+"""The memory of a client in training, relative to the client's initial state.
+
+The optimiser needs a gradient and two moments for each parameter.
+"""
 
 
 class LocalClients(Clients, Mapping[ClientId, ClientSide]):
     """A mapping from the names of clients in this process to the method's client-side objects.
 
-    A client is loaded into memory when it is needed. At most IN_MEMORY clients are in memory. If
-    this limit is reached, the client that was loaded last is written to disk and removed from
-    memory before another client is loaded. All rounds use the clients in the same order. The
-    clients that were loaded first therefore stay in memory for all rounds. If the least recently
-    used client were removed instead, every client would be read from disk in every round.
+    A client is loaded into memory when it is needed. After each of its turns, its state is written
+    to disk. The number of clients in memory is limited, in proportion to the memory that is free
+    before the first client is created. If this limit is reached, the client that was loaded last is
+    removed from memory before another client is loaded. All rounds use the clients in the same
+    order. The clients that were loaded first therefore stay in memory for all rounds. If the least
+    recently used client were removed instead, every client would be read from disk in every round.
     """
 
     in_process = True
@@ -41,6 +50,9 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             name: {} for name in self.participants
         }
         self.parts: dict[ClientId, ClientPart] = {}
+        self._memory, self._most = _free(self.base.device), len(self.participants)
+        self._unsaved: set[ClientId] = set()
+        """The clients in memory whose newest states may not be on disk."""
         self._covered: set[tuple[str, ...]] = set()
 
     def __getitem__(self, name: ClientId) -> ClientSide:
@@ -56,12 +68,22 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         return len(self.participants)
 
     def part(self, name: ClientId) -> ClientPart:
-        """Return the `ClientPart` of a client, in the client's newest state."""
+        """Return the `ClientPart` of a client, in the client's newest state; it may be changed."""
         if name not in self.parts:
-            if len(self.parts) >= IN_MEMORY:
-                self.new.put(encoded(self.parts.popitem()[1].states()))
-            self.parts[name], _ = self._begin(name, *self.new.newest(name))
+            while len(self.parts) >= self._most:
+                last = next(reversed(self.parts))
+                self._save(last)
+                del self.parts[last]
+            state, kept = self.new.newest(name)
+            self.parts[name], _ = self._begin(name, decoded(state), decoded(kept))
+        self._unsaved.add(name)
         return self.parts[name]
+
+    def _save(self, name: ClientId) -> None:
+        """Write the newest states of a client in memory to disk, unless they are there already."""
+        if name in self._unsaved:
+            self.new.put(encoded(self.parts[name].states()))
+            self._unsaved.remove(name)
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
         for name in self.participants:
@@ -72,7 +94,9 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         parameters = part.side.parameters()
         check_messages(message_sizes(self.config, parameters, len(self.participants)))
         self._covered.add(part.covered)
-        if len(self.parts) < IN_MEMORY:
+        size = max(1, SHARE * TRAINED * part.side.state().nbytes)
+        self._most = max(1, min(self._most, self._memory // size))
+        if len(self.parts) < self._most:
             self.parts[name] = part
         return hello
 
@@ -83,6 +107,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             received, before = download(name), self.recorder.count
             try:
                 upload = self.part(name).step(turn, received, counted=name not in lost)
+                self._save(name)
             except Diverged as error:
                 self.recorder.undo(before)
                 self.undo(name)
@@ -95,25 +120,24 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self.new.drop(name)
         self.scores[name] = {}
         self.part(name)
+        self._save(name)  # before the first checkpoint, the state is not on disk
 
     def finish(self, turn: Turn, download: Download, lost: Collection[ClientId]) -> None:
         for name in self:
             part, kept = self.part(name), self.new.kept(name)
             part.finish(download(name), kept, turn, counted=name not in lost)
             part.keep_items(self.folder.keep_items)
+            self._save(name)
 
     def stops(self, name: ClientId, rounds: int) -> bool:
         part = self.parts.get(name)
         return super().stops(name, rounds) if part is None else part.stops(rounds)
 
-    def _newer(self, name: ClientId) -> Mapping[str, State | None]:
-        return dict(self.parts[name].states()) if name in self.parts else {}
-
     def restore(self) -> None:
         for name, part in self.parts.items():
             state, kept = self.new.newest(name)
-            assert state is not None, "the checkpoint lacks the state of a client"
-            part.restore(state, kept)
+            assert state is not None, "a checkpoint contains the state of every client"
+            part.restore(State.decode(state), decoded(kept))
 
     def covered(self) -> set[tuple[str, ...]]:
         return self._covered
@@ -139,6 +163,11 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self.participants[name] = part.participant  # its reference data are slow to compute
         part.scores = self.scores[name]
         return part, hello
+
+
+def _free(device: torch.device) -> int:
+    """Return the free memory of a device in bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 LocalRun = Rounds[LocalClients]

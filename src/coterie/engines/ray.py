@@ -28,12 +28,11 @@ from coterie.bases import Bases
 from coterie.bases.devices import Device
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
-from coterie.engines.clients import Clients, Download, encoded
+from coterie.engines.clients import Clients, Download, decoded, encoded
 from coterie.engines.cluster import check_address, connected, places, processors, share
 from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.sizes import check_messages, message_sizes
-from coterie.messages import State
 from coterie.messages.names import BYTES_DOWN
 from coterie.runs import Recorder
 from coterie.runs.progress import logged
@@ -174,8 +173,7 @@ class RayClients(Clients):
 
         def order(name: ClientId) -> Order:
             newest = (None, None) if do == "hello" else self.new.newest(name)
-            state, kept = (state and state.encode() for state in newest)
-            return Order(name, do, turn, name not in lost, download(name), state, kept)
+            return Order(name, do, turn, name not in lost, download(name), *newest)
 
         names = list(names)
         for name, answer in zip(names, self.pool.answers(map(order, names)), strict=True):
@@ -337,7 +335,7 @@ class Worker:
                 metrics.log(order.client, BYTES_DOWN, len(order.download))
                 message = error
         elif order.do == "finish":
-            kept = _decoded(order.kept)
+            kept = decoded(order.kept)
             part.finish(order.download, kept, order.turn, counted=order.counted)
         scores: list[tuple[Any, ...]] = []
         part.keep_items(lambda *arguments: scores.append(arguments))
@@ -355,10 +353,6 @@ class Worker:
         part = ClientPart(self.config, base, self.participants[order.client], metrics)
         self.participants[order.client] = part.participant  # its reference data are slow to compute
         hello = part.hello()
-        if (state := _decoded(order.state)) is not None:
-            part.restore(state, _decoded(order.kept))
+        if (state := decoded(order.state)) is not None:
+            part.restore(state, decoded(order.kept))
         return part, hello, metrics
-
-
-def _decoded(state: bytes | None) -> State | None:
-    return None if state is None else State.decode(state)

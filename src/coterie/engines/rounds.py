@@ -25,7 +25,8 @@ from coterie.messages import Json, State
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Callback, Recorder, RunFolder, RunStart
-from coterie.runs.stored import Stored
+from coterie.runs.state_file import StateFile
+from coterie.runs.store import Stored
 from coterie.training.context import ClientId
 from coterie.turn import Turn
 
@@ -137,7 +138,7 @@ class Rounds(ServerPart, Generic[C]):
         self.close()
 
     def _take(self, turn: Turn, names: Sequence[ClientId]) -> None:
-        """Execute a turn, score models if evaluation is due, and write a checkpoint."""
+        """Execute a turn; score models and write a checkpoint if they are due."""
         began = time.monotonic()
         self.recorder.turn, number = turn, turn.number + 1
         self.step(turn, names)
@@ -148,7 +149,9 @@ class Rounds(ServerPart, Generic[C]):
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         entries = self.recorder.take()
         self.folder.append(entries)
-        self.folder.save(number, self._states())
+        self.clients.new.complete()
+        if ends or (turn.round + 1) % self.config.checkpoint.every == 0:
+            self.folder.save(number, self._states())
         self.entries += entries
         if turn.last or ends:
             scores, self.entries = score_summary(self.config, turn.round, self.entries), []
@@ -174,7 +177,7 @@ class Rounds(ServerPart, Generic[C]):
             return self.names
         return [name for name in self.names if not self.clients.stops(name, turn.round)]
 
-    def _states(self) -> Iterator[tuple[str, State | Stored | None]]:
+    def _states(self) -> Iterator[tuple[str, State | Stored | StateFile | None]]:
         yield from self.states()
         yield from self.clients.states()
 

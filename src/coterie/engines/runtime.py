@@ -172,7 +172,7 @@ class ClientPart:
 
         Args:
             download: The serialised download.
-            kept: The best model's state, read from the newest checkpoint; None if there is none.
+            kept: The newest saved state of the best model; None if there is none.
             turn: The last turn.
             counted: Whether the client's upload in the last exchange was accepted.
         """
@@ -211,11 +211,11 @@ class ClientPart:
         return self.keeper is not None and stops(self.config, self.keeper.best, rounds)
 
     def states(self) -> Iterator[tuple[str, State | None]]:
-        """Yield the client's states for a checkpoint.
+        """Yield the client's states, which the caller saves.
 
         Yields:
-            Pairs of a file's name and a state. The state is None if the file in the previous
-            checkpoint is still valid.
+            Pairs of a file's name and a state. The state is None if it has not changed since it was
+            last saved.
         """
         state = self.side.state()
         if self.transforms.remembers:
@@ -291,7 +291,7 @@ class ClientPart:
             kept: The state of the best model.
             rounds: The number of complete rounds.
         """
-        assert kept is not None, "the best model is neither in memory nor in the newest checkpoint"
+        assert kept is not None, "the best model is neither in memory nor on disk"
         self.log(self.name, metric.KEPT, kept.values["round"])
         if kept.values["round"] == rounds:
             return

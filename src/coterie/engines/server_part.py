@@ -19,7 +19,7 @@ from coterie.messages import Message, State
 from coterie.messages import names as metric
 from coterie.methods.value import PART, Value, server_state
 from coterie.runs import Recorder, RunFolder
-from coterie.runs.stored import Stored
+from coterie.runs.store import Stored
 from coterie.training.context import ClientId
 from coterie.turn import TRAIN, Turn
 

@@ -27,7 +27,7 @@ from coterie.messages.names import CHANGE, LEFT_OUT
 from coterie.messages.schema import Reduce
 from coterie.network.link import LONGEST_LINE
 from coterie.runs import Recorder
-from coterie.runs.stored import Store
+from coterie.runs.store import Store
 from coterie.transforms.context import Contribution, Rows
 from coterie.turn import FIRST, TRAIN, Turn
 

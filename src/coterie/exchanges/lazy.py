@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from coterie.messages import Groups, Message, State, Tensors
-from coterie.runs.stored import Store, Stored
+from coterie.runs.store import Store, Stored
 
 T_co = TypeVar("T_co", covariant=True)
 NOTHING: Tensors = {}

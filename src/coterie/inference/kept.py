@@ -3,8 +3,8 @@
 With every engine, the client itself makes the choice, and does not send it to the server. Besides
 the current state of each client, a checkpoint contains a state `kept-NAME`, where NAME is the
 client's name. This kept state holds the round of the client's best model so far, the model's
-scores, and the client's state in that round. The client's state is missing if the best model is the
-untrained base.
+scores, and the client's state in that round, without the states of the optimisers. The client's
+state is missing if the best model is the untrained base.
 """
 
 import math
@@ -23,6 +23,7 @@ from coterie.federation.participants import Participant, text_digest
 from coterie.messages import State
 from coterie.methods.contract import ClientSide, Method
 from coterie.methods.pretrained import bare
+from coterie.training.local import without_training
 from coterie.training.spec import DPOSpec
 
 SIDE = "side"
@@ -101,7 +102,7 @@ class Keeper:
         self.best: Best | None = None
         """The best model so far; None before the client's first round."""
         self.unsaved: State | None = None
-        """The new kept state; None if the best model has not changed since the last checkpoint."""
+        """The new kept state; None if the best model has not changed since it was last saved."""
 
     def begin(self, rounds: int) -> None:
         """Record the untrained base as the best model, unless a best model is already recorded.
@@ -127,7 +128,7 @@ class Keeper:
         assert self.best is not None, "begin() comes first"
         current = self._scored(self.side.model(), rounds, rounds)
         if current.order() < self.best.order():
-            self._keep(current, {SIDE: self.side.state()})
+            self._keep(current, {SIDE: without_training(self.side.state())})
         return current
 
     def _base_score(self) -> Best:
@@ -203,7 +204,7 @@ def bring_back(base: Base, side: ClientSide, kept: State) -> Callable[[], PreTra
     Args:
         base: The client's base.
         side: The client's method object, which is restored to its state in the round of the best
-            model. It is not changed if the best model is the untrained base.
+            model, but without moments. It is not changed if the best model is the untrained base.
         kept: The client's kept state, called `kept-NAME` in a checkpoint.
 
     Returns:

@@ -83,6 +83,12 @@ class State:
         for name, part in self.parts.items():
             yield from part.walk(*path, name)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all tensors in this state and its nested states, in bytes."""
+        groups = (group for _, state in self.walk() for group in state.groups.values())
+        return sum(tensor.nbytes for group in groups for tensor in group.values())
+
     def without(self, client: str) -> "State":
         """Return a copy that omits a client's nested state and the client's entries in `values`.
 

@@ -16,7 +16,7 @@ from coterie.exchanges.lazy import Computed, InFile, Lazy, PerClient, in_file, l
 from coterie.messages import Groups, State, Tensors
 from coterie.messages.message import NAME
 from coterie.runs import RunFolder
-from coterie.runs.stored import Store, Stored
+from coterie.runs.store import Store, Stored
 from coterie.training.context import ClientId
 
 PART = "server-"
@@ -122,8 +122,8 @@ class Value:
                 case "JSON":
                     saved[name] = state.values[name]
         for name, (_, group) in self._items_of_clients().items():
-            parts, found = state.values[name], unread(state.parts)
-            items = {part: _item_of(found[part], group) for part in {*parts.values()}}
+            parts, items_of = state.values[name], unread(state.parts)
+            items = {part: _item_of(items_of[part], group) for part in {*parts.values()}}
             saved[name] = {client: items[part] for client, part in parts.items()}
         return replace(self, **saved)
 

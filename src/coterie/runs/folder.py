@@ -8,6 +8,7 @@ checkpoints/00012/   after 12 turns, the states of the server, of the server's t
                      (kept-NAME), and checksums; older ones are deleted
 scores/POINT/NAME.json  the last score of each window of the test text NAME; POINT: the scored model
                      (trained, aggregated, or commonest, which always gives the commonest answer)
+states/              during a run, clients' states that are newer than the newest checkpoint
 result.json          the scores of a finished run
 without.json         the clients that were expelled from a deployed run
 received.json        the clients that have received the result of a deployed run
@@ -46,7 +47,8 @@ from coterie.files import (
 from coterie.messages import Json, State
 from coterie.messages.formats import VERSION, check_format, version_fields
 from coterie.runs import read
-from coterie.runs.stored import Stored, checksum
+from coterie.runs.state_file import StateFile, checksum
+from coterie.runs.store import Stored
 
 CHECKSUMS = "checksums.json"
 """The file in a checkpoint with the name and the hash of each other file in the checkpoint."""
@@ -73,11 +75,6 @@ def describe(
         "clients": clients,
         "config": config,
     }
-
-
-def turn_of(line: Mapping[str, Any]) -> int:
-    """Return the number of the turn in which a line of metrics.jsonl was recorded."""
-    return line.get("during", line["round"])
 
 
 class RunFolder:
@@ -214,16 +211,17 @@ class RunFolder:
     def save(
         self,
         turns: int,
-        states: Iterable[tuple[str, State | Stored | None]],
+        states: Iterable[tuple[str, State | Stored | StateFile | None]],
         *,
         files: Mapping[str, bytes] | None = None,
         keep: int = 2,
     ) -> None:
         """Write a checkpoint after `turns` turns; delete all but the newest `keep` checkpoints.
 
-        States are written one at a time. None stands for a state that has not changed since the
-        previous checkpoint. Neither this state nor a `Stored` state that an earlier checkpoint
-        contains is written again. `files` are additional files of the checkpoint.
+        States are written one at a time; the file of a `StateFile` is moved. None stands for a
+        state that has not changed since the previous checkpoint. Neither this state nor a `Stored`
+        state that an earlier checkpoint contains is written again. `files` are additional files of
+        the checkpoint.
         """
         refuse_links(self.path, "checkpoints")
         newest, previous = self.checkpoint(turns), self.checkpoint(self.turns())
@@ -240,6 +238,9 @@ class RunFolder:
                     refuse_links(earlier.parent, earlier.name)
                     link(earlier, folder / file)
                     sums[file] = self._checksums(earlier.parent)[earlier.name]
+                elif isinstance(state, StateFile):
+                    state.move(folder / file)
+                    sums[file] = state.checksum
                 elif state is not None:
                     put(folder / file, state.encode())
             for file, data in (files or {}).items():
@@ -255,10 +256,7 @@ class RunFolder:
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
     def change(self, change: Callable[[str, State], State | None]) -> None:
-        """Apply a function to each state of the newest checkpoint; delete all other checkpoints.
-
-        A state is deleted if the function returns None.
-        """
+        """Change each state of the newest checkpoint, or delete it (None); delete older ones."""
         *older, newest = self.checkpoints()
         sums, aside = self._checksums(newest), newest.with_name(f".{newest.name}.old")
 
@@ -373,8 +371,8 @@ class RunFolder:
 
     def states(self, prefix: str) -> list[str]:
         """Return the names of the newest checkpoint's states that begin with a prefix, sorted."""
-        checkpoint, end = self.checkpoint(self.turns()), ".safetensors"
-        return sorted(p.name.removesuffix(end) for p in checkpoint.glob(f"{prefix}*{end}"))
+        paths = self.checkpoint(self.turns()).glob(f"{prefix}*.safetensors")
+        return sorted(path.name.removesuffix(".safetensors") for path in paths)
 
     def has(self, name: str) -> bool:
         """Return whether the newest checkpoint contains a state."""
@@ -394,7 +392,7 @@ class RunFolder:
 
     def forget_from(self, turn: int) -> None:
         """Delete metrics recorded in a turn or later, because these turns will be repeated."""
-        self.rewrite(line for line in self.metrics() if turn_of(line) < turn)
+        self.rewrite(line for line in self.metrics() if read.turn_of(line) < turn)
 
     def rewrite(self, lines: Iterable[dict[str, Json]]) -> None:
         """Replace all lines of metrics.jsonl."""

@@ -269,3 +269,8 @@ def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location = ".".join(map(str, first["loc"]))
     return f"{location}: {first['msg']}" if location else first["msg"]
+
+
+def turn_of(line: Mapping[str, Any]) -> int:
+    """Return the number of the turn in which a line of metrics.jsonl was recorded."""
+    return line.get("during", line["round"])

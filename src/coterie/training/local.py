@@ -1,6 +1,7 @@
 """A client's local training: updates of an adapter that follow the levels of a schedule."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -16,6 +17,23 @@ from coterie.training.context import ClientContext
 from coterie.training.passes import Purpose, training_pass
 from coterie.training.schedule import Level
 from coterie.training.update import Piece, Updater
+
+
+class TrainingState(State):
+    """The state of a `LocalTraining`, which a client needs to train, but not to use its model."""
+
+
+def without_training(state: State) -> State:
+    """Return a client's state with an empty state in place of each `TrainingState`.
+
+    The result is enough to use the client's model. A client that is restored from it has no moments
+    and no accumulated gradients.
+    """
+    parts = {
+        name: State() if isinstance(part, TrainingState) else without_training(part)
+        for name, part in state.parts.items()
+    }
+    return replace(state, parts=parts)
 
 
 class LocalTraining:
@@ -132,7 +150,7 @@ class LocalTraining:
             if isinstance(value, Tensor) and value.shape == parameter.shape
         ]
 
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """Return each level's optimiser state and accumulated gradients; see `schedule.Level`."""
         gradients = {
             name: parameter.grad.clone()
@@ -140,7 +158,7 @@ class LocalTraining:
             if parameter.grad is not None
         }
         parts = {name: updater.state() for name, updater in self._updaters.items()}
-        return State({"leftover": gradients} if gradients else {}, parts=parts)
+        return TrainingState({"leftover": gradients} if gradients else {}, parts=parts)
 
     def restore(self, state: State) -> None:
         """Restore a state returned by `state()`."""

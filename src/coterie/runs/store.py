@@ -1,18 +1,12 @@
 """States that wait on disk, so that a server has one client's tensors in memory at a time."""
 
 from collections.abc import Collection, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryFile
 from weakref import WeakSet
 
 from coterie.files import writing
 from coterie.messages import State
-
-
-def checksum(data: bytes) -> str:
-    """Return the hash by which a checkpoint's files are checked."""
-    return blake2b(data, digest_size=16).hexdigest()
 
 
 class Stored:
