@@ -129,7 +129,8 @@ def check(finished: Path, folder: Path, seed: int, count: int) -> None:
 
 def resealed(file: Path) -> None:
     """Make a checkpoint's checksum that of what a file now holds."""
-    from coterie.runs.folder import CHECKSUMS, checksum
+    from coterie.runs.folder import CHECKSUMS
+    from coterie.runs.state_file import checksum
 
     sums = json.loads((file.parent / CHECKSUMS).read_bytes())
     sums[file.name] = checksum(file.read_bytes())

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -201,7 +202,10 @@ def gcs_servers() -> list[psutil.Process]:
 
 
 class Kill(Callback):
-    """Kill processes when the first client of the second round has finished."""
+    """Kill processes when the first client of the second round has finished.
+
+    On a busy machine, the second worker may start only then; it is waited for.
+    """
 
     def __init__(
         self, processes: Callable[[], list[psutil.Process]], count: int | None = None
@@ -210,6 +214,9 @@ class Kill(Callback):
 
     def on_client_end(self, round: int, client: str) -> None:
         if round == 1 and not self.killed:
+            until = time.monotonic() + 60
+            while len(self.processes()) < (self.count or 1) and time.monotonic() < until:
+                time.sleep(0.1)
             for process in self.processes()[: self.count]:
                 process.kill()
                 self.killed += 1

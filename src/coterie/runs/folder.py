@@ -256,7 +256,7 @@ class RunFolder:
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
     def change(self, change: Callable[[str, State], State | None]) -> None:
-        """Change each state of the newest checkpoint, or delete it (None); delete older ones."""
+        """Replace or delete (None) each state of the newest checkpoint; delete older ones."""
         *older, newest = self.checkpoints()
         sums, aside = self._checksums(newest), newest.with_name(f".{newest.name}.old")
 
