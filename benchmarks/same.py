@@ -222,7 +222,8 @@ def contents(folder: Path) -> dict[str, Any]:
         checkpoints = sorted((run / "checkpoints").glob("[0-9]*"))
         states = sorted(checkpoints[-1].glob("*.safetensors")) if checkpoints else []
         of_server = [file for file in states if file.stem.startswith(("server", "transforms"))]
-        found[f"{name}/server"] = without_names(map(read, of_server))
+        if of_server:
+            found[f"{name}/server"] = without_names(map(read, of_server))
         files += [file for file in states if file not in of_server]
         for file in filter(Path.exists, files):
             found[f"{name}/{file.relative_to(run)}"] = read(file)

@@ -21,13 +21,13 @@ from transformers import LlamaForCausalLM
 
 from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
+from coterie.exchanges.lazy import PART
 from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import Method, Server, ServerContext
 from coterie.methods.registry import method_from
-from coterie.methods.value import PART
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.training.spec import TrainingSpec

@@ -22,7 +22,7 @@ def main_memory() -> int:
 def free_memory() -> int:
     """Return the main memory that processes can still use, in bytes.
 
-    Memory with copies of files counts as free if the system can reclaim it. On systems other than
+    The system's copies of files count as free if they can be reclaimed. On systems other than
     Linux, half of the main memory is assumed to be free.
     """
     size = main_memory()

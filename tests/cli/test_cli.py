@@ -1,7 +1,6 @@
 """The command line, as a stranger uses it."""
 
 import errno
-import io
 import json
 import os
 import re
@@ -311,11 +310,10 @@ def test_a_traceback_is_shown_when_asked_for_only(coterie_command) -> None:
 
 
 def test_a_full_disk_names_the_file(run_file, tmp_path, coterie_command, monkeypatch) -> None:
-    class Full(io.BytesIO):
-        def write(self, data: object) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("coterie.runs.store.TemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("os.pwrite", full)
     said = coterie_command("run", run_file, "--out", tmp_path / "out")
     assert said.code == 2
     assert said.err.endswith(f"Could not write {tmp_path / 'out'}: No space left on device.\n")

@@ -9,10 +9,10 @@ import torch
 from every_method import BEHAVIOURS, FEW, METHODS, marks, run_of
 
 from coterie.config.run import RunConfig
+from coterie.exchanges.lazy import server_state
 from coterie.exchanges.weights import TOKENS
 from coterie.messages import Message
 from coterie.messages.envelope import Reply, seal, unseal
-from coterie.methods.value import server_state
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, server, workers
 

@@ -22,9 +22,9 @@ from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import Forgotten, forget
 from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
+from coterie.exchanges.lazy import PART
 from coterie.messages import Message, MessageError
 from coterie.messages.envelope import Reply, unseal
-from coterie.methods.value import PART
 from coterie.runs import RunFolder
 from coterie.testing.loop import Loop, assert_same_state, deploy, server, workers
 from coterie.testing.rounds import joined

@@ -46,7 +46,7 @@ PLACES = {
     ),
     "contributions": (
         {"name": "fedavg"},
-        "coterie.exchanges.exchange.Exchange._upload",
+        "coterie.exchanges.exchange.Exchange._stored",
         f"the aggregation; set {SMALLER}",
     ),
     "aggregation": (

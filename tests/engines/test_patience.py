@@ -11,9 +11,9 @@ import coterie
 from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.deployment import server as engine
+from coterie.exchanges.lazy import server_state
 from coterie.messages.envelope import Entry, Reply, unseal
 from coterie.methods.pretrained import bare
-from coterie.methods.value import server_state
 from coterie.runs import Callback, RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, up

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.deployment.forgetting import _state_without
+from coterie.deployment.forgetting import _state_without, _texts
 from coterie.errors import CoterieError
+from coterie.exchanges.lazy import PART
 from coterie.messages import Groups, State, Tensors
 from coterie.methods.sides import Server
-from coterie.methods.value import PART, PerClient, Value, from_hello
+from coterie.methods.value import PerClient, Value, from_hello
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,14 +112,24 @@ def test_nothing_is_left_of_a_client() -> None:
 def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
     """Checkpoints are cleaned without the method."""
     whole = saved(example())
-    parts = {n: _state_without(f"{PART}{n}", part, "eve") for n, part in whole.parts.items()}
-    top = _state_without("server", whole, "eve")
-    assert top is not None
+    top = whole.without("eve")
+    named = {*_texts(top.values)}
+    parts = {n: _state_without(f"{PART}{n}", part, "eve", named) for n, part in whole.parts.items()}
     assert {name for name, part in parts.items() if part is None} == {"uploads-eve"}
     state = replace(top, parts={name: part for name, part in parts.items() if part is not None})
     assert plain(vars(Everything().restored(state))) == plain(
         vars(example().without("eve").restored(saved(example().without("eve"))))
     ) | {"held": {}}
+
+
+def test_nothing_is_left_of_tensors_that_forgotten_clients_had_in_common() -> None:
+    whole = saved(example())
+    assert "means.0" in whole.parts  # of eve and bob
+    left = whole.without("eve").without("bob")
+    named = {*_texts(left.values)}
+    assert _state_without(f"{PART}means.0", whole.parts["means.0"], "bob", named) is None
+    named = {*_texts(whole.without("eve").values)}
+    assert _state_without(f"{PART}means.0", whole.parts["means.0"], "eve", named) is not None
 
 
 def test_mappings_become_per_client() -> None:

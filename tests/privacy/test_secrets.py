@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import coterie
+from coterie.exchanges.lazy import server_state
 from coterie.messages import Message, Schema, State
 from coterie.messages.schema import Way
-from coterie.methods.value import server_state
 from coterie.privacy import secrets
 from coterie.privacy.secrets import KEY_BYTES, Secrets
 from coterie.runs import Callback, RunFolder

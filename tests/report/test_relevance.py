@@ -19,9 +19,9 @@ from coterie.analysis.relevance import (
 )
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
+from coterie.exchanges.lazy import server_state
 from coterie.federation.participants import participants_of
 from coterie.methods.fedamole.client import FedAMoLEClient
-from coterie.methods.value import server_state
 from coterie.report import page
 from coterie.report.figures import FIGURES
 from coterie.report.page import write_report

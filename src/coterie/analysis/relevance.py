@@ -17,13 +17,13 @@ from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig, parse
 from coterie.data.split import AnyBatch, Split
 from coterie.errors import CoterieError
+from coterie.exchanges.lazy import server_state
 from coterie.federation.participants import participants_of, server_context
 from coterie.inference.finished import Loader, tokenizer
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.fedamole.experts import expert_name
 from coterie.methods.fedamole.method import FedAMoLE
 from coterie.methods.fedamole.server import Experts, FedAMoLEServer
-from coterie.methods.value import server_state
 from coterie.runs import RunFolder
 from coterie.training.embeddings import token_embeddings
 

@@ -1,17 +1,17 @@
 """Deletion of the data that a server stores about a client that leaves a deployed run."""
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coterie.engines.runtime import TRANSFORMS
 from coterie.errors import CoterieError, plural
+from coterie.exchanges.lazy import PART
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
-from coterie.methods.value import PART
 from coterie.runs import RECEIVED, RunFolder, turn_of
 
 LOGS = ("server.log", "server.log.1")
@@ -87,7 +87,8 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
     with folder.lock():
         folder.expel(client)
         if folder.checkpoints():
-            folder.change(lambda name, state: _state_without(name, state, client))
+            parts = {*_texts(folder.load("server").without(client).values)}
+            folder.change(lambda name, state: _state_without(name, state, client, parts))
         if folder.result is not None:
             remaining = {k: without(folder.result[k], client) for k in BY_CLIENT & {*folder.result}}
             folder.finish({**folder.result, **remaining})
@@ -122,19 +123,37 @@ def _line_without(line: Mapping[str, Any], client: str) -> dict[str, Any]:
     return {**line, "value": without(line["value"], client)}
 
 
-def _state_without(name: str, state: State, client: str) -> State | None:
+def _texts(value: Json) -> Iterator[str]:
+    """Yield all strings in a JSON value, except keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def _state_without(name: str, state: State, client: str, parts: set[str]) -> State | None:
     """Return a checkpoint's state with all data about a client removed; None if nothing is left.
 
-    `name` is the name of the state in the checkpoint.
+    Args:
+        name: The name of the state in the checkpoint.
+        state: The state.
+        client: The client.
+        parts: The names of the states with tensors of other clients.
     """
     if name.startswith(PART):
-        return None if name.removeprefix(PART).partition("-")[2] == client else state
+        return state if name.removeprefix(PART) in parts else None
     if name == "server":
         return state.without(client)
-    if name == TRANSFORMS:  # every transform may have a state for each client
-        less = state.without(client)
-        parts = {n: _state_without(name, part, client) for n, part in less.parts.items()}
-        return replace(less, parts=parts)
+    if name == TRANSFORMS:
+        own, clients = state.parts["own"].parts, state.parts["clients"].parts
+        own = {key: memory.without(client) for key, memory in own.items()}
+        clients = {
+            other: State(part.groups, parts={k: m.without(client) for k, m in part.parts.items()})
+            for other, part in clients.items()
+            if other != client
+        }
+        return State(parts={"own": State(parts=own), "clients": State(parts=clients)})
     if name == "engine":
         hellos = {n: hello for n, hello in state["hellos"].items() if n != client}
         stopped: Json = [n for n in state.values["stopped"] if n != client]

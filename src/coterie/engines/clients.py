@@ -56,6 +56,8 @@ class NewStates:
     @contextmanager
     def emptied(self) -> Iterator[None]:
         """Return a context manager that removes all files on entry and on exit."""
+        self._new.clear()
+        self._complete.clear()
         with writing(self.path):
             if self.path.exists():  # the last process was killed
                 shutil.rmtree(self.path)

@@ -23,7 +23,7 @@ from coterie.training.context import ClientId
 from coterie.turn import Turn
 
 SHARE = 8
-"""Clients in memory use at most this fraction (one eighth) of the memory free at the start."""
+"""The divisor of the memory that is free at the start: clients in memory use at most an eighth."""
 TRAINED = 4
 """The memory of a client in training, relative to the client's initial state.
 

@@ -13,11 +13,11 @@ from coterie.engines.runtime import TRANSFORMS, due, scored
 from coterie.errors import CoterieError, Unwritable
 from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange, memory_for_aggregation
-from coterie.exchanges.lazy import unread
+from coterie.exchanges.lazy import PART, server_state, unread
 from coterie.federation.participants import Participant, server_context
 from coterie.messages import Message, State
 from coterie.messages import names as metric
-from coterie.methods.value import PART, Value, server_state
+from coterie.methods.value import Value
 from coterie.runs import Recorder, RunFolder
 from coterie.runs.store import Stored
 from coterie.training.context import ClientId

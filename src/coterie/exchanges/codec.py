@@ -22,7 +22,7 @@ from coterie.transforms.hooks import failure
 from coterie.turn import TRAIN
 
 EXCHANGE = "exchange"
-"""The key of the state that bounds and the server optimiser keep from exchange to exchange."""
+"""The key of the state that bounds and the server optimiser carry over between exchanges."""
 
 
 class ClientTransforms:

@@ -83,7 +83,7 @@ class Exchange:
         self.replaces: bool | None = None
         """Whether a mean of this exchange replaced parameters; None if no mean was requested."""
         self.store = Store(folder)
-        """The files of uploads, and of the method's tensors of single clients."""
+        """The storage of uploads, and of the server's tensors of single clients."""
         self._uploads: dict[str, Upload] = {}
         self._limited: dict[str, Upload] = {}
         """The uploads that have limits, with their limits applied."""

@@ -1,14 +1,17 @@
-"""Clients' tensors that are in files, and are read when they are accessed."""
+"""Data of clients that are read from disk when they are accessed."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from coterie.messages import Groups, Message, State, Tensors
+from coterie.runs import RunFolder
 from coterie.runs.store import Store, Stored
 
 T_co = TypeVar("T_co", covariant=True)
 NOTHING: Tensors = {}
+PART = "server-"
+"""The beginning of the names of the nested states of a server's value in a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,7 @@ class InFile:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file contains nothing else."""
+        """Whether the stored state contains no other group."""
         return self.group is None or self.stored.groups.keys() <= {self.group}
 
 
@@ -68,7 +71,7 @@ def in_file(store: Store, groups: Groups, group: str | None = None) -> InFile:
     """Write groups of tensors to a file.
 
     Args:
-        store: The folder of the file.
+        store: The store to which the groups are written.
         groups: The groups.
         group: The only group, if the item consists of this group; None if it consists of `groups`.
 
@@ -140,11 +143,11 @@ class PerClient(Lazy[T_co]):
         return PerClient({name: less(item) for name, item in self.unread.items() if name != client})
 
     def mapped(self, function: Callable[[T_co], Any]) -> "PerClient[Any]":
-        """Return the results of a function of each item, which are computed when accessed."""
+        """Apply a function to each item whenever the item is accessed."""
         return self.replaced(lambda item: Computed(function, (item,)))
 
     def updated(self: "PerClient[Tensors]", new: Mapping[str, Tensors]) -> "PerClient[Tensors]":
-        """Return the tensors of both mappings; tensors of `new` replace those of the same name.
+        """Merge new tensors into each client's tensors, where they replace tensors of equal names.
 
         Args:
             new: Tensors of some clients, by client and name.
@@ -160,7 +163,7 @@ class PerClient(Lazy[T_co]):
         return self | clients
 
     def replaced(self, change: Callable[[Any], Any]) -> "PerClient[Any]":
-        """Return the results of a function of each unread item; see `Lazy.unread`.
+        """Apply a function to each unread item; see `Lazy.unread`.
 
         If several clients have the same item, the function is called once for these clients.
         """
@@ -191,3 +194,13 @@ def _names(item: Any) -> Collection[str] | None:
 
 def _merged(old: Tensors, new: Tensors) -> Tensors:
     return {**old, **new}
+
+
+def server_state(folder: RunFolder) -> State:
+    """Return the state of the server's value in the newest checkpoint.
+
+    The nested states are in files of their own, and are read when they are accessed.
+    """
+    names = folder.states(PART)
+    parts = {name.removeprefix(PART): Computed(folder.load, (name,)) for name in names}
+    return replace(folder.load("server"), parts=Lazy(parts))

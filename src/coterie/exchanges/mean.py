@@ -96,14 +96,17 @@ def means_of(
         if least_others == 1:
             yield names, result
             continue
+        receivers: dict[frozenset[Any], list[str]] = {}
         for name in names:
-            permitted = {
+            permitted = frozenset(
                 at
                 for at, senders in holders.items()
                 if len(senders - {name}) - (name not in clients) >= least_others
                 or senders == {name}
-            }
-            yield [name], selected(result, lambda *at: at in permitted)  # noqa: B023
+            )
+            receivers.setdefault(permitted, []).append(name)
+        for permitted, equal in receivers.items():
+            yield equal, selected(result, lambda *at: at in permitted)  # noqa: B023
 
 
 def selected(groups: Groups, selects: Callable[[str, str], bool]) -> Groups:

@@ -20,6 +20,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.data.chat import chat_template
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
+from coterie.exchanges.lazy import server_state
 from coterie.federation.participants import (
     EVERYONE,
     NOTHING,
@@ -30,7 +31,6 @@ from coterie.federation.participants import (
 from coterie.inference.bundle import is_bundle, open_bundle
 from coterie.inference.kept import bring_back
 from coterie.methods.contract import SERVER, ClientSide, Method
-from coterie.methods.value import server_state
 from coterie.runs import RunFolder
 
 

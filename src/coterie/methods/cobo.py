@@ -244,12 +244,16 @@ class CoBoServer(AdapterServer[CoBo, Known]):
 
     def aggregate(self, value: Known, exchange: Exchange) -> Known:
         gradients, weights = exchange.each("gradients"), dict(value.weights)
-        for i, partners in gradients.items():
-            if agreeing := [j for j in partners if j in gradients]:
+        products: dict[ClientId, dict[ClientId, float]] = {client: {} for client in gradients}
+        for i, own in gradients.items():
+            for j in [j for j in own if i < j and j in gradients]:
+                product = torch.dot(own[j].double(), gradients[j][i].double()).item()
+                products[i][j] = products[j][i] = product
+        for i, of_partners in products.items():
+            if of_partners:
                 row, step = self.row(value, i), self.method.weight_step * self.steps
-                for j in agreeing:
-                    product = torch.dot(gradients[i][j].double(), gradients[j][i].double())
-                    row[j] += step * product.item()
+                for j, product in of_partners.items():
+                    row[j] += step * product
                 weights[i] = PerClient(self._projected(row))
         uploads = value.uploads | exchange.each("adapter")
         return replace(value, weights=PerClient(weights), uploads=uploads)

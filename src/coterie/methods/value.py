@@ -15,12 +15,9 @@ from coterie.errors import CoterieError
 from coterie.exchanges.lazy import Computed, InFile, Lazy, PerClient, in_file, loaded, unread
 from coterie.messages import Groups, State, Tensors
 from coterie.messages.message import NAME
-from coterie.runs import RunFolder
 from coterie.runs.store import Store, Stored
 from coterie.training.context import ClientId
 
-PART = "server-"
-"""The beginning of the names of the value's nested states in a checkpoint."""
 TENSORS = "tensors"
 """The name of the only group in the state of a client's tensors."""
 Kind = Literal["tensors", "list of tensors", "client's tensors", "client's groups", "JSON"]
@@ -59,7 +56,7 @@ class Value:
         """Return this value with all clients' tensors in files.
 
         Args:
-            store: The folder of the files.
+            store: The store to which the tensors are written.
 
         Raises:
             OverflowError: A tensor is not finite.
@@ -76,7 +73,7 @@ class Value:
         return replace(self, **{n: c.replaced(partial(put, g)) for n, (c, g) in items.items()})
 
     def _items_of_clients(self) -> dict[str, tuple[PerClient[Any], str | None]]:
-        """Return each field with clients' tensors, and the name of the group if it is only one."""
+        """Return the fields with clients' tensors; the group is None if a client has several."""
         kinds = {"client's tensors": TENSORS, "client's groups": None}
         of_clients = ((n, kinds[k]) for n, k in _kinds(type(self)).items() if k in kinds)
         return {name: (getattr(self, name), group) for name, group in of_clients}
@@ -236,13 +233,3 @@ def _groups(state: State) -> Groups:
 
 def _only_group(state: State) -> Tensors:
     return next(iter(state.groups.values()), {})
-
-
-def server_state(folder: RunFolder) -> State:
-    """Return the state of the server's value in the newest checkpoint.
-
-    The nested states are in files of their own, and are read when they are accessed.
-    """
-    names = folder.states(PART)
-    parts = {name.removeprefix(PART): Computed(folder.load, (name,)) for name in names}
-    return replace(folder.load("server"), parts=Lazy(parts))

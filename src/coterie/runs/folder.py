@@ -3,9 +3,8 @@
 run.json             the run's description, the number of threads, versions, and hashes of texts
 metrics.jsonl        a line for each metric: round, client, name, value; and `during`, the number of
                      the turn in which the metric was recorded, if this number differs from `round`
-checkpoints/00012/   after 12 turns, the states of the server, of the server's tensors of a client
-                     (server-FIELD-NAME), of every client (client-NAME) and of its best model so far
-                     (kept-NAME), and checksums; older ones are deleted
+checkpoints/00012/   after 12 turns, checksums, and states: server, server-FIELD-CLIENT (tensors of
+                     one client), server-FIELD.NUMBER (of several), client-NAME, kept-NAME (best)
 scores/POINT/NAME.json  the last score of each window of the test text NAME; POINT: the scored model
                      (trained, aggregated, or commonest, which always gives the commonest answer)
 states/              during a run, clients' states that are newer than the newest checkpoint
@@ -56,6 +55,7 @@ WITHOUT = "without.json"
 """The file with the names of the clients that were expelled from a deployed run."""
 RECEIVED = "received.json"
 """The file with the names of the clients that have received the result of a deployed run."""
+FOLDERS = ("checkpoints", "states", "baselines", "scores", "evaluations", "tensorboard", "wandb")
 LEFTOVERS = (".lock", ".run.json.*tmp")
 """Patterns of the files that remain if a process is killed while it creates a run folder."""
 
@@ -138,7 +138,7 @@ class RunFolder:
         """Delete an earlier run's files, except for run.json, which `create` overwrites later."""
         for name in ("result.json", "metrics.jsonl", "table.md", WITHOUT, RECEIVED):
             (self.path / name).unlink(missing_ok=True)
-        for name in ("checkpoints", "baselines", "scores", "evaluations", "tensorboard", "wandb"):
+        for name in FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     @property
@@ -218,14 +218,13 @@ class RunFolder:
     ) -> None:
         """Write a checkpoint after `turns` turns; delete all but the newest `keep` checkpoints.
 
-        States are written one at a time; the file of a `StateFile` is moved. None stands for a
-        state that has not changed since the previous checkpoint. Neither this state nor a `Stored`
-        state that an earlier checkpoint contains is written again. `files` are additional files of
-        the checkpoint.
+        States are written one at a time; the file of a `StateFile` is moved. A state that is None
+        has not changed since the previous checkpoint; it is hard-linked, and so is a `Stored` state
+        that an earlier checkpoint contains. `files` are additional files of the checkpoint.
         """
         refuse_links(self.path, "checkpoints")
         newest, previous = self.checkpoint(turns), self.checkpoint(self.turns())
-        sums: dict[str, str] = {}
+        sums, saved = dict[str, str](), dict[Stored, Path]()
 
         def fill(folder: Path) -> None:
             for name, state in states:
@@ -233,7 +232,7 @@ class RunFolder:
                 earlier = previous / file if state is None else None
                 if isinstance(state, Stored):
                     earlier = state.saved if state.saved and state.saved.exists() else None
-                    state.saved = newest / file
+                    saved[state] = newest / file
                 if earlier is not None:
                     refuse_links(earlier.parent, earlier.name)
                     link(earlier, folder / file)
@@ -253,6 +252,8 @@ class RunFolder:
             sums[path.name] = checksum(data)
 
         write_folder(newest, fill)
+        for stored, path in saved.items():
+            stored.saved = path
         self.drop(sorted(newest.parent.iterdir())[:-keep])
 
     def change(self, change: Callable[[str, State], State | None]) -> None:

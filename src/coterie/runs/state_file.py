@@ -1,4 +1,4 @@
-"""States between checkpoints: files of a run folder that a checkpoint can adopt unread."""
+"""States that are newer than the newest checkpoint, in files that the next checkpoint adopts."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,7 +26,7 @@ class StateFile:
 
     @classmethod
     def write(cls, folder: Path, name: str, data: bytes) -> Self:
-        """Write a serialised state to a file, which is not flushed to disk."""
+        """Write a serialised state to a file without flushing it to disk."""
         path = folder / name
         with writing(path):
             if not path.parent.exists():

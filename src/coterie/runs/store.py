@@ -1,8 +1,10 @@
-"""States that wait on disk, so that a server has one client's tensors in memory at a time."""
+"""Storage of states on disk, so that a server need not keep all clients' tensors in memory."""
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 from weakref import WeakSet
 
 from coterie.files import writing
@@ -10,7 +12,7 @@ from coterie.messages import State
 
 
 class Stored:
-    """A state in the file of a `Store`. Its space is free when this object is deleted.
+    """A state in the file of a `Store`. The space can be reused after this object is deleted.
 
     Args:
         store: The store.
@@ -45,8 +47,11 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder, self.size = folder, 0
         self._stored: WeakSet[Stored] = WeakSet()
-        with writing(folder):
-            self._file = TemporaryFile(dir=folder)  # noqa: SIM115  (open as long as this object)
+        self._file = self._new_file()
+
+    def _new_file(self) -> Any:
+        with writing(self.folder):
+            return TemporaryFile(dir=self.folder, buffering=0)
 
     def put(self, state: State) -> Stored:
         """Write a state to the file.
@@ -55,12 +60,9 @@ class Store:
             Unwritable: The state cannot be written.
         """
         data = state.encode()
-        with writing(self.folder):
-            if self.size > 2 * (len(data) + sum(stored.length for stored in self._stored)):
-                self._compact()
-            self._file.seek(self.size)
-            self._file.write(data)
-            self._file.flush()
+        if self.size > 2 * (len(data) + sum(stored.length for stored in self._stored)):
+            self._compact()
+        self._write(self._file, data, self.size)
         groups = {name: {*tensors} for name, tensors in state.groups.items()}
         stored = Stored(self, self.size, len(data), groups)
         self._stored.add(stored)
@@ -69,16 +71,26 @@ class Store:
 
     def read(self, start: int, length: int) -> bytes:
         """Return bytes of the file."""
-        self._file.seek(start)
-        return self._file.read(length)
+        pieces: list[bytes] = []
+        while length > 0 and (piece := os.pread(self._file.fileno(), length, start)):
+            pieces.append(piece)  # the system may return fewer bytes than requested
+            start, length = start + len(piece), length - len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _write(self, file: Any, data: bytes, start: int) -> None:
+        rest = memoryview(data)
+        with writing(self.folder):
+            while rest:
+                written = os.pwrite(file.fileno(), rest, start)
+                rest, start = rest[written:], start + written
 
     def _compact(self) -> None:
-        """Close the gaps that deleted states have left in the file."""
-        self.size = 0
+        """Copy all states to a new file, without the gaps that deleted states have left."""
+        file, size, starts = self._new_file(), 0, dict[Stored, int]()
         for stored in sorted(self._stored, key=lambda stored: stored.start):
-            data = stored.encode()
-            self._file.seek(self.size)
-            self._file.write(data)
-            stored.start = self.size
-            self.size += stored.length
-        self._file.truncate(self.size)
+            self._write(file, stored.encode(), size)
+            starts[stored] = size
+            size += stored.length
+        self._file, self.size = file, size
+        for stored, start in starts.items():
+            stored.start = start

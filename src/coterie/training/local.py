@@ -20,7 +20,7 @@ from coterie.training.update import Piece, Updater
 
 
 class TrainingState(State):
-    """The state of a `LocalTraining`, which a client needs to train, but not to use its model."""
+    """The state of a `LocalTraining`. A client needs it to train, but not to use its model."""
 
 
 def without_training(state: State) -> State:
