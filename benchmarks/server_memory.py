@@ -40,7 +40,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Peak:
-    """What the rounds needed, in bytes."""
+    """The memory of two rounds, in bytes."""
 
     method: str
     clients: int

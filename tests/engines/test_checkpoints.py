@@ -58,7 +58,7 @@ def expected(run, tmp_path) -> RunFolder:
 
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:
-    """The same checkpoint, byte for byte, and the same metrics and result."""
+    """Compare checkpoints byte by byte, metrics and results."""
     assert files(one) == files(other)
     metrics = ([m for m in run.metrics() if m["name"] != "seconds"] for run in (one, other))
     assert next(metrics) == next(metrics)

@@ -169,14 +169,14 @@ def test_other_numbers_are_bounded_by_their_norm() -> None:
 
 def test_a_half_with_few_tokens_does_not_exclude_the_others() -> None:
     def exchange(clients: str) -> Exchange:
-        found = exchange_of(SCHEMA, rules=AggregationSpec(weights="tokens"))
-        found.strict = False
+        running = exchange_of(SCHEMA, rules=AggregationSpec(weights="tokens"))
+        running.strict = False
         for name in clients:
             tokens = {"a": 1, "b": 1, "c": 5000, "d": 90}[name]
-            found.join(name, with_tokens(Message(), tokens))
-            found.put(name, with_tokens(trained(), tokens), lambda *_: START)
-        found.settle()
-        return found
+            running.join(name, with_tokens(Message(), tokens))
+            running.put(name, with_tokens(trained(), tokens), lambda *_: START)
+        running.settle()
+        return running
 
     two, four = exchange("ac"), exchange("abcd")
     assert {name: two.weight(name) for name in two.counted} == {"a": 1, "c": 100}
@@ -211,10 +211,15 @@ def test_scaling_reaches_the_start_and_leaves_whole_numbers() -> None:
 def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
     uploads = {n: trained(seed=s) for s, n in enumerate("abc")} | {"d": trained(-2)}
     measures = {n: measured(u, START, 1) for n, u in uploads.items()}
-    found = figures_of(measures)
-    assert {n: round(f["ratio"] or 0) for n, f in found.items()} == {"a": 1, "b": 1, "c": 1, "d": 2}
-    assert all((found[n]["cosine"] or 0) > 0.5 for n in "abc")
-    assert (found["d"]["cosine"] or 0) < -0.9
+    metrics = figures_of(measures)
+    assert {n: round(f["ratio"] or 0) for n, f in metrics.items()} == {
+        "a": 1,
+        "b": 1,
+        "c": 1,
+        "d": 2,
+    }
+    assert all((metrics[n]["cosine"] or 0) > 0.5 for n in "abc")
+    assert (metrics["d"]["cosine"] or 0) < -0.9
     assert figures_of({"a": measures["a"]}) == {"a": {"ratio": 1.0, "cosine": None}}
     assert figures_of({"a": measured(moved({}), START, 1)}) == {}
 

@@ -28,33 +28,35 @@ def upload(name: str, size: float) -> Message:
     return Message(0, {"p": {"w": change}})
 
 
-def take(found: Exchange, number: int, sizes: Mapping[str, float], count: int = 64) -> set[str]:
+def take(running: Exchange, number: int, sizes: Mapping[str, float], count: int = 64) -> set[str]:
     """Take changes of these sizes to the first parameters; return the clients that are excluded."""
-    found.transforms.begin(number, TRAIN, sorted(sizes))
-    found.open(Turn(number, number, number), sizes)
-    found.begin()
+    running.transforms.begin(number, TRAIN, sorted(sizes))
+    running.open(Turn(number, number, number), sizes)
+    running.begin()
     for name, size in sizes.items():
         cut = Message(0, {"p": {"w": upload(name, size)["p"]["w"][:count]}})
-        found.put(name, cut, lambda *_: START)
-    found.settle()
-    return set(found.refused)
+        running.put(name, cut, lambda *_: START)
+    running.settle()
+    return set(running.refused)
 
 
-def exchange(found: Exchange, number: int, sizes: Mapping[str, float], count: int = 64) -> set[str]:
+def exchange(
+    running: Exchange, number: int, sizes: Mapping[str, float], count: int = 64
+) -> set[str]:
     """Take changes as `take` does, and end the exchange."""
-    refused = take(found, number, sizes, count)
-    found.transforms.commit(found.counted)
+    refused = take(running, number, sizes, count)
+    running.transforms.commit(running.counted)
     return refused
 
 
-def change_of(found: Exchange, client: str) -> float:
+def change_of(running: Exchange, client: str) -> float:
     """Return the norm of the change that counts in the mean."""
-    return float(found._stored(client).read()["p"]["w"].norm())
+    return float(running._stored(client).read()["p"]["w"].norm())
 
 
 def excluded(*rounds: Mapping[str, float]) -> list[set[str]]:
-    found = server()
-    return [exchange(found, number, sizes) for number, sizes in enumerate(rounds)]
+    running = server()
+    return [exchange(running, number, sizes) for number, sizes in enumerate(rounds)]
 
 
 LEARNT = [1.69, 1.25, 0.63, 0.31, 0.15, 0.07, 0.03]
@@ -70,10 +72,10 @@ def test_who_still_learns_is_not_excluded_by_those_who_have_learnt(learners: str
         {n: large if n in learners else small for n in "abcd"}
         for small, large in zip(LEARNT, LEARNS, strict=True)
     ]
-    found = server()
+    running = server()
     for number, sizes in enumerate(rounds):
-        assert not exchange(found, number, sizes)
-        assert change_of(found, "d") == pytest.approx(sizes["d"])  # nor is it scaled
+        assert not exchange(running, number, sizes)
+        assert change_of(running, "d") == pytest.approx(sizes["d"])  # nor is it scaled
     late = server()  # this server remembers nothing
     assert exchange(late, 4, rounds[4]) == ({"d"} if learners == "d" else set())
     assert learners == "d" or change_of(late, "d") < 0.9 * rounds[4]["d"]
@@ -98,11 +100,11 @@ def test_a_change_cannot_grow_from_round_to_round() -> None:
 
 def test_changes_of_fewer_parameters_are_compared_with_one_another() -> None:
     """A method that trains more parameters in every second round."""
-    found = server()
+    running = server()
     for number, size in enumerate([8.0, 1.0, 8.0, 1.0]):
         hostile = 2.0 if number == 0 else 4.0  # within the bound at first
         sizes = {"a": size, "b": size, "c": size, "d": hostile * size}
-        refused = exchange(found, number, sizes, 64 if number % 2 else 32)
+        refused = exchange(running, number, sizes, 64 if number % 2 else 32)
         assert refused == (set() if number == 0 else {"d"})
 
 
@@ -126,9 +128,9 @@ def test_a_repeated_exchange_uses_what_was_remembered_before_it() -> None:
 
 
 def test_what_is_remembered_survives_a_restart_and_goes_with_the_client() -> None:
-    found, restarted = server(), server()
-    exchange(found, 0, dict.fromkeys("abcd", 1.0))
-    restarted.transforms.restore(found.transforms.state())
+    running, restarted = server(), server()
+    exchange(running, 0, dict.fromkeys("abcd", 1.0))
+    restarted.transforms.restore(running.transforms.state())
     small = {"a": 0.1, "b": 0.1, "c": 0.1, "d": 0.5}
     assert not exchange(restarted, 1, small)
     restarted.transforms.leave("d")

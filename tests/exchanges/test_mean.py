@@ -234,8 +234,8 @@ def means_in_memory(
         return (one for one in contributions if one.client in names)
 
     clients = {one.client for one in contributions}
-    found = means_of(of, clients, rows, least_others)
-    return {name: groups for names, groups in found for name in names}
+    pairs = means_of(of, clients, rows, least_others)
+    return {name: groups for names, groups in pairs for name in names}
 
 
 @given(st.data())

@@ -70,11 +70,11 @@ def test_both_ends_go_on_from_their_states() -> None:
         before, after = adapter(exchange), adapter(10 + exchange)
         for either in (ends, twin):
             either.down(exchange, before)
-        found = [
+        decoded = [
             either.up(exchange, {"c0": after, "c1": before}, before) for either in (ends, twin)
         ]
         for name in ("c0", "c1"):
-            assert torch.equal(a(found[0][name]), a(found[1][name]))
+            assert torch.equal(a(decoded[0][name]), a(decoded[1][name]))
         states = {n: c.state().decode(c.state().encode()) for n, c in ends.clients.items()}
         server = ends.server.state().decode(ends.server.state().encode())
         ends = Ends(example("int8").Int8(), clients=2)

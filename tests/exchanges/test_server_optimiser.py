@@ -102,12 +102,12 @@ def test_only_what_replaces_parameters_is_stepped_and_what_nobody_held_waits() -
     def step(mean: Tensors) -> dict[str, Tensor]:
         return stepped(optimiser, "adapter", mean, start, memory)
 
-    found = step({"a": 2 * one, "b": 3 * one, "statistic": 9 * one})
-    assert torch.equal(found["statistic"], 9 * one)
-    assert torch.equal(found["b"], 3 * one)
-    found = step({"a": 2 * one})
-    assert found.keys() == {"a"}
-    assert torch.equal(found["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
+    after = step({"a": 2 * one, "b": 3 * one, "statistic": 9 * one})
+    assert torch.equal(after["statistic"], 9 * one)
+    assert torch.equal(after["b"], 3 * one)
+    after = step({"a": 2 * one})
+    assert after.keys() == {"a"}
+    assert torch.equal(after["a"], 2.5 * one)  # 1 + 0.5 * 1 + 1
     assert torch.equal(step({"b": one})["b"], 2 * one)  # 1 + 0.5 * 2 + 0: as in the round after
     assert torch.equal(one, torch.ones(2))
 
