@@ -165,12 +165,12 @@ def measured(run: dict[str, Any], out: Path) -> list[float]:
     out.mkdir()
     rounds = local_run(config, session.base, who.clients, RunFolder(out))
     clock = Clock()
-    for part in map(rounds.clients.part, rounds.names):
-        clock.time(part.side, "train", "train")
-        clock.time(part, "score_trained", "test")
+    for host in map(rounds.clients.host, rounds.names):
+        clock.time(host.side, "train", "train")
+        clock.time(host, "score_trained", "test")
         for name, kind in (("_means", "rest"), ("_fuse", "test")):
-            if hasattr(part.side, name):
-                clock.time(part.side, name, kind)
+            if hasattr(host.side, name):
+                clock.time(host.side, name, kind)
     clock.time(rounds, "step", "rest")
     for turn in map(config.turn, range(config.turns)):
         clock.seconds = {}

@@ -314,7 +314,7 @@ def taped(folder: Path) -> None:
     """
     from coterie.cli import main
     from coterie.deployment.client import Worker
-    from coterie.engines.runtime import ClientPart
+    from coterie.engines.client_host import ClientHost
     from coterie.network.mailbox import Mailbox
     from coterie.network.order_files import Order
 
@@ -323,7 +323,7 @@ def taped(folder: Path) -> None:
         with suppress(OSError), (folder / "tape").open("ab") as tape:
             tape.write(len(data).to_bytes(8, "big") + data)
 
-    answer, step = Worker.answer, ClientPart.step
+    answer, step = Worker.answer, ClientHost.step
     send, take = Mailbox.send, Order.take
 
     def answer_on_tape(self: Worker, data: bytes) -> bytes:
@@ -333,7 +333,7 @@ def taped(folder: Path) -> None:
         return reply
 
     def step_on_a_rope(
-        self: ClientPart, turn: Turn, download: bytes, *, counted: bool = True
+        self: ClientHost, turn: Turn, download: bytes, *, counted: bool = True
     ) -> bytes:
         upload = step(self, turn, download, counted=counted)
         rope = folder / "rope"
@@ -352,7 +352,7 @@ def taped(folder: Path) -> None:
         note(data)
         return data
 
-    Worker.answer, ClientPart.step = answer_on_tape, step_on_a_rope
+    Worker.answer, ClientHost.step = answer_on_tape, step_on_a_rope
     Mailbox.send, Order.take = send_on_tape, take_on_tape
     main()
 

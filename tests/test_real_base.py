@@ -176,7 +176,7 @@ def test_the_reference_of_preferences_is_the_frozen_base(preferences) -> None:
     training = {"steps": 1, "batch": 2, "precision": "fp32"}
     config = parse({**preferences, "training": training})
     local = joined(config)
-    part = local.clients.part("ada")
+    part = local.clients.host("ada")
     pairs = part.participant.data.train
     assert isinstance(pairs, Pairs)
     assert pairs.reference is not None

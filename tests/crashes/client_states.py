@@ -20,7 +20,7 @@ CLIENT = "coterie.deployment.client:SiteRun"
 WORKER = "coterie.deployment.client:Worker"
 NETWORK = "coterie.network.client"
 CONNECTION = f"{NETWORK}:Connection"
-PART = "coterie.engines.runtime:ClientPart"
+PART = "coterie.engines.client_host:ClientHost"
 ORDERS = ROUNDS + 2
 """The number of a client's orders: to join, a step in each round, and the end of the run."""
 SAVES = ROUNDS + 2

@@ -141,7 +141,7 @@ SERVER_ORDERS = (
     server(
         "round opened",
         "The method has begun a round; no order is made.",
-        "coterie.engines.server_part:ServerPart.open",
+        "coterie.engines.server_host:ServerHost.open",
         after,
         ROUNDS,
     ),
@@ -236,7 +236,7 @@ SERVER_ROUNDS = (
     server(
         "upload stored",
         "The upload is checked and stored; the client is still waited for.",
-        "coterie.engines.server_part:ServerPart.take",
+        "coterie.engines.server_host:ServerHost.take",
         after,
         STEPS,
     ),
@@ -258,7 +258,7 @@ SERVER_ROUNDS = (
     server(
         "mean computed",
         "The uploads are aggregated; the round is not closed.",
-        "coterie.engines.server_part:ServerPart._aggregated",
+        "coterie.engines.server_host:ServerHost._aggregated",
         after,
         ROUNDS,
     ),

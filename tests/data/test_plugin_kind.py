@@ -98,7 +98,7 @@ def test_the_probabilities_of_all_rankings_sum_to_one(module) -> None:
 def test_loss_and_scores_are_those_of_answers_read_alone(run, at_once) -> None:
     """Each answer on its own through the model, token by token."""
     config = run(data={"window": 40, "kind": {"name": "rankings", "beta": 0.7}})
-    part = joined(config).clients.part("poet")
+    part = joined(config).clients.host("poet")
     base = part.base
     split: Any = part.participant.data.validation
     rewards, start = [], iter(split.rows.starts.tolist())

@@ -10,7 +10,7 @@ from every_method import some
 
 import coterie
 from coterie.deployment import server as engine
-from coterie.engines.runtime import ClientPart
+from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError
 from coterie.messages import Message, State
 from coterie.messages.envelope import Reply, seal, unseal
@@ -310,14 +310,14 @@ def test_an_end_that_fails_at_first_is_as_if_it_had_not_begun(
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
     failed: set[str] = set()
-    score, save = ClientPart._score, RunFolder.save
+    score, save = ClientHost._score, RunFolder.save
 
     def fail(name: str) -> None:
         if name not in failed:
             failed.add(name)
             raise CoterieError("not now")
 
-    def scoring(self: ClientPart, point: str, round: int) -> None:
+    def scoring(self: ClientHost, point: str, round: int) -> None:
         if what == "scores" and (point, round) == ("aggregated", 2):
             fail(self.name)
         score(self, point, round)
@@ -327,7 +327,7 @@ def test_an_end_that_fails_at_first_is_as_if_it_had_not_begun(
             fail(self.path.name)
         save(self, rounds, states, **more)
 
-    monkeypatch.setattr(ClientPart, "_score", scoring)
+    monkeypatch.setattr(ClientHost, "_score", scoring)
     monkeypatch.setattr(RunFolder, "save", saving)
     deploy(run, tmp_path)
     assert len(failed) == 3

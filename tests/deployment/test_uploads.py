@@ -183,7 +183,7 @@ def test_a_server_begun_again_knows_how_many_tokens_everybody_has(turn, config, 
     again = server(run, tmp_path / "server", Loop(clients))
     again.rounds()
     assert again.exchange._tokens == {
-        name: len(worker.run.part.participant.data.train.ids)
+        name: len(worker.run.host.participant.data.train.ids)
         for name, worker in clients.items()
         if worker.run is not None
     }

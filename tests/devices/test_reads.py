@@ -110,7 +110,7 @@ def test_batches_are_copied_to_the_device_without_waiting(kind) -> None:
 
 def test_a_batch_of_an_evaluation_is_read_once(kind) -> None:
     local, client = opened(kind())
-    part = local.clients.part(client)
+    part = local.clients.host(client)
     [test] = part.participant.tests.values()
     model, batches = part.side.model(), []
     for batch in (1, 2):
@@ -124,7 +124,7 @@ def test_a_batch_of_an_evaluation_is_read_once(kind) -> None:
 def test_a_message_is_copied_at_once(name, values, teachers, gpu) -> None:
     """An upload needs one transfer for each dtype, and the state of a checkpoint needs one."""
     local, client = opened(run_of(METHODS[name], values, teachers, device=gpu))
-    part = local.clients.part(client)
+    part = local.clients.host(client)
     part.side.train(nth(0))
     upload = part.side.upload(nth(0))
     kinds = {tensor.dtype for *_, tensor in upload.tensors() if tensor.device.type != "cpu"}

@@ -10,7 +10,7 @@ from kept_runs import HIGH, files
 
 import coterie
 from coterie.config.run import RunConfig
-from coterie.engines.runtime import ClientPart
+from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError, Diverged
 from coterie.messages import State
 from coterie.runs import Callback, RunFolder
@@ -25,15 +25,15 @@ DIVERGED = ("poet", 1)
 @pytest.fixture(autouse=True)
 def _diverging(monkeypatch) -> None:
     """The poet diverges once, after its training, in a round that has no checkpoint before it."""
-    step = ClientPart.step
+    step = ClientHost.step
 
-    def diverging(self: ClientPart, turn: Turn, *args: Any, **named: Any) -> bytes:
+    def diverging(self: ClientHost, turn: Turn, *args: Any, **named: Any) -> bytes:
         upload = step(self, turn, *args, **named)
         if (self.name, turn.round) == DIVERGED:
             raise Diverged("the loss is not finite")
         return upload
 
-    monkeypatch.setattr(ClientPart, "step", diverging)
+    monkeypatch.setattr(ClientHost, "step", diverging)
 
 
 @pytest.fixture

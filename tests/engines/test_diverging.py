@@ -10,7 +10,7 @@ from every_method import FEW, METHODS, run_of
 import coterie
 from coterie.config import plugins
 from coterie.config.plugins import load_plugin
-from coterie.engines.runtime import AT_THE_END
+from coterie.engines.client_host import AT_THE_END
 from coterie.errors import Diverged
 from coterie.messages import Message
 from coterie.messages.envelope import FAULT_MESSAGES

@@ -15,7 +15,7 @@ import coterie
 from coterie.cli import terminal
 from coterie.config.run import RunConfig
 from coterie.data.kinds.text import Tokens
-from coterie.engines import runtime as part
+from coterie.engines import client_host as part
 from coterie.engines.session import Session
 from coterie.inference.kept import Best, Keeper
 from coterie.messages import State
@@ -37,7 +37,7 @@ def naive_rounds(run: RunConfig) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
 
     def note(name: str) -> None:
-        one = local.clients.part(name)
+        one = local.clients.host(name)
         text, window = one.participant.data.validation, run.data.window
         ranked = found.setdefault(name, [naive_order(one.base, bare(one.base), text, window)])
         ranked.append(naive_order(one.base, local.clients[name].model(), text, window))

@@ -59,7 +59,7 @@ def stopping(run: RunConfig):
     present: list[list[str]] = []
 
     def compare(name: str) -> None:
-        one, window = local.clients.part(name), run.data.window
+        one, window = local.clients.host(name), run.data.window
         text = one.participant.data.validation
         of = losses.setdefault(name, [naive_loss(one.base, bare(one.base), text, window)])
         of.append(naive_loss(one.base, local.clients[name].model(), text, window))

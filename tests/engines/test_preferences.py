@@ -26,9 +26,12 @@ from coterie.turn import FIRST
 NAMES = ("diarist", "poet", "whaler")
 TRAINING = {"steps": 6, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
 LEARNS = [name for name, kind in available().items() if kind.learns_preferences]
-NOT_BASE = {"fedprompt", "fedprompt-ft", "fedptuning", "fedptuning-ft", "fdlora", "feddpa"}
-"""Their clients' first step is not at the base: a prompt changes what is read, and the shared
-adapters of FDLoRA and FedDPA have learnt alone by then."""
+NOT_BASE = {
+    *("fedprompt", "fedprompt-ft", "fedptuning", "fedptuning-ft"),
+    *("fdlora", "feddpa", "rolora"),
+}
+"""Their clients' first step is not at the base: a prompt changes what is read, the shared
+adapters of FDLoRA and FedDPA have learnt alone by then, and RoLoRA's A follows B."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
 
 
@@ -93,13 +96,13 @@ def test_a_method_that_learns_otherwise_is_refused(name, run, tmp_path) -> None:
 
 def test_the_reference_is_the_base_without_its_adapter(run) -> None:
     local = joined(run(data={"window": 48, "preferences": True, "limits": {"test": 5}}))
-    part = local.clients.part("poet")
-    test = part.participant.tests["poet"]
+    host = local.clients.host("poet")
+    test = host.participant.tests["poet"]
     assert isinstance(test, Pairs)
-    assert test is part.participant.data.test
+    assert test is host.participant.data.test
     assert test.reference is not None
     assert test.reference.logprobs.shape == (5, 2)
-    alone = -answer_losses(part.base, bare(part.base), test.rows, 1)
+    alone = -answer_losses(host.base, bare(host.base), test.rows, 1)
     torch.testing.assert_close(test.reference.logprobs.flatten(), alone, rtol=0, atol=1e-4)
 
 
@@ -180,10 +183,10 @@ def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, o
     training = TRAINING | {"dpo": {"reference": str(first.path), "beta": 0.3}}
     again = run(method="local", training=training, **last)
     local = joined(again)
-    pairs = local.clients.part("poet").participant.data.test
+    pairs = local.clients.host("poet").participant.data.test
     assert isinstance(pairs, Pairs)
     assert pairs.reference is not None
-    base = local.clients.part("poet").base
+    base = local.clients.host("poet").base
     wanted = -answer_losses(base, coterie.load(first.path, "poet"), pairs.rows, 1)
     torch.testing.assert_close(pairs.reference.logprobs.flatten(), wanted, rtol=0, atol=1e-4)
     done = coterie.run(again, out=tmp_path / "again")

@@ -13,7 +13,7 @@ import coterie
 from coterie import CoterieError
 from coterie.analysis.cells import Tuner
 from coterie.cli import app
-from coterie.engines import runtime as part
+from coterie.engines import client_host as part
 from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.methods.contract import Method

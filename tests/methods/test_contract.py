@@ -111,7 +111,7 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
                 assert part.tensor.any()  # B was trained, and is this client's own
                 message = Message(0, {"adapter": {tensor: part.tensor}})
                 with pytest.raises(MessageError, match="must stay on its client"):
-                    local.clients.part(name)._serialise("up", message)
+                    local.clients.host(name)._serialise("up", message)
     poet, whaler = (local.clients[name].parameters() for name in ("poet", "whaler"))
     for tensor, part in poet.items():
         alike = torch.equal(part.tensor, whaler[tensor].tensor)

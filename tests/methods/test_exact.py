@@ -36,7 +36,7 @@ def start(
     def make(method: dict[str, Any]) -> tuple[LocalRun, Base]:
         values = {"method": {**method, "exact": True}, "base": str(bases / request.param)}
         run = joined(config(**values))
-        return run, run.clients.part(run.names[0]).base
+        return run, run.clients.host(run.names[0]).base
 
     return make
 

@@ -103,7 +103,7 @@ def fuzz(run: Any, seed: int, count: int) -> Counter[str]:
             found["refused"] += 1
         except BaseException as error:
             raise AssertionError(f"{error!r} on {data[:3000]!r}") from error
-    say_hello(local, local.clients.part(ROGUE).hello())
+    say_hello(local, local.clients.host(ROGUE).hello())
     for data in accepted[:MOST_PASSED_ON]:
         pass_on(local, uploads[local.server] | {ROGUE: local.schema.receive("up", data)})
     for one in (local, twin):

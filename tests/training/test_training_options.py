@@ -253,7 +253,7 @@ def test_scores_have_no_dropout(knobs) -> None:
     """A model's score is that of its adapter in a run without dropout."""
     sides = sides_of(knobs)
     one_round(sides, 0)
-    part, client = sides.clients.part("poet"), sides.clients["poet"]
+    part, client = sides.clients.host("poet"), sides.clients["poet"]
     test = part.participant.data.test
     scored = [evaluate(part.base, client.model(), test, 16, 4).as_dict() for _ in range(2)]
     method = knobs.method.model_copy(update={"lora": type(knobs.method.lora)()})

@@ -88,7 +88,7 @@ def _coverage(run: LocalRun) -> Table:
     """Return a table of the base's layers covered by each client's adapter."""
     clients: dict[tuple[str, ...], list[ClientId]] = {}
     for name in run.clients:
-        lines = run.clients.part(name).covered or ("none",)
+        lines = run.clients.host(name).covered or ("none",)
         clients.setdefault(lines, []).append(name)
     rows = [(", ".join(names), line) for lines, names in clients.items() for line in lines]
     return Table("trained layers", ("clients", "location in the base"), rows)

@@ -22,7 +22,7 @@ from coterie.seeding import generator
 
 Floats = NDArray[np.float64]
 Items = Mapping[str, Mapping[str, Any]]
-"""For each client, the scores of every window of the test text; see `ClientPart.keep_items`."""
+"""For each client, the scores of every window of the test text; see `ClientHost.keep_items`."""
 DRAWS = 2000
 """The number of draws, that is, of bootstrap resamples."""
 BLOCK = 100

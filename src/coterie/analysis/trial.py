@@ -47,7 +47,7 @@ def first_exchange(run: LocalRun) -> Messages:
     """
     schema, names = run.schema, sorted(run.names)
     messages: Messages = {
-        name: {"hello": schema.receive("hello", run.clients.part(name).hello())}
+        name: {"hello": schema.receive("hello", run.clients.host(name).hello())}
         for name in run.clients
     }
     for turn in map(run.config.turn, range(run.config.turns if schema.up else 1)):

@@ -29,8 +29,7 @@ from coterie.data.quality import AT_START, sentences
 from coterie.deployment import terms
 from coterie.deployment.orders import Orders, check_turn
 from coterie.deployment.site import Declined, Site, ledger_of, run_folder
-from coterie.engines.results import result
-from coterie.engines.runtime import ClientPart
+from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.federation.participants import Participant, described_templates, participants_of
 from coterie.federation.reading import Reading
@@ -43,6 +42,7 @@ from coterie.messages.names import SECONDS
 from coterie.network.link import Seen
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder, describe, read
+from coterie.runs.result import result
 from coterie.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Worker:
             self.close()
             self.run = SiteRun(order, config, base, self.site, self.seen, ledger)
         self.seen("joined", self.run)
-        return self._reply(order, self.run.part.hello(), base=base.digest)
+        return self._reply(order, self.run.host.hello(), base=base.digest)
 
     def _agreements(self, folder: RunFolder) -> list[terms.Terms]:
         """Return the terms that the user has agreed to, for this run or for all runs."""
@@ -222,10 +222,10 @@ class SiteRun:
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())
         self.recorder = Recorder(lambda _, __, name, value: seen(name, value))
-        self.part = ClientPart(config, base, participant, self.recorder, ledger)
+        self.host = ClientHost(config, base, participant, self.recorder, ledger)
         if config.precision == "bf16" and fast_precision(device_type(config.device)) == "fp32":
             seen("warning", SLOW_PRECISION)
-        sizes = message_sizes(config, self.part.side.parameters(), order.clients or 1)
+        sizes = message_sizes(config, self.host.side.parameters(), order.clients or 1)
         check_messages(sizes, config.deployment.largest_message * MiB)
         if self.folder.checkpoints():
             self._restore()
@@ -242,8 +242,8 @@ class SiteRun:
             self.seen("warning", text)
 
     def _restore(self) -> None:
-        name = self.part.name
-        self.part.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
+        name = self.host.name
+        self.host.restore(self.folder.load(f"client-{name}"), self.folder.find(f"kept-{name}"))
 
     def _folder(self, order: Order, site: Site, participant: Participant, base: Base) -> RunFolder:
         folder, config = run_folder(site, self.id), self.config
@@ -278,7 +278,7 @@ class SiteRun:
         orders.count_training(turn, self.folder)
         with self._transaction(turn) as began:
             counted = order.counted == turn.number - 1
-            upload = self.part.step(turn, download, counted=counted)
+            upload = self.host.step(turn, download, counted=counted)
             entries = self._complete(turn.number, digest, began, upload=upload)
         self.seen("step", turn)
         if self.ends_with(order):
@@ -291,18 +291,18 @@ class SiteRun:
         if self._about().turn <= last.number:
             self._settle(order, "")
             with self._transaction(last) as began:
-                kept = self.folder.find(f"kept-{self.part.name}")
-                self.part.finish(download, kept, last, counted=order.counted == last.number)
+                kept = self.folder.find(f"kept-{self.host.name}")
+                self.host.finish(download, kept, last, counted=order.counted == last.number)
                 self._complete(order.turn, "", began)
         about = self._about()
         self._commit(about)
-        self.folder.finish(result(self.config, self.folder))
+        self.folder.finish(result(self.folder, self.config.label, self.config.method.reports))
         self.seen("finished", self.folder.path)
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
         """Return whether this client stops training after the turn to which an order belongs."""
-        return self.part.stops(self.config.turn(order.turn + 1).round)
+        return self.host.stops(self.config.turn(order.turn + 1).round)
 
     @contextmanager
     def _transaction(self, turn: Turn) -> Iterator[float]:
@@ -330,7 +330,7 @@ class SiteRun:
             began: The time at which the client began its part, in seconds of the monotonic clock.
             files: The contents of files to save with the state.
         """
-        self.part.keep_items(self.folder.keep_items)
+        self.host.keep_items(self.folder.keep_items)
         self.recorder.log(None, SECONDS, time.monotonic() - began)
         about = read.About(turn=number, digest=digest, entries=self.recorder.take())
         self._save(about, **files)
@@ -364,7 +364,7 @@ class SiteRun:
                 newest = self._about()
         if newest.turn < counted:
             missing = self.config.turn(counted).round + 1
-            if self.part.pipeline.down:
+            if self.host.pipeline.down:
                 raise CoterieError(
                     f"The state of round {missing} is missing, but each download of this run "
                     "contains only the differences from the previous download; ask the server's "
@@ -394,4 +394,4 @@ class SiteRun:
 
     def _save(self, about: read.About, **files: bytes) -> None:
         files = {"about.json": json.dumps(vars(about)).encode(), **files}
-        self.folder.save(about.turn + 1, self.part.states(), files=files)
+        self.folder.save(about.turn + 1, self.host.states(), files=files)

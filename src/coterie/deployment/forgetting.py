@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie.engines.runtime import TRANSFORMS
+from coterie.engines.client_host import TRANSFORMS
 from coterie.errors import CoterieError, plural
 from coterie.exchanges.lazy import PART
 from coterie.files import read_inside, write_text

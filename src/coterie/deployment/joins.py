@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coterie.deployment.orders import join_fields
-from coterie.engines.server_part import ServerPart
+from coterie.engines.server_host import ServerHost
 from coterie.federation.participants import public_digest
 from coterie.federation.sizes import MiB, check_messages, message_sizes
 from coterie.messages import Message, MessageError, State
@@ -27,13 +27,13 @@ class Joins:
     """The first messages ("hellos") of the clients that are joining or have joined a run.
 
     Args:
-        part: The server's part of the run.
+        host: The server's host of the run.
         largest: The maximum size of an order in bytes on the network.
     """
 
-    def __init__(self, part: ServerPart, largest: float) -> None:
-        self.part, self.largest = part, largest
-        self.expected = {client.name for client in part.config.clients}
+    def __init__(self, host: ServerHost, largest: float) -> None:
+        self.host, self.largest = host, largest
+        self.expected = {client.name for client in host.config.clients}
         """The clients that the run file lists and that have not been expelled."""
         self.hellos: dict[str, bytes] = {}
         """The serialised hello of each client that has joined; the keys are clients' names."""
@@ -44,11 +44,11 @@ class Joins:
     @cached_property
     def _public(self) -> str | None:
         """The digest of the run's public text, or None if the run has no public text."""
-        return public_digest(self.part.config)
+        return public_digest(self.host.config)
 
     def fields(self, name: str) -> dict[str, Any]:
         """Return the fields that are present only in the order to a client to join."""
-        return join_fields(self.part.config, name, self.count(name), self._public)
+        return join_fields(self.host.config, name, self.count(name), self._public)
 
     def check_base(self, base: str) -> None:
         """Raise MessageError if a client's base differs from the base of earlier clients.
@@ -75,9 +75,9 @@ class Joins:
         Raises:
             CoterieError: A message may be too large.
         """
-        if isinstance(self.part.server, AdapterServer):
-            config = self.part.config
-            sizes = message_sizes(config, self.part.server.parameters, self.count(*joining))
+        if isinstance(self.host.server, AdapterServer):
+            config = self.host.config
+            sizes = message_sizes(config, self.host.server.parameters, self.count(*joining))
             check_messages(sizes, config.deployment.largest_message * MiB, self.largest)
 
     def begin(self, name: str, hello: bytes) -> None:
@@ -89,10 +89,10 @@ class Joins:
             CoterieError: With this client, a message may be too large.
         """
         self.check_messages(name)
-        message = self.part.schema.receive("hello", hello)
+        message = self.host.schema.receive("hello", hello)
         if name in self._pending:
             raise MessageError("The server is still preparing for this client.")
-        future = _run_in_thread(lambda: self.part.server.prepare(name, message))
+        future = _run_in_thread(lambda: self.host.server.prepare(name, message))
         self._pending[name] = future, message, hello
         wait([future], INITIAL_WAIT)
 
@@ -125,8 +125,8 @@ class Joins:
         self.base = engine.values["base"]
         for name in sorted(engine["hellos"].keys() - expelled):
             hello = engine["hellos"][name].numpy().tobytes()
-            message = self.part.schema.receive("hello", hello)
-            self.part.server.prepare(name, message)
+            message = self.host.schema.receive("hello", hello)
+            self.host.server.prepare(name, message)
             self._join(name, message, hello)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class Joins:
         self.hellos.pop(name, None)
 
     def _join(self, name: str, message: Message, hello: bytes) -> None:
-        self.part.join(name, message)
+        self.host.join(name, message)
         self.hellos[name] = hello
 
 

@@ -13,8 +13,7 @@ from coterie.deployment.joins import Joins
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat, restore_seats, seats_state
 from coterie.deployment.status import Monitor, ServerWatch, awaited_uploads
-from coterie.engines.results import result
-from coterie.engines.server_part import ServerPart
+from coterie.engines.server_host import ServerHost
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.participants import Participant
 from coterie.messages import MessageError, State
@@ -23,13 +22,14 @@ from coterie.messages.formats import PROTOCOL
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, LEFT_OUT, SECONDS
 from coterie.network.link import Link
 from coterie.runs import RECEIVED, Recorder, RunFolder
+from coterie.runs.result import result
 
 log = logging.getLogger(__name__)
 GRACE = 60.0
 """Time in seconds that the server waits for disconnected clients at the end of a run."""
 
 
-class ServerRun(ServerPart):
+class ServerRun(ServerHost):
     """The server of a deployed run. It starts or continues the run, and serves it to the end.
 
     A run continues from its newest checkpoint. The server repeats each order until the client
@@ -89,7 +89,7 @@ class ServerRun(ServerPart):
             self._save(turn.number + 1)
             self.monitor.closes(turn, counted, lines)
         self._finish()
-        self.folder.finish(result(self.config, self.folder))
+        self.folder.finish(result(self.folder, self.config.label, self.config.method.reports))
         self.monitor.save(ended=True)
 
     def _take(self) -> int | None:

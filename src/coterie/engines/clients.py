@@ -26,7 +26,7 @@ Download = Callable[[ClientId], bytes]
 
 
 def encoded(states: Iterable[tuple[str, State | None]]) -> Iterator[tuple[str, bytes]]:
-    """Serialise the states that `ClientPart.states` yields, and leave out states that are None."""
+    """Serialise the states that `ClientHost.states` yields, and leave out states that are None."""
     return ((file, state.encode()) for file, state in states if state is not None)
 
 

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
+from coterie.engines.client_host import ClientHost
 from coterie.engines.clients import Clients, Download, decoded, encoded
 from coterie.engines.rounds import Rounds
-from coterie.engines.runtime import ClientPart
 from coterie.errors import Diverged
 from coterie.evaluation.evaluate import Score
 from coterie.federation.sizes import check_messages, message_sizes
@@ -49,7 +49,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         self.scores: dict[ClientId, dict[str, dict[str, Score]]] = {
             name: {} for name in self.participants
         }
-        self.parts: dict[ClientId, ClientPart] = {}
+        self.hosts: dict[ClientId, ClientHost] = {}
         self._memory, self._most = _free(self.base.device), len(self.participants)
         self._unsaved: set[ClientId] = set()
         """The clients in memory whose newest states may not be on disk."""
@@ -57,7 +57,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
 
     def __getitem__(self, name: ClientId) -> ClientSide:
         """Return the method's client-side object for a client, in the client's newest state."""
-        return self.part(name).side
+        return self.host(name).side
 
     def __iter__(self) -> Iterator[ClientId]:
         """Iterate over the names of all clients."""
@@ -67,22 +67,22 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         """Return the number of clients, including those that are not in memory."""
         return len(self.participants)
 
-    def part(self, name: ClientId) -> ClientPart:
-        """Return the `ClientPart` of a client, in the client's newest state; it may be changed."""
-        if name not in self.parts:
-            while len(self.parts) >= self._most:
-                last = next(reversed(self.parts))
+    def host(self, name: ClientId) -> ClientHost:
+        """Return the `ClientHost` of a client, in the client's newest state; it may be changed."""
+        if name not in self.hosts:
+            while len(self.hosts) >= self._most:
+                last = next(reversed(self.hosts))
                 self._save(last)
-                del self.parts[last]
+                del self.hosts[last]
             state, kept = self.new.newest(name)
-            self.parts[name], _ = self._begin(name, decoded(state), decoded(kept))
+            self.hosts[name], _ = self._begin(name, decoded(state), decoded(kept))
         self._unsaved.add(name)
-        return self.parts[name]
+        return self.hosts[name]
 
     def _save(self, name: ClientId) -> None:
         """Write the newest states of a client in memory to disk, unless they are there already."""
         if name in self._unsaved:
-            self.new.put(encoded(self.parts[name].states()))
+            self.new.put(encoded(self.hosts[name].states()))
             self._unsaved.remove(name)
 
     def hellos(self) -> Iterator[tuple[ClientId, bytes]]:
@@ -90,14 +90,14 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             yield name, self._hello(name)
 
     def _hello(self, name: ClientId) -> bytes:
-        part, hello = self._begin(name, None, None)
-        parameters = part.side.parameters()
+        host, hello = self._begin(name, None, None)
+        parameters = host.side.parameters()
         check_messages(message_sizes(self.config, parameters, len(self.participants)))
-        self._covered.add(part.covered)
-        size = max(1, SHARE * TRAINED * part.side.state().nbytes)
+        self._covered.add(host.covered)
+        size = max(1, SHARE * TRAINED * host.side.state().nbytes)
         self._most = max(1, min(self._most, self._memory // size))
-        if len(self.parts) < self._most:
-            self.parts[name] = part
+        if len(self.hosts) < self._most:
+            self.hosts[name] = host
         return hello
 
     def step(
@@ -106,7 +106,7 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
         for name in names:
             received, before = download(name), self.recorder.count
             try:
-                upload = self.part(name).step(turn, received, counted=name not in lost)
+                upload = self.host(name).step(turn, received, counted=name not in lost)
                 self._save(name)
             except Diverged as error:
                 self.recorder.undo(before)
@@ -116,35 +116,35 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             yield name, upload
 
     def undo(self, name: ClientId) -> None:
-        self.parts.pop(name, None)
+        self.hosts.pop(name, None)
         self.new.drop(name)
         self.scores[name] = {}
-        self.part(name)
+        self.host(name)
         self._save(name)  # before the first checkpoint, the state is not on disk
 
     def finish(self, turn: Turn, download: Download, lost: Collection[ClientId]) -> None:
         for name in self:
-            part, kept = self.part(name), self.new.kept(name)
-            part.finish(download(name), kept, turn, counted=name not in lost)
-            part.keep_items(self.folder.keep_items)
+            host, kept = self.host(name), self.new.kept(name)
+            host.finish(download(name), kept, turn, counted=name not in lost)
+            host.keep_items(self.folder.keep_items)
             self._save(name)
 
     def stops(self, name: ClientId, rounds: int) -> bool:
-        part = self.parts.get(name)
-        return super().stops(name, rounds) if part is None else part.stops(rounds)
+        host = self.hosts.get(name)
+        return super().stops(name, rounds) if host is None else host.stops(rounds)
 
     def restore(self) -> None:
-        for name, part in self.parts.items():
+        for name, host in self.hosts.items():
             state, kept = self.new.newest(name)
             assert state is not None, "a checkpoint contains the state of every client"
-            part.restore(State.decode(state), decoded(kept))
+            host.restore(State.decode(state), decoded(kept))
 
     def covered(self) -> set[tuple[str, ...]]:
         return self._covered
 
     def _begin(
         self, name: ClientId, state: State | None, kept: State | None
-    ) -> tuple[ClientPart, bytes]:
+    ) -> tuple[ClientHost, bytes]:
         """Create a client in its initial state or in a saved state.
 
         Args:
@@ -156,13 +156,13 @@ class LocalClients(Clients, Mapping[ClientId, ClientSide]):
             The client and its first message. The message describes the initial state, even if
             `state` is not None.
         """
-        part = ClientPart(self.config, self.base, self.participants[name], self.recorder)
-        hello = part.hello()
+        host = ClientHost(self.config, self.base, self.participants[name], self.recorder)
+        hello = host.hello()
         if state is not None:
-            part.restore(state, kept)
-        self.participants[name] = part.participant  # its reference data are slow to compute
-        part.scores = self.scores[name]
-        return part, hello
+            host.restore(state, kept)
+        self.participants[name] = host.participant  # its reference data are slow to compute
+        host.scores = self.scores[name]
+        return host, hello
 
 
 def _free(device: torch.device) -> int:

@@ -28,9 +28,9 @@ from coterie.bases import Bases
 from coterie.bases.devices import Device
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
+from coterie.engines.client_host import ClientHost
 from coterie.engines.clients import Clients, Download, decoded, encoded
 from coterie.engines.cluster import check_address, connected, places, processors, share
-from coterie.engines.runtime import ClientPart
 from coterie.errors import CoterieError, Diverged, plural
 from coterie.federation.sizes import check_messages, message_sizes
 from coterie.messages.names import BYTES_DOWN
@@ -322,26 +322,26 @@ class Worker:
 
     def work(self, order: Order) -> Answer:
         """Execute an order."""
-        part, message, metrics = self._client(order)
+        host, message, metrics = self._client(order)
         if order.do == "hello":
-            parameters = part.side.parameters()
+            parameters = host.side.parameters()
             check_messages(message_sizes(self.config, parameters, len(self.participants)))
-            return Answer(message, covered=part.covered)
+            return Answer(message, covered=host.covered)
         if order.do == "step":
             try:
-                message = part.step(order.turn, order.download, counted=order.counted)
+                message = host.step(order.turn, order.download, counted=order.counted)
             except Diverged as error:
-                part, _, metrics = self._client(order)
+                host, _, metrics = self._client(order)
                 metrics.log(order.client, BYTES_DOWN, len(order.download))
                 message = error
         elif order.do == "finish":
             kept = decoded(order.kept)
-            part.finish(order.download, kept, order.turn, counted=order.counted)
+            host.finish(order.download, kept, order.turn, counted=order.counted)
         scores: list[tuple[Any, ...]] = []
-        part.keep_items(lambda *arguments: scores.append(arguments))
-        return Answer(message, metrics.take(), list(encoded(part.states())), scores)
+        host.keep_items(lambda *arguments: scores.append(arguments))
+        return Answer(message, metrics.take(), list(encoded(host.states())), scores)
 
-    def _client(self, order: Order) -> tuple[ClientPart, bytes, Recorder]:
+    def _client(self, order: Order) -> tuple[ClientHost, bytes, Recorder]:
         """Create the client that an order is for, and restore its state.
 
         Returns:
@@ -350,9 +350,9 @@ class Worker:
         metrics = Recorder(lambda *_: None)
         metrics.turn = order.turn
         base = self.bases[self.config.base_of(order.client)]
-        part = ClientPart(self.config, base, self.participants[order.client], metrics)
-        self.participants[order.client] = part.participant  # its reference data are slow to compute
-        hello = part.hello()
+        host = ClientHost(self.config, base, self.participants[order.client], metrics)
+        self.participants[order.client] = host.participant  # its reference data are slow to compute
+        hello = host.hello()
         if (state := decoded(order.state)) is not None:
-            part.restore(state, decoded(order.kept))
-        return part, hello, metrics
+            host.restore(state, decoded(order.kept))
+        return host, hello, metrics

@@ -14,10 +14,9 @@ from typing import Any, Generic, TypeVar
 
 from coterie.bases import Base, load_skeleton
 from coterie.config.run import RunConfig
+from coterie.engines.client_host import AT_THE_END
 from coterie.engines.clients import Clients
-from coterie.engines.results import result
-from coterie.engines.runtime import AT_THE_END
-from coterie.engines.server_part import ServerPart
+from coterie.engines.server_host import ServerHost
 from coterie.errors import Diverged, no_client_left
 from coterie.evaluation.metrics import metric_of
 from coterie.federation.participants import Participant
@@ -25,6 +24,7 @@ from coterie.messages import Json, State
 from coterie.messages.envelope import FAULT_MESSAGES
 from coterie.messages.names import BYTES, BYTES_UP, KEPT_SCORE, LEFT_OUT, SECONDS, TEST
 from coterie.runs import Callback, Recorder, RunFolder, RunStart
+from coterie.runs.result import result
 from coterie.runs.state_file import StateFile
 from coterie.runs.store import Stored
 from coterie.training.context import ClientId
@@ -33,7 +33,7 @@ from coterie.turn import Turn
 C = TypeVar("C", bound=Clients)
 
 
-class Rounds(ServerPart, Generic[C]):
+class Rounds(ServerHost, Generic[C]):
     """The round loop of a run. It starts the run, or continues it from the newest checkpoint.
 
     Args:
@@ -93,7 +93,7 @@ class Rounds(ServerPart, Generic[C]):
                     if not (names := self._active(turn)):
                         break
                     self._take(turn, names)
-            self.folder.finish(result(config, self.folder))
+            self.folder.finish(result(self.folder, config.label, config.method.reports))
             self.folder.drop(self.folder.checkpoints()[:-1])
 
     def step(self, turn: Turn, names: Sequence[ClientId]) -> None:

@@ -96,7 +96,7 @@ class MethodContract(RunContract):
         local.open(run.turn(0), sorted(local.clients))
         declared = {field.name for field in local.schema.up}
         for name, client in local.clients.items():
-            part, download = local.clients.part(name), down(local, name)
+            host, download = local.clients.host(name), down(local, name)
             upload = step(local, name, 0, download)
             parameters, method = client.parameters(), run.method
             private = {n: p.tensor for n, p in parameters.items() if not method.shared(p)}
@@ -110,14 +110,14 @@ class MethodContract(RunContract):
             for tensor, parameter in private.items():
                 for group in declared:
                     with pytest.raises(MessageError, match=REFUSED):
-                        part._serialise("up", Message(0, {group: {tensor: parameter}}))
+                        host._serialise("up", Message(0, {group: {tensor: parameter}}))
             for path, state in client.state().walk():
                 for group, tensors in state.groups.items():
                     if tensors and (path or group not in declared):
                         peers = {path[0]: {group: tensors}} if path else {}
                         leak = Message(0, {} if path else {group: tensors}, peers=peers)
                         with pytest.raises(MessageError, match=REFUSED):
-                            part._serialise("up", leak)
+                            host._serialise("up", leak)
 
     def test_state_and_restore_are_inverse(self, run: RunConfig) -> None:
         """Check that a client creates the same upload again after its earlier state is restored.

@@ -125,7 +125,7 @@ class TransformContract(RunContract):
         local.open(turn, names)
         uploads = {
             name: local.schema.receive(
-                "up", local.clients.part(name).step(turn, local.download(name))
+                "up", local.clients.host(name).step(turn, local.download(name))
             )
             for name in names
         }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coterie.config.run import RunConfig
-from coterie.engines import runtime, server_part
+from coterie.engines import client_host, server_host
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.inference.kept import Keeper
@@ -95,9 +95,9 @@ def worked(
             for step in ("receive", "train", "upload"):
                 work.count(side, step, lambda _, name=name: name)
         also(work)
-        for owner, name in ((runtime, "scored"), (server_part, "scored"), (Keeper, "_scored")):
+        for owner, name in ((client_host, "scored"), (server_host, "scored"), (Keeper, "_scored")):
             patch.setattr(owner, name, work.evaluation()(getattr(owner, name)))
-        bases = [local.clients.part(name).base for name in local.names]
+        bases = [local.clients.host(name).base for name in local.names]
         if federation.server is not None and federation.server.base is not None:
             bases.append(federation.server.base)
         models = {id(base): base.model for base in bases}.values()  # clients may share a base

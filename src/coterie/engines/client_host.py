@@ -45,7 +45,7 @@ In one round, over-fitting increases the loss by far less, and a damaged shared 
 by more."""
 
 
-class ClientPart:
+class ClientHost:
     """A client's part of a run: the method's client-side object, messages, transforms and scores.
 
     All engines and deployments use this class, so their results and metrics are the same.

@@ -3,23 +3,23 @@
 from collections import defaultdict
 from typing import Any
 
-from coterie.config.run import RunConfig
 from coterie.messages import names as metric
-from coterie.runs import RunFolder
+from coterie.runs.folder import RunFolder
 
 
-def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
+def result(folder: RunFolder, label: str, reports: str) -> dict[str, object]:
     """Return the result of a run, computed from its recorded metrics.
 
     Args:
-        config: The run.
         folder: The run folder.
+        label: The name of the method in tables.
+        reports: The point of the scores that are the method's result: `trained` or `aggregated`.
 
     Returns:
         The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
         their best models, `kept[client]` is the number of rounds after which `client` had its best
-        model. The scores under the key `config.method.reports` (`trained` or `aggregated`) are then
-        the scores of the best models, not of the last models. If clients were excluded from rounds,
+        model. The scores under the key `reports` are then those of the best models, not of the last
+        models. If clients were excluded from rounds,
         `left_out[client][round]` is the reason why `client` was excluded from `round`, where the
         first round is 1.
     """
@@ -33,11 +33,11 @@ def result(config: RunConfig, folder: RunFolder) -> dict[str, object]:
             total[name] += value
         elif name == metric.LEFT_OUT:
             left_out.setdefault(client, {})[line["round"] + 1] = value
-    reports, kept = config.method.reports, last[metric.KEPT]
+    kept = last[metric.KEPT]
     points = {point: last[f"{metric.TEST}{point}"] for point in ("trained", "aggregated")}
     points[reports] |= last[metric.KEPT_SCORE]
     return {
-        "method": config.label,
+        "method": label,
         "reports": reports,
         **({"kept": kept} if kept else {}),
         **({"left_out": left_out} if left_out else {}),

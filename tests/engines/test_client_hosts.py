@@ -12,8 +12,8 @@ from kept_runs import HIGH
 
 import coterie
 from coterie.config.run import RunConfig
+from coterie.engines.client_host import ClientHost
 from coterie.engines.clients import STATES, NewStates
-from coterie.engines.runtime import ClientPart
 from coterie.engines.session import Session
 from coterie.errors import Diverged
 from coterie.runs import Callback, RunFolder
@@ -80,15 +80,15 @@ def test_one_client_in_memory_gives_the_same_bits(
 
 @pytest.mark.parametrize("round", [0, 1])
 def test_a_client_on_disk_may_diverge(round, config, tmp_path, monkeypatch) -> None:
-    run, step = config(method="fedavg", rounds=3), ClientPart.step
+    run, step = config(method="fedavg", rounds=3), ClientHost.step
 
-    def diverging(self: ClientPart, at: Turn, *args: Any, **named: Any) -> bytes:
+    def diverging(self: ClientHost, at: Turn, *args: Any, **named: Any) -> bytes:
         upload = step(self, at, *args, **named)
         if (self.name, at.round) == ("poet", round):
             raise Diverged("the loss is not finite")
         return upload
 
-    monkeypatch.setattr(ClientPart, "step", diverging)
+    monkeypatch.setattr(ClientHost, "step", diverging)
     expected = coterie.run(run, out=tmp_path / "all")
     monkeypatch.setattr("coterie.engines.local.free_memory", lambda: 0)
     done = coterie.run(run, out=tmp_path / "one")
@@ -126,11 +126,11 @@ def many(config: Any, texts: Path, folder: Path, count: int) -> RunConfig:
 def test_free_memory_limits_the_clients_in_memory(
     room, loaded, config, texts, tmp_path, monkeypatch
 ) -> None:
-    alive: WeakSet[ClientPart] = WeakSet()
+    alive: WeakSet[ClientHost] = WeakSet()
     most, loads, written = 0, 0, Counter[str]()
-    init, newest, write = ClientPart.__init__, NewStates.newest, StateFile.write
+    init, newest, write = ClientHost.__init__, NewStates.newest, StateFile.write
 
-    def counted(self: ClientPart, *args: Any, **named: Any) -> None:
+    def counted(self: ClientHost, *args: Any, **named: Any) -> None:
         nonlocal most
         init(self, *args, **named)
         alive.add(self)
@@ -149,7 +149,7 @@ def test_free_memory_limits_the_clients_in_memory(
     size = joined(run).clients["client-00"].state().nbytes
     # A client in training has parameters, gradients and two moments. Clients get an eighth.
     monkeypatch.setattr("coterie.engines.local.free_memory", lambda: (room + 1) * 8 * 4 * size - 1)
-    monkeypatch.setattr(ClientPart, "__init__", counted)
+    monkeypatch.setattr(ClientHost, "__init__", counted)
     monkeypatch.setattr(NewStates, "newest", load)
     monkeypatch.setattr(StateFile, "write", written_once)
     coterie.run(run, out=tmp_path / "run")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.linalg import LinAlgError  # pyright: ignore
 
 from coterie.config.run import RunConfig
-from coterie.engines.runtime import TRANSFORMS, due, scored
+from coterie.engines.client_host import TRANSFORMS, due, scored
 from coterie.errors import CoterieError, Unwritable
 from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange, memory_for_aggregation
@@ -24,7 +24,7 @@ from coterie.training.context import ClientId
 from coterie.turn import TRAIN, Turn
 
 
-class ServerPart:
+class ServerHost:
     """The server's part of a run: the method's server, its value, messages and checkpoints.
 
     This is the base class of round loops.
