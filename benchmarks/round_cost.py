@@ -36,7 +36,6 @@ from transformers.utils import logging
 from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
-from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.messages import Message
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
@@ -196,11 +195,11 @@ def by_shape(method: dict[str, Any]) -> float:
     server = run.method.server(
         ServerContext(0, base, tuple(names), lambda name, value: None, run.training)
     )
-    transforms, value = ServerTransforms(run.pipeline()), server.initial()
+    value = server.initial()
     shapes = {name: list(tensor.shape) for name, tensor in value.adapter.items()}
     for name in names:
         value = server.join(value, name, Message(0, {}, {"shapes": shapes}))
-    exchange = Exchange(Path(gettempdir()), transforms, run.method.schema(), run.aggregation)
+    exchange = Exchange(Path(gettempdir()), run.pipeline(), run.method.schema(), run.aggregation)
     exchange.open(run.turn(0), names)
     groups = [g for name in names for g in server.expects(value, name, exchange).values()]
     return sum(prod(shape) for shapes in groups for shape in shapes.values()) * 2 / CLIENTS / MIB

@@ -19,7 +19,6 @@ import torch
 from common import MIB, fresh, gpt2, llama, options_of, resident, show, write
 from transformers import LlamaForCausalLM
 
-from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.lazy import PART
 from coterie.exchanges.pipeline import Pipeline
@@ -102,8 +101,7 @@ def joined(server: Server[Any], clients: Sequence[str]) -> Any:
 def make_exchange(method: Method, clients: Sequence[str], folder: Path) -> Exchange:
     """The first exchange, without transforms."""
     schema = method.schema()
-    transforms = ServerTransforms(Pipeline((), schema, 1))
-    exchange = Exchange(folder, transforms, schema, AggregationSpec())
+    exchange = Exchange(folder, Pipeline((), schema, 1), schema, AggregationSpec())
     exchange.open(FIRST, clients)
     return exchange
 

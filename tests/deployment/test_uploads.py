@@ -15,7 +15,6 @@ from torch import Tensor
 import coterie
 from coterie.deployment.client import Worker
 from coterie.deployment.status import ServerWatch
-from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Message, formats
@@ -269,8 +268,8 @@ def test_an_upload_that_waits_on_disk_has_no_name_there(config, tmp_path) -> Non
     run = weighted(config, method="local")
     folder = RunFolder.create(tmp_path / "run", {})
     before = {*folder.path.iterdir()}
-    transforms = ServerTransforms(Pipeline((), run.method.schema(), 1))
-    waiting = Exchange(folder.path, transforms, run.method.schema(), run.aggregation)
+    pipeline = Pipeline((), run.method.schema(), 1)
+    waiting = Exchange(folder.path, pipeline, run.method.schema(), run.aggregation)
     for round in (0, 1):
         waiting.drop("poet")
         waiting.put("poet", Message(round), lambda upload, exchange: {})

@@ -17,7 +17,6 @@ from coterie.bases import load_skeleton
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
-from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import State
@@ -197,8 +196,8 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
     skeleton = load_skeleton(run.base)
     context = ServerContext(0, skeleton, tuple(names), lambda *_: None, run.training)
     server, schema = run.method.server(context), run.method.schema()
-    transforms, value = ServerTransforms(Pipeline((), schema, 1)), server.initial()
-    exchange = Exchange(tmp_path, transforms, schema, run.aggregation, strict=True)
+    exchange = Exchange(tmp_path, Pipeline((), schema, 1), schema, run.aggregation, strict=True)
+    value = server.initial()
     for name in names:
         value = server.join(value, name, schema.receive("hello", workers[name].hello))
     for round in range(run.rounds):

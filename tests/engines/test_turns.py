@@ -101,23 +101,23 @@ def test_turns_are_numbered_in_order(method, rounds, exchanges, phases, config) 
     load_plugin(MASKED_SUM)
     transforms = phases * ["masked_sum"]
     run = config(method=method, rounds=rounds, aggregation={"transforms": transforms})
-    expected: list[tuple[int, int, int, str, bool, bool]] = []
+    expected: list[tuple[int, int, int, str, bool, bool, bool, bool]] = []
     exchange = 0
     for round, count in enumerate(exchanges):
         for number in range(count):
             for phase in run.phases:
-                last = number == count - 1 and phase == TRAIN
-                at = round, exchange, len(expected), phase, number == 0, last
-                expected.append(at)
+                ends = phase == ("unmask" if phases else TRAIN)
+                at = round, exchange, len(expected), phase
+                expected.append((*at, number == 0, number == count - 1, phase == "unmask", ends))
             exchange += 1
         assert run.turns_in(round + 1) == len(expected)
     turns = [run.turn(number) for number in range(run.turns)]
     assert [
-        (turn.round, turn.exchange, turn.number, turn.phase, turn.first, turn.last)
-        for turn in turns
+        (t.round, t.exchange, t.number, t.phase, t.first, t.last, t.after, t.closes) for t in turns
     ] == expected
-    after = run.turn(run.turns)
-    assert (after.round, after.exchange, run.turns_in(0)) == (rounds, exchange, 0)
+    assert [turn.ends_round for turn in turns] == [at[5] and at[7] for at in expected]
+    beyond = run.turn(run.turns)
+    assert (beyond.round, beyond.exchange, run.turns_in(0)) == (rounds, exchange, 0)
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Twice(), OneFirst()])

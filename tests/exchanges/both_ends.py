@@ -1,6 +1,7 @@
 """A server and clients whose messages are encoded by transforms, without methods."""
 
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -13,8 +14,9 @@ from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Field, Message, Schema
 from coterie.privacy.ledger import Ledger
+from coterie.runs.store import Store
 from coterie.transforms.contract import Transform
-from coterie.turn import TRAIN
+from coterie.turn import TRAIN, Turn
 
 ADAPTER = Field("adapter", "pairs", reduce="mean")
 SCHEMA = Schema(up=(ADAPTER, Field("note", "numbers")), down=(ADAPTER,))
@@ -38,8 +40,8 @@ def exchange_of(
 ) -> Exchange:
     """The uploads of a run without clients."""
     weighted = rules.weights == "tokens" and bool(schema.averaged)
-    ends = ServerTransforms(Pipeline(transforms, schema, exchanges, weighted=weighted))
-    return Exchange(Path(gettempdir()), ends, schema, rules, strict=True)
+    pipeline = Pipeline(transforms, schema, exchanges, weighted=weighted)
+    return Exchange(Path(gettempdir()), pipeline, schema, rules, strict=True)
 
 
 class Ends:
@@ -47,27 +49,43 @@ class Ends:
 
     def __init__(self, *transforms: Transform, clients: int = 3, limit: Any = None) -> None:
         self.pipeline = Pipeline(transforms, SCHEMA, exchanges=4)
-        self.server = ServerTransforms(self.pipeline)
+        self.server = ServerTransforms(self.pipeline, Store(Path(gettempdir())))
         names = [f"c{i}" for i in range(clients)]
         self.clients = {n: ClientTransforms(self.pipeline, n, Ledger(limit=limit)) for n in names}
 
     def wire(self, way: Any, message: Message) -> Message:
         return self.pipeline.schema.receive(way, self.pipeline.schema.send(way, message))
 
-    def down(self, exchange: int, message: Message, phase: str = TRAIN) -> dict[str, Message]:
-        self.server.begin(exchange, phase, self.clients)
+    def begin(self, number: int, phase: str = TRAIN, clients: Iterable[str] | None = None) -> Turn:
+        turn = Turn(number, number, number, phase)
+        self.server.begin(turn, self.clients if clients is None else clients)
+        return turn
+
+    def down(
+        self,
+        number: int,
+        message: Message,
+        phase: str = TRAIN,
+        clients: Iterable[str] | None = None,
+    ) -> dict[str, Message]:
+        turn = self.begin(number, phase, clients)
         return {
-            name: client.receive(self.wire("down", self.server.download(name, message)), exchange)
+            name: client.receive(self.wire("down", self.server.download(name, message)), turn)
             for name, client in self.clients.items()
         }
 
-    def up(self, exchange: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
+    def up(self, number: int, uploads: dict[str, Message], before: Message) -> dict[str, Message]:
         decoded = {}
         for name, message in uploads.items():
-            arrived = self.wire("up", self.clients[name].send(message, exchange))
+            arrived = self.wire("up", self.clients[name].send(message, turn_of(number)))
             decoded[name] = self.server.upload(name, arrived, before)
         self.server.commit(uploads)
         return decoded
+
+
+def turn_of(number: int) -> Turn:
+    """The turn of an exchange without other phases."""
+    return Turn(number, number, number)
 
 
 def adapter(seed: int, size: int = 6) -> Message:

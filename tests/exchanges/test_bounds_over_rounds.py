@@ -9,7 +9,7 @@ from both_ends import exchange_of
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.spec import AggregationSpec
 from coterie.messages import Field, Groups, Message, Schema
-from coterie.turn import TRAIN, Turn
+from coterie.turn import Turn
 
 SCHEMA = Schema(up=(Field("p", "pairs", reduce="mean"),), down=(Field("p", "pairs"),))
 START: Groups = {"p": {"w": torch.zeros(64)}}
@@ -30,7 +30,6 @@ def upload(name: str, size: float) -> Message:
 
 def take(running: Exchange, number: int, sizes: Mapping[str, float], count: int = 64) -> set[str]:
     """Take changes of these sizes to the first parameters; return the clients that are excluded."""
-    running.transforms.begin(number, TRAIN, sorted(sizes))
     running.open(Turn(number, number, number), sizes)
     running.begin()
     for name, size in sizes.items():

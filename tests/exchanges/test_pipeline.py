@@ -1,11 +1,13 @@
 """Transforms at both ends, against their definitions."""
 
 from functools import partial
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from both_ends import SCHEMA, Ends, a, adapter, example
+from both_ends import SCHEMA, Ends, a, adapter, example, turn_of
 
 from coterie.errors import CoterieError
 from coterie.exchanges.codec import ClientTransforms, ServerTransforms
@@ -13,15 +15,15 @@ from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import Message, MessageError, Schema
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.mechanisms import noise_for
+from coterie.runs.store import Store
 from coterie.transforms.contract import Contribution, Reduction, Transform, mapped
-from coterie.turn import TRAIN
 
 
 def test_without_transforms_messages_are_untouched() -> None:
     ends, message = Ends(), adapter(0)
     assert ends.server.download("c0", message) is message
-    assert ends.clients["c0"].receive(message, 0) is message
-    assert ends.clients["c0"].send(message, 0) is message
+    assert ends.clients["c0"].receive(message, turn_of(0)) is message
+    assert ends.clients["c0"].send(message, turn_of(0)) is message
     assert ends.server.upload("c0", message, message) is message
     assert ends.pipeline.schema == SCHEMA
 
@@ -54,7 +56,7 @@ def test_what_did_not_count_is_forgotten_at_both_ends() -> None:
         if exchange == 1:  # an upload that is lost: the client restores its state
             state = ends.clients["c0"].state()
             ends.down(exchange, adapter(77))
-            ends.clients["c0"].send(adapter(78), exchange)
+            ends.clients["c0"].send(adapter(78), turn_of(exchange))
             ends.clients["c0"].restore(state)
         pairs = []
         for either in (ends, once):
@@ -90,27 +92,29 @@ def test_noise_is_what_the_budget_asks_for_and_the_ledger_counts_it() -> None:
     before = Message(0, {"adapter": {"A": torch.zeros(size)}})
     ends.down(0, before)
     upload = Message(0, {"adapter": {"A": torch.full((size,), 3.0)}})
-    one, again = client.send(upload, 0), client.send(upload, 0)
+    one, again = client.send(upload, turn_of(0)), client.send(upload, turn_of(0))
     assert torch.equal(a(one), a(again))  # the same release, told once
     noise = noise_for(2.0, 4, 1e-5)
     assert list(client.ledger.runs[""].values()) == [noise]
     drawn = a(one) - 0.5 / size**0.5
     assert drawn.std().item() == pytest.approx(2 * 0.5 * noise, rel=0.05)
-    other = client.send(Message(0, {"adapter": {"A": torch.full((size,), -3.0)}}), 0)
+    upload = Message(0, {"adapter": {"A": torch.full((size,), -3.0)}})
+    other = client.send(upload, turn_of(0))
     assert len(client.ledger.runs[""]) == 2
     assert not torch.allclose(a(other), a(one) - 1 / size**0.5)
     last = one
     for i in range(4):  # the budget is spent: nothing of these is in what is sent
-        last = client.send(Message(0, {"adapter": {"A": torch.full((size,), 1e4 * (i + 1))}}), 1)
+        upload = Message(0, {"adapter": {"A": torch.full((size,), 1e4 * (i + 1))}})
+        last = client.send(upload, turn_of(1))
     assert len(client.ledger.runs[""]) == 4
     assert a(last).mean().abs() < 5 * noise / size**0.5
 
 
 def test_the_median_is_of_each_number_over_those_who_hold_it() -> None:
-    server = ServerTransforms(Pipeline([example("median").Median()], SCHEMA, 1))
+    server = Ends(example("median").Median()).server
     rows = torch.randn(5, 7)
     groups = [{"adapter": {"A": row, **({"B": row} if i else {})}} for i, row in enumerate(rows)]
-    median = server.reduce(Contribution(str(i), g) for i, g in enumerate(groups))
+    median = server.reduce((Contribution(str(i), g) for i, g in enumerate(groups)), "01234")
     assert median is not None
     torch.testing.assert_close(median["adapter"]["A"], rows.median(0).values)
     torch.testing.assert_close(median["adapter"]["B"], rows[1:].quantile(0.5, 0))
@@ -173,12 +177,13 @@ def throw(error: Exception, *_: Any) -> None:
 def everything(transform: Transform) -> None:
     """Every hook of a transform, in an exchange of one client."""
     pipeline = Pipeline([transform], SCHEMA, 1)
-    server, client = ServerTransforms(pipeline), ClientTransforms(pipeline, "c0", Ledger())
-    server.begin(0, TRAIN, ["c0"])
+    server = ServerTransforms(pipeline, Store(Path(gettempdir())))
+    client = ClientTransforms(pipeline, "c0", Ledger())
+    server.begin(turn_of(0), ["c0"])
     download, upload = adapter(0), adapter(1)
-    client.receive(server.download("c0", download), 0)
-    upload = server.upload("c0", client.send(upload, 0), download)
-    mean = server.reduce([Contribution("c0", upload.groups)])
+    client.receive(server.download("c0", download), turn_of(0))
+    upload = server.upload("c0", client.send(upload, turn_of(0)), download)
+    mean = server.reduce([Contribution("c0", upload.groups)], ["c0"])
     server.on_mean(mean, download.groups)
 
 
@@ -250,7 +255,7 @@ def test_a_setting_may_have_the_name_of_a_former_hook() -> None:
 
 def test_a_download_of_another_shape_is_refused_before_it_is_sent() -> None:
     ends = Ends(Broken(how="shape"), clients=1)
-    ends.server.begin(0, TRAIN, ends.clients)
+    ends.server.begin(turn_of(0), ends.clients)
     why = r"The transforms 'broken' failed: a decoded download has wrong tensors .* \(2,\), but"
     with pytest.raises(CoterieError, match=why):
         ends.server.download("c0", adapter(0))
@@ -264,10 +269,10 @@ def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
         found = []
         for either in (ends, once):
             either.down(exchange, before)
-            sent = either.wire("up", either.clients["c0"].send(after, exchange))
+            sent = either.wire("up", either.clients["c0"].send(after, turn_of(exchange)))
             if either is ends:
                 either.server.upload("c0", sent, before)
-                either.server.begin(exchange, TRAIN, either.clients)
+                either.server.begin(turn_of(exchange), either.clients)
             found.append(a(either.server.upload("c0", sent, before)))
             either.server.commit(["c0"])
         assert torch.equal(*found)
@@ -284,10 +289,10 @@ def test_an_exchange_that_begins_again_finds_what_the_last_one_left() -> None:
 def test_what_a_transform_does_wrong_is_one_sentence(how, why) -> None:
     ends = Ends(Broken(how=how), clients=1)
     with pytest.raises(CoterieError, match=why):
-        ends.clients["c0"].send(adapter(1), 0)
+        ends.clients["c0"].send(adapter(1), turn_of(0))
 
 
 def test_a_dtype_that_is_not_declared_is_not_sent() -> None:
     ends = Ends(Broken(how="dtype"), clients=1)
     with pytest.raises(MessageError, match="float32"):
-        ends.wire("up", ends.clients["c0"].send(adapter(1), 0))
+        ends.wire("up", ends.clients["c0"].send(adapter(1), turn_of(0)))

@@ -30,7 +30,7 @@ from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, assert_equal, deploy
 from coterie.testing.rounds import joined, one_round
 from coterie.transforms.context import Contribution, Memory
-from coterie.turn import TRAIN, Turn
+from coterie.turn import Turn
 
 FIELD = Field("adapter", "pairs", reduce="mean")
 SPECS: dict[str, dict[str, Any]] = {
@@ -116,12 +116,10 @@ def test_an_exchange_steps_once_and_a_repeated_one_steps_from_the_same_moments()
     rules = AggregationSpec(optimiser=ServerOptimiserSpec(name="fedavgm", momentum=0.5))
     exchange, start = exchange_of(Schema(up=(FIELD,)), rules=rules), {"x": torch.zeros(2)}
     for number, expected in enumerate((1.0, 1.5, 1.75)):  # 1 + 0.5 + 0.25
-        exchange.transforms.begin(number, TRAIN, ["ada"])
         exchange.open(Turn(number, number, number), ["ada"])
         exchange.begin()
         exchange.put("ada", Message(0, {"adapter": {"x": torch.ones(2)}}), lambda *_: {})
         for _ in range(2):
-            exchange.transforms.repeat()
             exchange.repeat()
             exchange.settle()
             for _ in range(2):

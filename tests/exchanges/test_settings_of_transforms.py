@@ -75,7 +75,6 @@ def exchanged(
     exchange: Exchange, number: int, uploads: Mapping[str, Message], before: Groups
 ) -> Groups:
     """What the server makes of an exchange's uploads."""
-    exchange.transforms.begin(number, "train", uploads)
     exchange.open(Turn(number, number, number), uploads)
     exchange.begin()
     for name, upload in uploads.items():

@@ -24,6 +24,7 @@ from coterie.privacy.mechanisms import MOST_EPSILON, epsilon, noise_for, private
 from coterie.testing.loop import RUN, deploy, site
 from coterie.testing.rounds import down, joined
 from coterie.transforms.contract import Context, Transform, mapped
+from coterie.turn import Turn
 
 NOISE = noise_for(8.0, 10, 1e-5)
 
@@ -59,10 +60,11 @@ def test_each_of_two_transforms_spends_its_own_budget(transforms) -> None:
     field = Field("adapter", "pairs", reduce="mean")
     pipeline = Pipeline(transforms, Schema(up=(field,), down=(field,)), exchanges=4)
     client = ClientTransforms(pipeline, "ada", ledger := Ledger())
-    for exchange in range(4):
-        client.receive(Message(exchange, {"adapter": {"A": torch.zeros(2)}}), exchange)
-        upload = Message(exchange, {"adapter": {"A": torch.full((2,), exchange + 1.0)}})
-        assert client.send(upload, exchange)["adapter"]["A"].all()
+    for number in range(4):
+        turn = Turn(number, number, number)
+        client.receive(Message(number, {"adapter": {"A": torch.zeros(2)}}), turn)
+        upload = Message(number, {"adapter": {"A": torch.full((2,), number + 1.0)}})
+        assert client.send(upload, turn)["adapter"]["A"].all()
     costs = [float(noise) ** -2 for noise in ledger.runs[""].values()]
     assert sum(costs) == pytest.approx(4 * (2.0**-2 + 1.0**-2))
 

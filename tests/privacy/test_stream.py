@@ -14,6 +14,7 @@ from coterie.privacy.mechanisms import private_mean
 from coterie.privacy.secrets import KEY_BYTES, Secrets, draw
 from coterie.privacy.stream import SPACING, Stream, rounded, spacing_of
 from coterie.transforms.context import Context, Memory
+from coterie.turn import Turn
 
 NORM, DEVIATION, SIZE = 1.0, 2.0, 64
 
@@ -74,7 +75,16 @@ def test_a_transforms_stream_depends_on_secret_exchange_purpose_update_and_trans
     other = {"adapter": {"A": torch.ones(3) + 1e-6}}
 
     def first(name: str, exchange: int, key: Secrets, purpose: str, tensors=update) -> bytes:
-        context = Context(name, "ada", exchange, 4, "up", Memory(), secrets=key, ledger=Ledger())
+        context = Context(
+            name,
+            "ada",
+            Turn(exchange, exchange, exchange),
+            4,
+            "up",
+            Memory(),
+            secrets=key,
+            ledger=Ledger(),
+        )
         return context.stream(purpose, tensors).bytes(16)
 
     values = [

@@ -96,9 +96,10 @@ def _coverage(run: LocalRun) -> Table:
 
 def _shared_metrics(run: LocalRun) -> Table:
     """Return a table of the metrics that clients log and send with their uploads."""
-    turn = run.config.turn(run.turn.number + 1)
-    if turn.number < run.config.turns:  # the aggregated models are scored in the next exchange
-        run.step(turn, run.names)
+    config, next_turn = run.config, run.turn.number + 1
+    if next_turn < config.turns:  # the aggregated models are scored in the next exchange
+        for turn in map(config.turn, range(next_turn, next_turn + len(config.phases))):
+            run.step(turn, run.names)
     recorded = (line for line in run.recorder.take() if line["client"] is not None)
     lines = [line for line in recorded if line["name"] not in (CHANGE, LEFT_OUT)]
     kinds = {line["name"]: _kind(line["value"]) for line in lines} | {SECONDS: "a number"}

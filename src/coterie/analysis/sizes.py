@@ -29,7 +29,7 @@ from coterie.methods.adapter import AdapterMethod
 from coterie.methods.contract import ClientId, ClientSide, Server
 from coterie.methods.tensors import copied
 from coterie.transforms.context import Rows
-from coterie.turn import Turn
+from coterie.turn import TRAIN, Turn
 
 EXCHANGES = 3
 """The number of exchanges of the dry run after a method's `warmup`."""
@@ -128,7 +128,8 @@ def _rehearse(
         server.prepare(name, hello)
         value = server.join(value, name, hello)
     exchanges = min(EXCHANGES + getattr(method, "warmup", 0), config.exchanges)
-    turns = [config.turn((n + 1) * len(config.phases) - 1) for n in range(exchanges + 1)]
+    phases = config.phases
+    turns = [config.turn(n * len(phases) + phases.index(TRAIN)) for n in range(exchanges + 1)]
     for turn in turns[:-1]:
         exchange.open(turn, names)
         for name in names:

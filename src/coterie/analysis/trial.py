@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from coterie.analysis.need import process_memory
 from coterie.config.run import RunConfig
-from coterie.engines.local import LocalRun, local_run
+from coterie.engines.local import LocalClients
+from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.errors import Diverged
 from coterie.messages import Message
@@ -18,7 +20,20 @@ Messages = dict[ClientId, dict[Way, Message]]
 """For each client, the hello (the client's first message), an upload and the next download."""
 
 
-def start(session: Session, config: RunConfig) -> LocalRun:
+class TrialRun(Rounds[LocalClients]):
+    """A run in this process that keeps the last upload of each client's training."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(LocalClients, *args, **options)
+        self.uploads: dict[ClientId, Message] = {}
+
+    def take(self, name: ClientId, body: bytes) -> None:
+        if self.turn.phase == TRAIN:
+            self.uploads[name] = self.schema.receive("up", body)
+        super().take(name, body)
+
+
+def start(session: Session, config: RunConfig) -> TrialRun:
     """Create the client-side and server-side objects of a short run, and let the clients join.
 
     The short run has one training step per round. FedMKT is an exception, because the public text
@@ -35,15 +50,18 @@ def start(session: Session, config: RunConfig) -> LocalRun:
     short = config.model_copy(update={"training": training, "evaluation": evaluation})
     federation = session.federation(short)
     folder, server = RunFolder.temporary(), federation.server
-    return local_run(short, session.base, federation.clients, folder, own=server)
+    return TrialRun(short, session.base, federation.clients, folder, own=server)
 
 
-def first_exchange(run: LocalRun) -> Messages:
+def first_exchange(run: TrialRun) -> Messages:
     """Return the messages of the first exchange in which a client uploads anything.
 
     Clients and server do the same as in a real run. Messages are encoded and checked, but not sent
     over a network. If the method begins with rounds in which clients upload nothing, several
     exchanges are run. If the method never uploads anything, one exchange is run.
+
+    Raises:
+        Diverged: The training of a client diverged.
     """
     schema, names = run.schema, sorted(run.names)
     messages: Messages = {
@@ -51,18 +69,16 @@ def first_exchange(run: LocalRun) -> Messages:
         for name in run.clients
     }
     for turn in map(run.config.turn, range(run.config.turns if schema.up else 1)):
-        run.open(turn, names)
-        run.exchange.begin()
-        for name, upload in run.clients.step(turn, names, run.download, run.lost):
-            if isinstance(upload, Diverged):
-                raise upload
-            messages[name]["up"] = schema.receive("up", upload)
-            run.take(name, upload)
-        run.exchange.settle()
-        run.close()
-        if turn.phase == TRAIN and any(m["up"].groups or m["up"].values for m in messages.values()):
+        run.step(turn, names)
+        if run.exchange.diverged:
+            diverged = ", ".join(sorted(run.exchange.diverged))
+            raise Diverged(
+                f"The training of {diverged} diverged; a lower training.learning_rate may help."
+            )
+        if turn.closes and any(upload.groups or upload.values for upload in run.uploads.values()):
             break
     for name in names:
+        messages[name]["up"] = run.uploads[name]
         messages[name]["down"] = schema.receive("down", run.download(name))
     return messages
 

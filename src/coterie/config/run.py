@@ -83,10 +83,12 @@ class RunConfig(Sections[Method]):
     def phases(self) -> tuple[str, ...]:
         """The phases of one exchange of the method, in order.
 
-        The phases that transforms add come first, and training is the last phase. Each phase has
-        its own download and upload.
+        Training is one of the phases; transforms add the others. Each phase has its own download
+        and upload.
         """
-        return (*(phase for transform in self.transforms for phase in transform.before), TRAIN)
+        before = (phase for transform in self.transforms for phase in transform.before)
+        after = (phase for transform in self.transforms for phase in transform.after)
+        return (*before, TRAIN, *after)
 
     @property
     def turns(self) -> int:
@@ -103,17 +105,33 @@ class RunConfig(Sections[Method]):
         Returns:
             The turn, with the numbers of its round and of its exchange.
         """
-        exchange, phase = divmod(number, len(self.phases))
+        phases = self.phases
+        exchange, phase = divmod(number, len(phases))
         until = self.method.exchanges
         round = bisect_right(range(1, self.rounds + 1), exchange, key=until)
         return Turn(
             round,
             exchange,
             number,
-            self.phases[phase],
+            phases[phase],
             first=exchange == (until(round) if round else 0),
-            last=phase + 1 == len(self.phases) and exchange + 1 == until(round + 1),
+            last=exchange + 1 == until(round + 1),
+            after=phase > phases.index(TRAIN),
+            closes=phase + 1 == len(phases),
         )
+
+    def counts(self, accepted: int | None, number: int) -> bool:
+        """Return whether a client's last upload before a turn was accepted.
+
+        Phases after training do not matter: the upload was accepted before.
+
+        Args:
+            accepted: The number of the client's last turn that was accepted, if there is one.
+            number: The number of the turn.
+        """
+        while number and self.turn(number - 1).after:
+            number -= 1
+        return accepted is not None and accepted + 1 >= number
 
     def turns_in(self, rounds: int) -> int:
         """Return the number of turns in the first rounds of the run.

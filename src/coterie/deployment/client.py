@@ -277,7 +277,7 @@ class SiteRun:
             return self.folder.read("upload"), newest.entries
         orders.count_training(turn, self.folder)
         with self._transaction(turn) as began:
-            counted = order.counted == turn.number - 1
+            counted = self.config.counts(order.counted, turn.number)
             upload = self.host.step(turn, download, counted=counted)
             entries = self._complete(turn.number, digest, began, upload=upload)
         self.seen("step", turn)
@@ -292,7 +292,8 @@ class SiteRun:
             self._settle(order, "")
             with self._transaction(last) as began:
                 kept = self.folder.find(f"kept-{self.host.name}")
-                self.host.finish(download, kept, last, counted=order.counted == last.number)
+                counted = self.config.counts(order.counted, order.turn)
+                self.host.finish(download, kept, last, counted=counted)
                 self._complete(order.turn, "", began)
         about = self._about()
         self._commit(about)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from coterie.config.run import RunConfig
 from coterie.deployment.seats import Seat
 from coterie.deployment.status import named
-from coterie.errors import CoterieError, plural
+from coterie.errors import CoterieError, no_client_left, plural
+from coterie.messages.envelope import FAULT_MESSAGES
 
 
 class Quorum:
@@ -26,6 +27,8 @@ class Quorum:
         self.names = {client.name for client in config.clients}
         self.expelled: set[str] = set()
         """The names of expelled clients."""
+        self.eligible: Collection[str] | None = None
+        """The clients that take part in a phase after training; None before and in training."""
 
     @property
     def size(self) -> int:
@@ -45,7 +48,13 @@ class Quorum:
 
         Stopped clients count towards the quorum, so this number is lower if clients have stopped.
         """
-        return max(1, self.size - self.stopped)
+        needed = self.size - self.stopped
+        if self.eligible is not None:
+            needed = min(needed, sum(map(self._takes_part, self.seats)))
+        return max(1, needed)
+
+    def _takes_part(self, name: str) -> bool:
+        return self.eligible is None or name in self.eligible
 
     @property
     def stopped(self) -> int:
@@ -55,7 +64,8 @@ class Quorum:
     def ready(self) -> list[str]:
         """Return the names of the clients that can take part in a round now."""
         seats = self.seats.items()
-        return sorted(n for n, s in seats if s.joined and s.present and not s.stopped)
+        ready = (n for n, s in seats if s.joined and s.present and not s.stopped)
+        return sorted(filter(self._takes_part, ready))
 
     def missing(self) -> str:
         """Return text that tells which clients the server waits for before it can begin a round.
@@ -66,7 +76,7 @@ class Quorum:
         """
         ready = self.ready()
         stopped = {name for name, seat in self.seats.items() if seat.stopped}
-        absent = self.seats.keys() - stopped - {*ready}
+        absent = {*filter(self._takes_part, self.seats)} - stopped - {*ready}
         if self.spec.anyone or not absent:
             return plural(self.needed - len(ready), "more client")
         declined = {name for name, seat in self.seats.items() if seat.declined}
@@ -136,6 +146,23 @@ class Quorum:
     def met(self) -> bool:
         """Return whether the clients that have stopped are enough to reach the quorum."""
         return self.stopped >= self.size
+
+    def check_diverged(self, round: int, members: Collection[str], diverged: set[str]) -> None:
+        """Check that at least one client of a round has not diverged.
+
+        Args:
+            round: The number of the round; the first is 0.
+            members: The clients of the round.
+            diverged: The clients of the round that have diverged.
+
+        Raises:
+            Diverged: If all clients of the round have diverged.
+        """
+        if diverged and diverged >= {*members}:
+            names = ", ".join(sorted(diverged))
+            raise no_client_left(
+                round, f"the training of {names} diverged: {FAULT_MESSAGES['diverged']}."
+            )
 
     def check_open(self) -> None:
         """Raise CoterieError if no client can take part in the run any more."""

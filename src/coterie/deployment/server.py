@@ -101,6 +101,7 @@ class ServerRun(ServerHost):
 
     def _gather(self) -> list[str]:
         """Wait for a quorum, and begin a turn. Return its clients, or [] if all have stopped."""
+        self.quorum.eligible = self.exchange.uploaded if self.turn.after else None
         while len(ready := self.quorum.ready()) < (needed := self.quorum.needed):
             missing = f"{self.quorum.missing()}; {len(ready)} of {needed} clients are ready"
             self.monitor.waits(self.turn, missing)
@@ -119,7 +120,7 @@ class ServerRun(ServerHost):
         """Wait for enough uploads; return False if the round must begin again."""
         uploads, end = self.exchange, time.monotonic() + self.config.deployment.deadline
         while self._uploaded(members, end):
-            uploads.require(self.turn.round, self.waiting)
+            self.quorum.check_diverged(self.turn.round, members, uploads.diverged)
             uploads.settle()
             counted = len(uploads.counted)
             refused = {n: r for n, r in uploads.refused.items() if n not in uploads.diverged}
@@ -132,14 +133,14 @@ class ServerRun(ServerHost):
             for name in refused:
                 if not uploads.ask_again(name):
                     self.seats[name].fail()
-            self.repeat()
+            uploads.repeat()
         return False
 
     def _uploaded(self, members: list[str], end: float) -> bool:
         """Wait for uploads until `end`; return False if the round must begin again."""
         replies = members, self.waiting, self.exchange.diverged, end  # `_poll` updates the sets
-        again = False
-        while not (self.leaving or again or self.quorum.complete(*replies)):
+        again, left = False, len(self.leaving)
+        while not (len(self.leaving) > left or again or self.quorum.complete(*replies)):
             uploads = awaited_uploads(self.waiting, end - time.monotonic())
             self.monitor.waits(self.turn, uploads)
             self._poll()
@@ -147,17 +148,17 @@ class ServerRun(ServerHost):
         self._check_expelled()
         if again:
             self._tell("too few uploads; begun again with more clients")
-        if again or self.leaving:
-            for name in self.waiting:
-                self._abandon(self.seats[name])
-        return not (again or self.leaving)
+        again = again or len(self.leaving) > left
+        for name in self.waiting if again else ():
+            self._abandon(self.seats[name])
+        return not again
 
     def _settle(self) -> int:
         """End the round with its uploads, and return the number of accepted uploads."""
         counted, diverged = self.exchange.counted, self.exchange.diverged
         for name in sorted(self.waiting | diverged):
-            self._tell(f"{name} was excluded")
-            self.monitor.excludes(name)
+            if not self.turn.after:  # otherwise, the client's upload counts nevertheless
+                self.monitor.excludes(name)
             self._abandon(self.seats[name])
         self.exchange.record(self.recorder)
         self.waiting = set()  # no orders are sent until the next round
@@ -170,6 +171,7 @@ class ServerRun(ServerHost):
                 rounds = plural(self.config.evaluation.patience or 0, "round")
                 self._note(f"{name} stopped: no better validation score for {rounds}")
         self.close()
+        self.quorum.eligible = None
         self.score(self.turn)
         return len(counted)
 
@@ -262,13 +264,13 @@ class ServerRun(ServerHost):
         self.leaving.append(name)
         self._abandon(self.seats.pop(name, Seat()))
         self.waiting.discard(name)
-        if self.exchange.drop(name):
+        if self.exchange.drop(name) and not self.turn.after:
             self.recorder.log(name, LEFT_OUT, "expelled")
         self.joins.forget(name)
 
     def _remove_expelled(self) -> None:
-        """Remove the data of expelled clients from the method's server-side object."""
-        while self.leaving:
+        """Remove the data of expelled clients, unless a phase after training may need them."""
+        while self.leaving and not self.turn.after:
             self.leave(self.leaving.pop())
 
     def _abandon(self, seat: Seat) -> None:

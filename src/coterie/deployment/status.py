@@ -205,6 +205,7 @@ class Monitor:
 
     def excludes(self, client: str) -> None:
         """Increment a client's number of rounds in which no upload of the client was accepted."""
+        self.tell(f"{client} was excluded")
         self.status.clients.setdefault(client, ClientStatus()).excluded += 1
 
     def compares(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -239,7 +240,7 @@ class Monitor:
             counted: The number of accepted uploads.
             lines: The metrics of the turn.
         """
-        if turn.last:
+        if turn.ends_round:
             self._ends_round(counted)
         self.remind_at = self.interval = 0.0
         self.compares(lines)

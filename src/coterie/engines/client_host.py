@@ -30,7 +30,7 @@ from coterie.messages.schema import Way
 from coterie.methods.contract import ClientSide
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder
-from coterie.turn import TRAIN, Turn
+from coterie.turn import FIRST, TRAIN, Turn
 
 AT_THE_END = "the client diverged while applying the last download, and kept its previous model"
 """The reason that is recorded for a client that diverged while applying the last download.
@@ -125,7 +125,7 @@ class ClientHost:
         if self.keeper is not None:
             with self._memory_for(EVALUATION):
                 self.keeper.begin(round)
-        self._apply(download, turn.number)
+        self._apply(download, turn)
         if follows and self.compares_aggregated:
             self._compare(round)
         if follows and counted and self.schema.down and due(self.config, round - 1):
@@ -142,7 +142,7 @@ class ClientHost:
             message = self.upload(turn)
         if not message.is_finite():
             raise self._diverged("The upload", round)
-        upload = self._serialise("up", message, turn.number)
+        upload = self._serialise("up", message, turn)
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
@@ -156,8 +156,8 @@ class ClientHost:
         Every phase without training was added to the run by an aggregation transform.
         """
         self.log(self.name, metric.BYTES_DOWN, len(download))
-        self.transforms.receive(self.schema.receive("down", download), turn.number)
-        upload = self.schema.send("up", self.transforms.answer(turn.phase, turn.number))
+        self.transforms.receive(self.schema.receive("down", download), turn)
+        upload = self.schema.send("up", self.transforms.answer(turn))
         self.log(self.name, metric.BYTES_UP, len(upload))
         return upload
 
@@ -184,7 +184,7 @@ class ClientHost:
         if self.schema.down:
             trained = self.side.state()
             try:
-                self._apply(download, turn.number + 1)
+                self._apply(download, replace(turn, number=turn.number + 1, phase=TRAIN))
             except Diverged:
                 self.side.restore(trained)
                 self.log(self.name, metric.LEFT_OUT, AT_THE_END)
@@ -303,13 +303,13 @@ class ClientHost:
             self.log(text, metric.KEPT_SCORE, score.as_dict())
         self.side.restore(current)
 
-    def _apply(self, download: bytes, number: int) -> None:
+    def _apply(self, download: bytes, turn: Turn) -> None:
         self.log(self.name, metric.BYTES_DOWN, len(download))
         with self._memory_for("a download"):
             message = self.schema.receive("down", download)
-            self.side.receive(self.transforms.receive(message, number))
+            self.side.receive(self.transforms.receive(message, turn))
 
-    def _serialise(self, way: Way, message: Message, number: int = 0) -> bytes:
+    def _serialise(self, way: Way, message: Message, turn: Turn = FIRST) -> bytes:
         """Check that a message contains no private parameters; then transform and serialise it."""
         parameters, shared = self.side.parameters(), self.config.method.shared
         for _, group, name, _ in message.tensors():
@@ -320,7 +320,7 @@ class ClientHost:
         if self.pipeline.weighted:
             message = with_tokens(message, len(self.participant.data.train.ids))
         if way == "up":
-            message = self.transforms.send(message, number)
+            message = self.transforms.send(message, turn)
         return self.schema.send(way, message)
 
     def _score(self, point: str, round: int) -> None:

@@ -101,11 +101,13 @@ class Rounds(ServerHost, Generic[C]):
 
         Args:
             turn: The turn.
-            names: The clients that take part.
+            names: The clients that take part. After training, clients without an upload do not.
 
         Raises:
             Diverged: If all clients diverged.
         """
+        if turn.after:
+            names = [name for name in names if name in self.exchange.uploaded]
         self.open(turn, sorted(names))
         self.exchange.begin()
         errors: list[Diverged] = []
@@ -125,7 +127,7 @@ class Rounds(ServerHost, Generic[C]):
                 for callback in self.callbacks:
                     callback.on_client_end(turn.round, name)
             spans[name] = recorded, (recorded := self.recorder.count)
-        if len(errors) == len(names):
+        if errors and len(errors) == len(names):
             raise no_client_left(turn.round, errors[0])
         self.exchange.settle()
         refused = self.exchange.refused.keys()
@@ -153,7 +155,7 @@ class Rounds(ServerHost, Generic[C]):
         if ends or (turn.round + 1) % self.config.checkpoint.every == 0:
             self.folder.save(number, self._states())
         self.entries += entries
-        if turn.last or ends:
+        if turn.ends_round or ends:
             scores, self.entries = score_summary(self.config, turn.round, self.entries), []
             for callback in self.callbacks:
                 callback.on_round_end(turn.round, scores)

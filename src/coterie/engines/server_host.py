@@ -11,9 +11,9 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from coterie.config.run import RunConfig
 from coterie.engines.client_host import TRANSFORMS, due, scored
 from coterie.errors import CoterieError, Unwritable
-from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange, memory_for_aggregation
 from coterie.exchanges.lazy import PART, server_state, unread
+from coterie.exchanges.waiting import restored_waiting, waiting_state
 from coterie.federation.participants import Participant, server_context
 from coterie.messages import Message, State
 from coterie.messages import names as metric
@@ -54,16 +54,17 @@ class ServerHost:
         self.turn = config.turn(0)
         """The turn in progress or, between turns, the last one."""
         method = config.method
-        self.transforms = ServerTransforms(config.pipeline())
-        self.schema = self.transforms.pipeline.schema
+        pipeline = config.pipeline()
+        self.schema = pipeline.schema
         """The fields that may be sent, after transforms have encoded them."""
         log = partial(recorder.log, None)
         self.server = method.server(server_context(config, base, clients, own, log))
         self.value: Any = self.server.initial()
         """The value of the method's server after the last complete exchange."""
         self.exchange = Exchange(
-            folder.path, self.transforms, method.schema(), config.aggregation, strict=strict
+            folder.path, pipeline, method.schema(), config.aggregation, strict=strict
         )
+        self.transforms = self.exchange.transforms
 
     def join(self, name: ClientId, hello: Message) -> None:
         """Add a client to the run; `Server.prepare` must have been called for this client."""
@@ -73,23 +74,16 @@ class ServerHost:
     def leave(self, name: ClientId) -> None:
         """Remove a client from the run. No exchange may be in progress."""
         self.value = self.value.without(name)
-        self.transforms.leave(name)
         self.exchange.leave(name)
 
     def open(self, turn: Turn, names: Sequence[ClientId]) -> None:
         """Start or restart a turn."""
         self.turn = turn
-        self.transforms.begin(turn.number, turn.phase, names)
         self.exchange.open(turn, names)
-
-    def repeat(self) -> None:
-        """Restart the aggregation of a turn, with the uploads that have already arrived."""
-        self.transforms.repeat()
-        self.exchange.repeat()
 
     def download(self, name: ClientId) -> bytes:
         """Return the current download for a client."""
-        message = self.message(name) if self.transforms.phase == TRAIN else Message()
+        message = self.message(name) if self.exchange.turn.phase == TRAIN else Message()
         return self.schema.send("down", self.transforms.download(name, message))
 
     def message(self, name: ClientId) -> Message:
@@ -106,7 +100,7 @@ class ServerHost:
         exchange.drop(name)
         try:
             message = self.schema.receive("up", body)
-            if transforms.phase == TRAIN:
+            if exchange.turn.phase == TRAIN:
                 if transforms.pipeline.active:
                     message = transforms.upload(name, message, self.message(name))
                 self.server.check(self.value, name, message, exchange)
@@ -119,15 +113,21 @@ class ServerHost:
     def close(self) -> None:
         """Complete a turn with the uploads that are not excluded.
 
+        The last turn of an exchange aggregates the uploads of its training.
+
         Raises:
             CoterieError: The new value of the server is not finite, or the run's server optimiser
                 has no effect. In this case, nothing changes.
         """
-        exchange, transforms = self.exchange, self.transforms
-        if transforms.phase == TRAIN:
+        exchange, turn, counted = self.exchange, self.turn, self.exchange.counted
+        if turn.phase == TRAIN and not turn.closes:
+            exchange.wait()
+        if turn.after and turn.closes:
+            exchange.resume()
+        if turn.closes:
             self.value = self._aggregated()
-        transforms.commit(exchange.counted)
-        self._await(transforms.exchange + 1)
+        self.transforms.commit(counted)
+        self._await(turn.number + 1)
 
     def _aggregated(self) -> Value:
         unusable = CoterieError(
@@ -160,7 +160,7 @@ class ServerHost:
             ends: Whether the run ends with this turn, for example because all clients have stopped
                 early. Evaluation is then always due.
         """
-        own, is_due = self.own, ends or (turn.last and due(self.config, turn.round))
+        own, is_due = self.own, ends or (turn.ends_round and due(self.config, turn.round))
         if own is None or own.base is None or not is_due:
             return
         if (model := self.server.model(self.value)) is not None:
@@ -170,15 +170,17 @@ class ServerHost:
     def states(self) -> Iterator[tuple[str, State | Stored]]:
         """Yield pairs of a file's name and a state of the server, for a checkpoint."""
         self.value = self.value.stored(self.exchange.store)
-        state = self.value.state()
-        yield "server", replace(state, parts={})
-        yield from ((f"{PART}{name}", part) for name, part in unread(state.parts).items())
+        state, waiting = self.value.state(), waiting_state(self.exchange.waiting)
+        yield "server", State(state.groups, {**state.values, **waiting.values})
+        parts = {**unread(state.parts), **unread(waiting.parts)}
+        yield from ((f"{PART}{name}", part) for name, part in parts.items())
         yield TRANSFORMS, self.transforms.state()
 
     def restore(self) -> None:
         """Restore the server's state from the newest checkpoint."""
-        value = self.value.restored(server_state(self.folder))
-        self.value = value.stored(self.exchange.store)
+        state, store = server_state(self.folder), self.exchange.store
+        self.value = self.value.restored(state).stored(store)
+        self.exchange.waiting = restored_waiting(state, store)
         self.transforms.restore(self.folder.load(TRANSFORMS))
         self._await(self.folder.turns())
 
@@ -188,5 +190,4 @@ class ServerHost:
         Args:
             number: The number of the next turn.
         """
-        self.transforms.begin(number, TRAIN, ())
         self.exchange.open(replace(self.config.turn(number), phase=TRAIN), ())

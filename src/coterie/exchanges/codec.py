@@ -1,7 +1,7 @@
 """Encoding and decoding of messages on a client and on the server, with transforms' states."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from coterie.exchanges.pipeline import (
@@ -17,9 +17,10 @@ from coterie.messages import Groups, Json, Message, MessageError, State
 from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
+from coterie.runs.store import Store, Stored
 from coterie.transforms.context import Context, Contribution, Memory
 from coterie.transforms.hooks import failure
-from coterie.turn import TRAIN
+from coterie.turn import FIRST, TRAIN, Turn
 
 EXCHANGE = "exchange"
 """The key of the state that bounds and the server optimiser carry over between exchanges."""
@@ -45,38 +46,39 @@ class ClientTransforms:
         self.remembers = any(stage.has("encode", "decode", "answer") for stage in pipeline.stages)
         """Whether the transforms have a state to save."""
 
-    def receive(self, download: Message, exchange: int) -> Message:
+    def receive(self, download: Message, turn: Turn) -> Message:
         """Decode a download, so that the method's client-side object can apply it."""
         if not self.pipeline.active:
             return download
-        before = self.received if self.pipeline.down else {}
-        contexts = self._contexts(exchange, "down")
-        groups = self.pipeline.decode(download.groups, before, "down", contexts)
-        self.received = {g: {n: t.clone() for n, t in ts.items()} for g, ts in groups.items()}
+        groups = download.groups
+        if turn.phase == TRAIN:
+            before = self.received if self.pipeline.down else {}
+            groups = self.pipeline.decode(groups, before, "down", self._contexts(turn, "down"))
+            self.received = {g: {n: t.clone() for n, t in ts.items()} for g, ts in groups.items()}
         values = dict(download.values)
         names = [s.transform.name for s in self.pipeline.stages if s.has("tell")]
         self.server_values = {name: values.pop(name) for name in names if name in values}
         return replace(download, groups=groups, values=values)
 
-    def send(self, upload: Message, exchange: int) -> Message:
+    def send(self, upload: Message, turn: Turn) -> Message:
         """Encode an upload of the method's client-side object. The caller sends the result."""
         if not self.pipeline.active:
             return upload
-        contexts = self._contexts(exchange, "up")
+        contexts = self._contexts(turn, "up")
         groups = self.pipeline.encode(upload.groups, self.received, "up", contexts)
         return replace(upload, groups=groups)
 
-    def answer(self, phase: str, exchange: int) -> Message:
+    def answer(self, turn: Turn) -> Message:
         """Return the client's upload for an additional phase declared by a transform."""
-        stage = self.pipeline.stage_of(phase)
-        answer = stage.call("answer", phase, self._contexts(exchange, "up")(stage))
-        return Message(exchange, values={stage.transform.name: answer})
+        stage = self.pipeline.stage_of(turn.phase)
+        answer = stage.call("answer", turn.phase, self._contexts(turn, "up")(stage))
+        return Message(turn.number, values={stage.transform.name: answer})
 
-    def _contexts(self, exchange: int, way: Way) -> Contexts:
+    def _contexts(self, turn: Turn, way: Way) -> Contexts:
         return lambda stage: Context(
             stage.transform.name,
             self.client,
-            exchange,
+            turn,
             self.pipeline.exchanges,
             way,
             self.memories.setdefault(f"{stage.key}.{way}", Memory()),
@@ -108,61 +110,72 @@ class ClientMemory:
 
 
 class ServerTransforms:
-    """The transforms of a run on the server."""
+    """The transforms of a run on the server.
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    Args:
+        pipeline: The pipeline of the run.
+        store: The storage of downloads.
+    """
+
+    def __init__(self, pipeline: Pipeline, store: Store) -> None:
+        self.pipeline, self.store = pipeline, store
         self.memories = {key: Memory() for key in (EXCHANGE, *(s.key for s in pipeline.stages))}
         """The states that belong to no client: of the exchange, and of each transform."""
         self._final = self.memories
         """The value of `memories` after the last completed exchange."""
-        self.exchange, self.phase, self.clients = 0, TRAIN, tuple[str, ...]()
+        self.turn, self.clients = FIRST, tuple[str, ...]()
         self.client_memories: dict[str, ClientMemory] = {}
         self._pending: dict[str, ClientMemory] = {}
         """New states, keyed by client. In `commit`, the states of clients whose uploads are
         accepted become permanent."""
-        self._sent: dict[str, Message] = {}
+        self._sent: dict[str, tuple[Stored, dict[str, Json]]] = {}
+        """The tensors of each client's download, and the values that transforms added to it."""
 
-    def begin(self, exchange: int, phase: str, clients: Iterable[str]) -> None:
-        """Start or restart an exchange, and discard states that `commit` has not yet accepted."""
-        self.exchange, self.phase, self.clients = exchange, phase, tuple(clients)
+    def begin(self, turn: Turn, clients: Iterable[str]) -> None:
+        """Start or restart a turn, and discard states that `commit` has not yet accepted."""
+        self.turn, self.clients = turn, tuple(clients)
         self._pending, self._sent = {}, {}
         self.repeat()
 
     def repeat(self) -> None:
-        """Restart the aggregation of an exchange, whose uploads are already decoded."""
+        """Restart the aggregation of uploads, which are already decoded."""
         self.memories = _copied(self._final)
 
     def download(self, client: str, message: Message) -> Message:
         """Encode a download.
 
-        If this function is called again for a client in the same exchange, it returns the message
-        of the first call.
+        If this function is called again for a client in the same turn, it returns the message of
+        the first call.
         """
         if not self.pipeline.active:
             return message
         if client not in self._sent:
-            old = self.client_memories.get(client, ClientMemory())
-            new = self._pending[client] = ClientMemory(_copied(old.memories))
-            contexts = self._contexts(client, "down", new.memories)
-            groups = self.pipeline.encode(message.groups, old.received, "down", contexts)
-            if self.pipeline.down:  # decode as the client will
-                contexts = self._contexts(client, "down", _copied(old.memories))
-                new.received = self.pipeline.decode(groups, old.received, "down", contexts)
-                stages = self.pipeline.stages_encoding("down")
-                names = ", ".join(repr(stage.transform.name) for stage in stages)
-                prefix = f"The transforms {names} failed: a decoded download has"
-                check_same_shapes(prefix, new.received, shapes_of(message.groups))
+            groups, phase = self._encoded(client, message.groups), self.turn.phase
             server_values = {
-                s.transform.name: s.call(
-                    "tell", self.phase, client, self.clients, self.memories[s.key]
-                )
+                s.transform.name: s.call("tell", phase, client, self.clients, self.memories[s.key])
                 for s in self.pipeline.stages
             }
             values = {name: value for name, value in server_values.items() if value is not None}
-            sent = replace(message, groups=groups, values={**message.values, **values})
-            self._sent[client] = sent
-        return self._sent[client]
+            self._sent[client] = self.store.put(State(groups)), values
+        stored, values = self._sent[client]
+        return replace(message, groups=stored.load().groups, values={**message.values, **values})
+
+    def _encoded(self, client: str, groups: Groups) -> Groups:
+        """Encode the tensors of a download, of which there are none in additional phases."""
+        old = self.client_memories.get(client, ClientMemory())
+        new = self._pending[client] = ClientMemory(_copied(old.memories), old.received)
+        if self.turn.phase != TRAIN:
+            return groups
+        contexts = self._contexts(client, "down", new.memories)
+        encoded = self.pipeline.encode(groups, old.received, "down", contexts)
+        if self.pipeline.down:  # decode as the client will
+            contexts = self._contexts(client, "down", _copied(old.memories))
+            new.received = self.pipeline.decode(encoded, old.received, "down", contexts)
+            stages = self.pipeline.stages_encoding("down")
+            names = ", ".join(repr(stage.transform.name) for stage in stages)
+            prefix = f"The transforms {names} failed: a decoded download has"
+            check_same_shapes(prefix, new.received, shapes_of(groups))
+        return encoded
 
     def upload(self, client: str, upload: Message, download: Message) -> Message:
         """Decode an upload.
@@ -193,12 +206,18 @@ class ServerTransforms:
             MessageError: If the upload is invalid.
         """
         self.download(client, Message())  # not sent yet if the exchange was restarted
-        stage = self.pipeline.stage_of(self.phase)
+        phase = self.turn.phase
+        stage = self.pipeline.stage_of(phase)
         answer, memory = message.values.get(stage.transform.name), self.memories[stage.key]
-        stage.call("collect", self.phase, client, answer, memory, error=MessageError)
+        stage.call("collect", phase, client, answer, memory, error=MessageError)
 
-    def reduce(self, contributions: Iterable[Contribution]) -> Groups:
-        """Aggregate uploads with the run's reduction, which replaces the weighted mean."""
+    def reduce(self, contributions: Iterable[Contribution], clients: Sequence[str]) -> Groups:
+        """Aggregate uploads with the run's reduction, which replaces the weighted mean.
+
+        Args:
+            contributions: The accepted uploads, in the order of client names.
+            clients: All clients of the exchange, including clients whose uploads were rejected.
+        """
         stage = self.pipeline.reduction
         assert stage is not None, "the run has a reduction"
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -210,7 +229,7 @@ class ServerTransforms:
                 yield contribution
 
         stream = with_shapes()
-        groups = stage.call("reduce", stream, self.clients, self.memories[stage.key])
+        groups = stage.call("reduce", stream, clients, self.memories[stage.key])
         deque(stream, maxlen=0)  # the reduction may not have read all uploads
         check_finite(stage, "reduce", groups)
         check_same_shapes(failure(stage.transform, "reduce", "returned"), groups, shapes)
@@ -234,7 +253,7 @@ class ServerTransforms:
         return mean
 
     def commit(self, counted: Iterable[str]) -> None:
-        """Replace the transforms' permanent states with their states after the current exchange.
+        """Replace the transforms' permanent states with their states after the current turn.
 
         Args:
             counted: The clients whose uploads are accepted. For every client that is not in
@@ -255,7 +274,7 @@ class ServerTransforms:
         return lambda stage: Context(
             stage.transform.name,
             client,
-            self.exchange,
+            self.turn,
             self.pipeline.exchanges,
             way,
             memories.setdefault(f"{stage.key}.{way}", Memory()),
@@ -267,7 +286,7 @@ class ServerTransforms:
             client: State(stored.received, parts={k: m.state() for k, m in stored.memories.items()})
             for client, stored in self.client_memories.items()
         }
-        own = {key: memory.state() for key, memory in self.memories.items()}
+        own = {key: memory.state() for key, memory in self._final.items()}
         return State(parts={"own": State(parts=own), "clients": State(parts=clients)})
 
     def restore(self, state: State) -> None:

@@ -7,19 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import (
-    CoterieError,
-    Unwritable,
-    enough_memory,
-    no_client_left,
-    ran_out_of_memory,
-)
+from coterie.errors import CoterieError, Unwritable, enough_memory, ran_out_of_memory
 from coterie.exchanges import bounds
 from coterie.exchanges.codec import EXCHANGE, ServerTransforms
 from coterie.exchanges.lazy import Computed, InFile, PerClient, Upload, in_file
 from coterie.exchanges.mean import means_of, selected, weighted_mean
 from coterie.exchanges.optimiser import stepped
+from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import AggregationSpec
+from coterie.exchanges.waiting import Waiting
 from coterie.exchanges.weights import TOKENS, tokens_of, weight_of
 from coterie.messages import Groups, Message, Schema, Tensors
 from coterie.messages.envelope import FAULT_MESSAGES
@@ -51,7 +47,7 @@ class Exchange:
 
     Args:
         folder: The run folder, in which the uploads wait.
-        transforms: The transforms of the run on the server.
+        pipeline: The pipeline of the run's transforms.
         schema: The fields that the method may send, before transforms encode them.
         rules: The section `aggregation` of the run file.
         strict: Whether an invalid upload raises an error instead of being excluded.
@@ -60,13 +56,15 @@ class Exchange:
     def __init__(
         self,
         folder: Path,
-        transforms: ServerTransforms,
+        pipeline: Pipeline,
         schema: Schema,
         rules: AggregationSpec,
         *,
         strict: bool = False,
     ) -> None:
-        self.transforms, self.schema = transforms, schema
+        self.store = Store(folder)
+        """The storage of uploads, and of the server's tensors of single clients."""
+        self.transforms, self.schema = ServerTransforms(pipeline, self.store), schema
         self.rules, self.least_others, self.strict = rules, rules.least_others, strict
         self.turn: Turn = FIRST
         """The numbers of the exchange."""
@@ -82,8 +80,8 @@ class Exchange:
         """Clients that were asked for a second upload."""
         self.replaces: bool | None = None
         """Whether a mean of this exchange replaced parameters; None if no mean was requested."""
-        self.store = Store(folder)
-        """The storage of uploads, and of the server's tensors of single clients."""
+        self.waiting: Waiting = {}
+        """The uploads that wait for the phases after training."""
         self._uploads: dict[str, Upload] = {}
         self._limited: dict[str, Upload] = {}
         """The uploads that have limits, with their limits applied."""
@@ -224,18 +222,41 @@ class Exchange:
 
     def leave(self, client: str) -> None:
         """Remove a client that leaves the run."""
+        self.transforms.leave(client)
         self._tokens.pop(client, None)
 
     def open(self, turn: Turn, clients: Iterable[str]) -> None:
         """Set the numbers and the clients, when a turn starts or begins again."""
-        if turn != self.turn:
+        if turn != self.turn and not turn.after:
             self.asked.clear()
         self.turn, self.clients = turn, tuple(sorted(clients))
         self.asked |= {*self.clients}
+        self.transforms.begin(turn, self.uploaded if turn.after else self.clients)
         self.repeat()
 
+    @property
+    def uploaded(self) -> list[str]:
+        """The clients whose uploads wait, which take part in the phases after training."""
+        return [name for name, upload in self.waiting.items() if upload is not None]
+
+    def wait(self) -> None:
+        """Let the uploads of the training wait for the phases after training."""
+        counted = {name: (self._stored(name), self.weight(name)) for name in self.counted}
+        self.waiting = {name: counted.get(name) for name in self.clients}
+
+    def resume(self) -> None:
+        """Replace the answers of the last phase by the uploads that waited for it."""
+        self.begin()
+        self.clients = tuple(self.waiting)
+        self.asked |= {*self.clients}
+        for name, held in self.waiting.items():
+            if held is not None:
+                self._uploads[name], self._weights[name] = held
+        self.waiting = {}
+
     def repeat(self) -> None:
-        """Discard the means, so that the exchange can be aggregated again."""
+        """Discard the means, so that the uploads that have arrived can be aggregated again."""
+        self.transforms.repeat()
         self._means, self._results, self._held, self.replaces = None, {}, {}, None
         self._limits = {}
         self._limited.clear()
@@ -301,23 +322,6 @@ class Exchange:
         self.refused[name] = FAULT_MESSAGES["diverged"]
         self.diverged.add(name)
 
-    def require(self, round: int, waiting: Collection[str]) -> None:
-        """Check that at least one client of a round has not diverged.
-
-        Args:
-            round: The number of the round; the first is 0.
-            waiting: The clients that have not replied.
-
-        Raises:
-            Diverged: If all clients of the round have diverged.
-        """
-        clients = self.refused.keys() | {*self._uploads, *waiting}
-        if self.diverged and self.diverged == clients:
-            names = ", ".join(sorted(self.diverged))
-            raise no_client_left(
-                round, f"the training of {names} diverged: {FAULT_MESSAGES['diverged']}."
-            )
-
     def ask_again(self, name: str) -> bool:
         """Remove a client's upload, because the server will request it again.
 
@@ -346,7 +350,8 @@ class Exchange:
         """Record the metrics of all uploads, and the reasons why uploads were excluded."""
         for name, figures in bounds.figures_of(dict(sorted(self._measures.items()))).items():
             recorder.log(name, CHANGE, figures)
-        for name, reason in sorted(self.refused.items()):
+        refused = {} if self.turn.after else self.refused  # the uploads of the training count
+        for name, reason in sorted(refused.items()):
             recorder.log(name, LEFT_OUT, reason[:LONGEST_LINE])
 
     def _require(self, name: str, reduce: Reduce) -> None:
@@ -388,7 +393,11 @@ class Exchange:
                 yield contribution
 
         reduction = self.transforms.pipeline.reduction
-        means = (self.transforms.reduce if reduction else weighted_mean)(counted())
+        means = (
+            self.transforms.reduce(counted(), self.clients)
+            if reduction
+            else weighted_mean(counted())
+        )
         if self.least_others > 1:
             means = selected(means, lambda group, name: held[group][name] > self.least_others)
         self._held = {g: Counter({n: held[g][n] for n in ts}) for g, ts in means.items()}

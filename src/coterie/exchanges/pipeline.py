@@ -101,7 +101,8 @@ class Pipeline:
 
     def stage_of(self, phase: str) -> Stage:
         """Return the stage whose transform declares a phase."""
-        return next(s for s in self.stages if phase in s.transform.before)
+        phases = ((s, (*s.transform.before, *s.transform.after)) for s in self.stages)
+        return next(stage for stage, names in phases if phase in names)
 
     def encode(self, groups: Groups, reference: Groups, way: Way, contexts: Contexts) -> Groups:
         """Encode the tensors of a message.

@@ -103,8 +103,8 @@ def check_transforms(config: RunConfig, clients: Sequence[ClientId]) -> None:
 def _check_once(transforms: Sequence[Transform]) -> None:
     """Check that no transform or phase occurs twice, and that at most one transform is a reduction.
 
-    The phases are the training phase, and the phases that transforms add with the attribute
-    `before`.
+    The phases are the training phase, and the phases that transforms add with the attributes
+    `before` and `after`.
     """
     reductions = [t.name for t in transforms if isinstance(t, Reduction)]
     if len(set(reductions)) > 1:
@@ -112,11 +112,11 @@ def _check_once(transforms: Sequence[Transform]) -> None:
             "aggregation.transforms has several transforms that replace the mean "
             f"({', '.join(reductions)}); keep one of them."
         )
-    if phase := _repeated([TRAIN, *(phase for t in transforms for phase in t.before)]):
+    if phase := _repeated([TRAIN, *(p for t in transforms for p in (*t.before, *t.after))]):
         raise CoterieError(
-            f"Two phases have the name {phase!r}. A phase in the attribute `before` of a "
-            "transform needs a name that is not `train` (the training phase) and is not used "
-            "again in any `before`; rename the phase in one transform."
+            f"Two phases have the name {phase!r}. A phase in the attribute `before` or `after` of "
+            "a transform needs a name that is not `train` (the training phase) and is not used "
+            "again in any of these attributes; rename the phase in one transform."
         )
     if name := _repeated([transform.name for transform in transforms]):
         raise CoterieError(f"aggregation.transforms has {name!r} twice; keep one of them.")

@@ -29,11 +29,14 @@ class Secrets:
         self._exchange, self._key = 0, draw()
 
     def of(self, exchange: int) -> bytes:
-        """Return the key of an exchange, which must not be earlier than in the last call."""
-        assert exchange >= self._exchange, "keys of earlier exchanges are no longer known"
+        """Return the key of an exchange.
+
+        Keys of earlier exchanges are no longer known. If the server has gone back to an earlier
+        exchange, the last key is returned.
+        """
         for _ in range(exchange - self._exchange):
             self._key = blake2b(self._key, digest_size=KEY_BYTES, person=b"next exchange").digest()
-        self._exchange = exchange
+        self._exchange = max(self._exchange, exchange)
         return self._key
 
     def state(self) -> dict[str, int | str]:

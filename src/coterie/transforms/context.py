@@ -11,6 +11,7 @@ from coterie.messages.schema import Way
 from coterie.privacy.ledger import Ledger
 from coterie.privacy.secrets import Secrets
 from coterie.privacy.stream import Stream
+from coterie.turn import Turn
 
 Row = dict[str, float]
 """One client's weights of all clients' uploads in a mean, by the clients' names."""
@@ -51,8 +52,9 @@ class Context:
     """The name of the transform whose hook is called."""
     client: str
     """The name of the client that sends the upload or receives the download."""
-    exchange: int
-    """The number of the turn: each phase of an exchange has a number of its own; the first is 0."""
+    turn: Turn
+    """The numbers of the exchange and the round. Each phase of an exchange has a number of its own,
+    `turn.number`, from which the client's secrets are derived."""
     exchanges: int
     """The number of exchanges of the run in which clients train."""
     way: Way
@@ -78,7 +80,7 @@ class Context:
             update: The tensors to protect, keyed by group and name.
         """
         assert self.secrets is not None, "only clients have secrets"
-        key = self.secrets.of(self.exchange)
+        key = self.secrets.of(self.turn.number)
         return Stream(key, self.transform, purpose, digest_of(update))
 
     def spend(self, update: Groups, noise: float, releases: int) -> bool:

@@ -61,6 +61,9 @@ class Transform(Section):
     audits and consent prompts; empty if there are none."""
     before: ClassVar[tuple[str, ...]] = ()
     """The names of additional phases before training, each with one download and one upload."""
+    after: ClassVar[tuple[str, ...]] = ()
+    """The names of additional phases after training, each with one download and one upload. The
+    uploads of the training wait on the server, and are aggregated after the last phase."""
     least: ClassVar[int] = 1
     """The minimum number of clients that the transform needs in a run."""
 
@@ -208,9 +211,11 @@ class Transform(Section):
         """Return a value to send with a client's download. Runs on the server.
 
         Args:
-            phase: The phase of the round: `train`, or a phase listed in the attribute `before`.
+            phase: The phase of the exchange: `train`, or a phase listed in the attribute `before`
+                or `after`.
             client: The client that receives the download.
-            clients: All clients of the exchange.
+            clients: All clients that take part in the phase. In a phase after training, these are
+                the clients whose uploads are accepted, even those that have disconnected since.
             memory: The transform's state on the server.
 
         Returns:
@@ -220,10 +225,10 @@ class Transform(Section):
         return None
 
     def answer(self, phase: str, context: Context) -> Json:
-        """Return a client's upload in a phase listed in the attribute `before`. Runs on the client.
+        """Return a client's upload in an additional phase. Runs on the client.
 
         Args:
-            phase: The phase of the round.
+            phase: A phase listed in the attribute `before` or `after`.
             context: The circumstances of the call.
 
         Returns:
@@ -234,17 +239,16 @@ class Transform(Section):
     def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
         """Process a client's upload in an additional phase. Runs on the server.
 
-        Additional phases are listed in the attribute `before`. The hook is called once per client,
-        in the order of client names.
+        The hook is called once per client, in the order of client names.
 
         Args:
-            phase: The phase of the round.
+            phase: A phase listed in the attribute `before` or `after`.
             client: The client that sent the upload.
             answer: The value that `answer` returned on the client.
             memory: The transform's state on the server.
 
         Raises:
-            MessageError: If the answer is invalid. The client is then excluded from the exchange.
+            MessageError: If the answer is invalid. The answer then does not count.
         """
 
     def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:

@@ -1,0 +1,236 @@
+"""Phases after training: uploads wait on the server, and are aggregated after the last phase."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import coterie
+from coterie.config.plugins import load_plugin
+from coterie.deployment.forgetting import forget
+from coterie.messages import Groups, Json, Message, MessageError
+from coterie.messages.envelope import Order, Reply, seal, unseal
+from coterie.privacy import secrets
+from coterie.runs import Callback, RunFolder, turn_of
+from coterie.testing import loop
+from coterie.transforms.contract import Context, Memory, Transform, mapped
+
+MASKED_SUM = Path(__file__).parents[2] / "examples" / "transforms" / "masked_sum.py"
+ASK = 1
+"""The number of the turn in which the transform `counted` asks its question in the first round."""
+
+
+class Counted(Transform):
+    """After training, each client confirms its upload; the mean is multiplied by their number."""
+
+    name: ClassVar[str] = "counted"
+    summary: ClassVar[str] = "the mean times the number of confirmations"
+    after: ClassVar[tuple[str, ...]] = ("confirm",)
+
+    def tell(self, phase: str, client: str, clients: Sequence[str], memory: Memory) -> Json:
+        if phase == "train":
+            memory.values["confirmed"] = []
+        return [*clients]
+
+    def encode(self, update: Groups, context: Context) -> Groups:
+        context.memory.values["trained"] = context.turn.number
+        return update
+
+    def answer(self, phase: str, context: Context) -> Json:
+        assert context.memory.values["trained"] == context.turn.number - 1
+        assert context.client in context.server_value
+        return context.server_value
+
+    def collect(self, phase: str, client: str, answer: Json, memory: Memory) -> None:
+        if not isinstance(answer, list):
+            raise MessageError("no names")
+        memory.values["confirmed"] = [*memory.values["confirmed"], client]
+
+    def on_mean(self, mean: Groups, before: Groups, memory: Memory) -> Groups:
+        return mapped(mean, lambda tensor: len(memory.values["confirmed"]) * tensor)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> None:
+    load_plugin(MASKED_SUM)
+    coterie.register(Counted)
+
+
+@pytest.fixture(autouse=True)
+def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and masks differ from run to run; here they do not."""
+    monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))
+    monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
+
+
+@pytest.fixture
+def run(config) -> Any:
+    def make(transform: str = "counted", **changes: Any) -> coterie.RunConfig:
+        rules = {"transforms": [transform] if transform else [], "largest_change": None}
+        whole = {"rounds": 2, "evaluation": {"every": 1}, "aggregation": rules}
+        return config(**{**whole, "deployment": {"quorum": 2, "deadline": 30}, **changes})
+
+    return make
+
+
+def adapter(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    return loop.flat(RunFolder(folder).load("server"))
+
+
+def diverges(name: str, turn: int) -> Any:
+    """A change of replies: a client says that its training diverged."""
+
+    def change(client: str, data: bytes) -> bytes:
+        reply, _ = unseal(Reply, data)
+        if (client, reply.kind, reply.turn) != (name, "step", turn):
+            return data
+        return seal(reply.model_copy(update={"fault": "diverged"}), b"")
+
+    return change
+
+
+@pytest.mark.parametrize("who", ["diarist", "whaler"])
+def test_a_masked_sum_survives_a_client_whose_upload_is_missing(who, run, tmp_path) -> None:
+    masked, plain = run("masked_sum", rounds=1), run("", rounds=1)
+    loop.deploy(masked, tmp_path / "masked", change=diverges(who, 1))
+    loop.deploy(plain, tmp_path / "plain", change=diverges(who, 0))
+    found, expected = (adapter(tmp_path / name / "server") for name in ("masked", "plain"))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
+    result = RunFolder(tmp_path / "masked" / "server").result
+    assert result is not None
+    assert [*result["left_out"]] == [who]
+
+
+class StopIn(Callback):
+    """Stops a run when a client has uploaded a number of times."""
+
+    def __init__(self, uploads: int) -> None:
+        self.left = uploads
+
+    def on_client_end(self, round: int, client: str) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("transform", ["counted", "masked_sum"])
+def test_a_run_that_stops_in_any_phase_continues_to_the_same_bits(transform, run, tmp_path) -> None:
+    two = run(transform)
+    whole = RunFolder(coterie.run(two, out=tmp_path / "whole").path)
+    for turns in range(1, two.turns):
+        out = tmp_path / f"stopped-{turns}"
+        with pytest.raises(KeyboardInterrupt):
+            coterie.run(two, out=out, callbacks=[StopIn(turns * len(two.clients) + 1)])
+        waits = any(name.startswith("server-waiting") for name in loop.sides(RunFolder(out)))
+        assert waits == two.turn(turns).after
+        coterie.resume(out)
+        loop.assert_same_states(RunFolder(out), whole)
+
+
+@pytest.mark.parametrize("transform", ["counted", "masked_sum"])
+def test_a_server_that_is_killed_at_any_time_ends_in_the_same_bits(
+    transform, run, tmp_path
+) -> None:
+    two = run(transform, deployment={"quorum": 3})
+    local = RunFolder(coterie.run(two, out=tmp_path / "local").path)
+    network = loop.deploy(two, tmp_path / "whole")
+    loop.assert_as_local(two, tmp_path / "whole", local)
+
+    def kill(_: loop.Loop) -> None:
+        raise KeyboardInterrupt
+
+    for number in range(2, network.turns):
+        out = tmp_path / f"killed-{number}"
+        killed = loop.Loop(loop.workers(two, out), events={number: kill})
+        with pytest.raises(KeyboardInterrupt):
+            loop.server(two, out / "server", killed).rounds()
+        for name in killed.workers:
+            killed.reconnect(name)
+        loop.server(two, out / "server", killed).rounds()
+        loop.assert_as_local(two, out, local)
+
+
+def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
+    """Its client takes part in the next round as if it had answered; the deadline is short."""
+    two = run(deployment={"quorum": 2, "deadline": 1})
+    lost = {("whaler", ASK)}
+
+    def lose(name: str, order: Order) -> bool:
+        return order.kind == "step" and (name, order.turn) in lost
+
+    waits = dict.fromkeys(range(1000), lambda _: time.sleep(0.01))
+    loop.deploy(two, tmp_path, lose=lose, events=waits)
+    folder = RunFolder(tmp_path / "server")
+    assert "left_out" not in (folder.result or {})
+    scored = [
+        line["client"]
+        for line in loop.folder(two, tmp_path, "whaler").metrics()
+        if (line["name"], line["round"]) == ("test/aggregated", 0)
+    ]
+    assert scored == ["whaler"]
+    lines = [line for line in folder.metrics() if line["name"] == "bytes/up"]
+    assert sorted(line["client"] for line in lines if turn_of(line) == ASK) == ["diarist", "poet"]
+
+
+def test_an_invalid_answer_is_asked_for_again(run, tmp_path) -> None:
+    spoilt: list[str] = []
+
+    def spoil(name: str, data: bytes) -> bytes:
+        reply, _ = unseal(Reply, data)
+        if (name, reply.kind, reply.turn) != ("poet", "step", ASK) or spoilt:
+            return data
+        spoilt.append(name)
+        return seal(reply, Message(ASK, values={"counted": "yes"}).encode())
+
+    two = run(deployment={"quorum": 3})
+    local = RunFolder(coterie.run(two, out=tmp_path / "local").path)
+    loop.deploy(two, tmp_path, change=spoil)
+    assert spoilt
+    loop.assert_as_local(two, tmp_path, local)
+
+
+def test_whoever_is_expelled_after_its_upload_leaves_when_the_exchange_is_over(
+    run, tmp_path
+) -> None:
+    """The sum may need what the client has sent; its data are gone in the next exchange."""
+    server, names = tmp_path / "server", []
+
+    def expel(name: str, order: Order) -> bool:
+        if order.kind == "step" and order.turn == ASK and not names:
+            names.append("whaler")
+            RunFolder(server).expel("whaler")
+        return False
+
+    two = run()
+    loop.deploy(two, tmp_path, lose=expel)
+    assert names
+    lines = [line for line in RunFolder(server).metrics() if line["name"] == "bytes/up"]
+    sent = [turn_of(line) for line in lines if line["client"] == "whaler"]
+    assert sent in ([0], [0, 1])
+    assert "left_out" not in (RunFolder(server).result or {})
+    assert "whaler" not in str(RunFolder(server).load("transforms").values)
+
+
+def test_a_waiting_upload_is_forgotten(run, tmp_path) -> None:
+    two, out = run(deployment={"quorum": 3}), tmp_path / "server"
+
+    def stop(name: str, order: Order) -> bool:
+        if order.kind == "step" and order.turn == ASK:
+            raise KeyboardInterrupt
+        return False
+
+    network = loop.Loop(loop.workers(two, tmp_path), lose=stop)
+    with pytest.raises(KeyboardInterrupt):
+        loop.server(two, out, network).rounds()
+    waiting = {f"server-waiting uploads-{client.name}" for client in two.clients}
+    assert waiting <= {*loop.sides(RunFolder(out))}
+    del network
+    forget(RunFolder(out), "poet")
+    left = {*loop.sides(RunFolder(out))}
+    assert waiting & left == waiting - {"server-waiting uploads-poet"}
+    assert "poet" not in str(RunFolder(out).load("server").values)
