@@ -283,7 +283,8 @@ def terms_of(
 def _estimate(client: str, config: "RunConfig", clients: int) -> "Estimate":
     """Return what a client needs for a run with a number of clients, as far as it is known."""
     from coterie.adapters.coverage import coverage
-    from coterie.analysis.need import shapes_of
+    from coterie.analysis.need import need_from
+    from coterie.analysis.shapes import shapes_of
     from coterie.bases import load_skeleton
     from coterie.bases.devices import device_type
     from coterie.cli.console import Estimate
@@ -294,7 +295,7 @@ def _estimate(client: str, config: "RunConfig", clients: int) -> "Estimate":
     try:
         shapes = shapes_of(config, client)
         if shapes is not None:
-            memory = shapes.need(config, device_type(config.device)).memory
+            memory = need_from(shapes, config, device_type(config.device)).memory
             base, parameters = shapes.skeleton, shapes.side.parameters()
         elif isinstance(method, AdapterMethod):
             base = load_skeleton(config.base, config.root)
