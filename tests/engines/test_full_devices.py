@@ -28,7 +28,11 @@ PLACES = {
         "coterie.evaluation.evaluate.token_losses",
         "the evaluation of '.*'; set evaluation.batch: 1 or base.weights: nf4",
     ),
-    "trial": (AUTO, "coterie.methods.auto.sample_slopes", f"a download of '.*'; set {HALVES}"),
+    "trial": (
+        AUTO,
+        "coterie.methods.auto.client.sample_slopes",
+        f"a download of '.*'; set {HALVES}",
+    ),
     "download": (
         {"name": "fedavg"},
         "coterie.methods.adapter.copy",

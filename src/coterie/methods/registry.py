@@ -39,7 +39,7 @@ _CLASSES = {
     "comigs:Mixture": "local-moe fedavg-moe pfedmoe local-moe-tr fedavg-moe-tr comigs-tr "
     "comigs-1g1s comigs-2g comigs-2s",
     "averaging:FedIT": "fedit fedit-ft",
-    "auto:Auto": "auto",
+    "auto.method:Auto": "auto",
     "grouped:Grouped": "grouped",
     "fedalt:FedALT": "fedalt",
     "factors:FedSA": "fedsa fed-alora",
