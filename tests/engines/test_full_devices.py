@@ -40,7 +40,7 @@ PLACES = {
     ),
     "upload": (
         PCL,
-        "coterie.methods.pcl.top_logits",
+        "coterie.methods.pcl.strategies.top_logits",
         f"(an upload|a download) of '.*'; set {HALVES}",
     ),
     "gradients": (
