@@ -25,12 +25,12 @@ from coterie.bases import Base, load_base
 from coterie.bases.devices import device_type, names_of
 from coterie.bases.precision import SLOW_PRECISION, fast_precision
 from coterie.config.run import RunConfig
-from coterie.data.quality import AT_START, sentences
 from coterie.deployment import terms
 from coterie.deployment.orders import Orders, check_turn
 from coterie.deployment.site import Declined, Site, ledger_of, run_folder
 from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError, Diverged, Unwritable
+from coterie.evaluation.quality import AT_START, sentences
 from coterie.federation.participants import Participant, described_templates, participants_of
 from coterie.federation.reading import Reading
 from coterie.federation.sizes import MiB, check_messages, message_sizes

@@ -13,12 +13,12 @@ from coterie.bases import Base, Bases, weights_digest
 from coterie.bases.devices import names_of
 from coterie.config.plugins import check_importable
 from coterie.config.run import RunConfig
-from coterie.data.quality import AT_START, sentences
 from coterie.engines.cluster import check_address, set_variables
 from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError, imports_for
+from coterie.evaluation.quality import AT_START, sentences
 from coterie.federation.checks import check
 from coterie.federation.participants import (
     Federation,
