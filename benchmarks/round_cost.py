@@ -38,6 +38,7 @@ from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.exchanges.codec import ServerTransforms
 from coterie.exchanges.exchange import Exchange
+from coterie.federation.pipeline import pipeline_of
 from coterie.messages import Message
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.methods.contract import ServerContext
@@ -196,7 +197,7 @@ def by_shape(method: dict[str, Any]) -> float:
     server = run.method.server(
         ServerContext(0, base, tuple(names), lambda name, value: None, run.training)
     )
-    transforms, value = ServerTransforms(run.pipeline()), server.initial()
+    transforms, value = ServerTransforms(pipeline_of(run)), server.initial()
     shapes = {name: list(tensor.shape) for name, tensor in value.adapter.items()}
     for name in names:
         value = server.join(value, name, Message(0, {}, {"shapes": shapes}))

@@ -272,9 +272,10 @@ def terms_of(
         return None, limit
     from coterie.config.deployed import load_agreed
     from coterie.deployment.terms import agreed_terms
+    from coterie.federation.pipeline import budgets_of
 
     config = load_agreed(run, client)
-    total = together(config.budgets)
+    total = together(budgets_of(config))
     if limit is None and total is not None and math.isfinite(total.epsilon):
         limit = total
     return agreed_terms(config, client), limit
