@@ -17,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import coterie
-from coterie.analysis.need import QUANTISED, Need, need_of, shapes_of
+from coterie.analysis.held import QUANTISED
+from coterie.analysis.need import Need, need_from, need_of
+from coterie.analysis.shapes import shapes_of
 from coterie.bases import load_tokenizer
 from coterie.bases.gguf import SMOLLM2
 from coterie.config.run import parse
@@ -135,7 +137,7 @@ def paper_row(base: str, method: str, count: int) -> tuple[str, ...]:
     shapes = shapes_of(config, "client-0")
     assert shapes is not None, "the needs of this method are known"
     needs = [
-        shapes.need(config.model_copy(update={"base": spec}), "cuda")
+        need_from(shapes, config.model_copy(update={"base": spec}), "cuda")
         for weights in (None, "int8", "nf4")
         for spec in [config.base.model_copy(update={"weights": weights})]
     ]

@@ -37,6 +37,7 @@ from coterie.config.run import parse
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.exchanges.exchange import Exchange
+from coterie.federation.pipeline import pipeline_of
 from coterie.messages import Message
 from coterie.messages.names import BYTES_DOWN, BYTES_UP
 from coterie.methods.contract import ServerContext
@@ -199,7 +200,7 @@ def by_shape(method: dict[str, Any]) -> float:
     shapes = {name: list(tensor.shape) for name, tensor in value.adapter.items()}
     for name in names:
         value = server.join(value, name, Message(0, {}, {"shapes": shapes}))
-    exchange = Exchange(Path(gettempdir()), run.pipeline(), run.method.schema(), run.aggregation)
+    exchange = Exchange(Path(gettempdir()), pipeline_of(run), run.method.schema(), run.aggregation)
     exchange.open(run.turn(0), names)
     groups = [g for name in names for g in server.expects(value, name, exchange).values()]
     return sum(prod(shape) for shapes in groups for shape in shapes.values()) * 2 / CLIENTS / MIB

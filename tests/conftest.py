@@ -13,7 +13,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import coterie
 from coterie.bases import EMBEDDED
@@ -126,6 +126,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(llama).save_pretrained(folder / "llama")
     write_tokenizer(folder / "llama")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The tokenizer of the base `tiny-gpt2`, as transformers reads it."""
+    return AutoTokenizer.from_pretrained(str(EMBEDDED / "tiny-gpt2"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
-"""The size of this machine's main memory, and the part of it that is free."""
+"""The size of this machine's main memory, what is free of it, and what this process has used."""
 
 import os
+import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +35,12 @@ def free_memory() -> int:
         used = int((CONTAINER / "memory.current").read_text(encoding="ascii"))
         free = min(free, size - used + _number(CONTAINER / "memory.stat", "inactive_file"))
     return max(free, 0)
+
+
+def process_memory() -> int:
+    """Return the peak memory of this process so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _number(file: Path, name: str) -> int:

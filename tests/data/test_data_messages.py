@@ -16,12 +16,12 @@ from coterie.data.divide_spec import DivideSpec
 from coterie.data.items import Conversation, Turn
 from coterie.data.kinds.conversations import conversations
 from coterie.data.kinds.instructions import instructions
-from coterie.data.quality import quality, without_held_out
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec, Limits, MessagesSpec
-from coterie.data.survey import Survey
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError
+from coterie.evaluation.quality import quality, without_held_out
+from coterie.evaluation.survey import Survey
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello!"}

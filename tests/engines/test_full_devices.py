@@ -28,7 +28,11 @@ PLACES = {
         "coterie.evaluation.evaluate.token_losses",
         "the evaluation of '.*'; set evaluation.batch: 1 or base.weights: nf4",
     ),
-    "trial": (AUTO, "coterie.methods.auto.sample_slopes", f"a download of '.*'; set {HALVES}"),
+    "trial": (
+        AUTO,
+        "coterie.methods.auto.client.sample_slopes",
+        f"a download of '.*'; set {HALVES}",
+    ),
     "download": (
         {"name": "fedavg"},
         "coterie.methods.adapter.copy",
@@ -36,7 +40,7 @@ PLACES = {
     ),
     "upload": (
         PCL,
-        "coterie.methods.pcl.top_logits",
+        "coterie.methods.pcl.strategies.top_logits",
         f"(an upload|a download) of '.*'; set {HALVES}",
     ),
     "gradients": (

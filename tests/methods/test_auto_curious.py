@@ -12,7 +12,7 @@ from turns import nth
 
 from coterie.errors import CoterieError
 from coterie.messages import Message
-from coterie.methods.choice import row_from_slopes, with_least_others
+from coterie.methods.auto.choice import row_from_slopes, with_least_others
 from coterie.testing.rounds import down, joined
 
 NAMES = ("ann", "ben", "eve", "ida")

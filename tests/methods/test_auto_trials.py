@@ -10,7 +10,7 @@ from auto_runs import NAMES, auto, chosen, equal, forged_round
 from every_method import some
 
 from coterie.messages import Message, State
-from coterie.methods.choice import latest_trial
+from coterie.methods.auto.choice import latest_trial
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, take
 

@@ -1,11 +1,11 @@
-"""Weights from slopes, compared with the equations in plain Python; see `methods/auto.py`."""
+"""Weights from slopes, compared with the equations of `methods/auto/method.py` in plain Python."""
 
 import math
 
 import pytest
 import torch
 
-from coterie.methods.choice import row_from_slopes, shares_of, standard_error, with_no_change
+from coterie.methods.auto.choice import row_from_slopes, shares_of, standard_error, with_no_change
 
 EQUAL = dict.fromkeys("abcd", 0.25)
 

@@ -201,7 +201,7 @@ def test_an_exchange_is_scored_once_however_often_models_are_evaluated(
     config, tmp_path, monkeypatch
 ) -> None:
     scored = []
-    monkeypatch.setattr("coterie.methods.pcl.mean_loss", lambda *_: scored.append(1) or 1.0)
+    monkeypatch.setattr("coterie.methods.pcl.method.mean_loss", lambda *_: scored.append(1) or 1.0)
     method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1}
     coterie.run(config(method=method, rounds=2, evaluation={"every": 1}), out=tmp_path / "run")
     assert len(scored) == 2 * 3 * 3  # two exchanges, in which three clients score three models

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.methods.trust import cosine, sparse_distance, trust_row
+from coterie.methods.pcl.trust import cosine, sparse_distance, trust_row
 
 
 def test_a_row_is_the_softmax_of_the_scores() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from coterie.adapters import Adapter, Layout, Trainable
 from coterie.adapters.coverage import coverage
-from coterie.analysis.need import Need, kept_dtype, need_of, process_memory
+from coterie.analysis.held import kept_dtype
+from coterie.analysis.need import Need, need_of
 from coterie.analysis.sizes import client_names
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec, check_base, load_skeleton, load_tokenizer
@@ -15,6 +16,7 @@ from coterie.bases.devices import device_type
 from coterie.bases.sites import QUERY_VALUE, layers
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError, plural
+from coterie.memory import process_memory
 from coterie.methods.adapter import AdapterMethod
 from coterie.training.context import ClientId
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import yaml
 
-from coterie.analysis.need import Need, Shapes, shapes_of
+from coterie.analysis.need import Need, need_from
+from coterie.analysis.shapes import Shapes, shapes_of
 from coterie.analysis.tables import Table
 from coterie.bases import load_skeleton
 from coterie.config.run import RunConfig
@@ -121,16 +122,16 @@ def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
     for count in _halved(config.evaluation.batch):
         evaluation = config.evaluation.model_copy(update={"batch": count})
         config = config.model_copy(update={"evaluation": evaluation})
-        need = shapes.need(config, "cuda")
+        need = need_from(shapes, config, "cuda")
         if need.memory - need.work + need.scoring <= available:
             break
     candidate = config
     for count in _halved(config.training.batch):
         training = config.training.model_copy(update={"micro_batch": count})
         candidate = config.model_copy(update={"training": training})
-        if shapes.need(candidate, "cuda").memory <= available:
+        if need_from(shapes, candidate, "cuda").memory <= available:
             break
-    need = shapes.need(candidate, "cuda")
+    need = need_from(shapes, candidate, "cuda")
     return Candidate(candidate, need, need.memory <= available)
 
 

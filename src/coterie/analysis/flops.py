@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from coterie.adapters import Trainable
 from coterie.analysis.experiments import Experiment
-from coterie.analysis.need import side_without_texts
+from coterie.analysis.shapes import side_without_texts
 from coterie.bases import Base, load_base
 from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError

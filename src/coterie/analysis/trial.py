@@ -4,12 +4,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from coterie.analysis.need import process_memory
 from coterie.config.run import RunConfig
 from coterie.engines.local import LocalClients
 from coterie.engines.rounds import Rounds
 from coterie.engines.session import Session
 from coterie.errors import Diverged
+from coterie.memory import process_memory
 from coterie.messages import Message
 from coterie.messages.schema import Way
 from coterie.runs import RunFolder

@@ -5,6 +5,7 @@ Every method then trains on the sum of the base and the adapter, as on any other
 
 import logging
 import re
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
@@ -22,7 +23,7 @@ from coterie.bases.patterns import matching
 from coterie.bases.precision import Precision
 from coterie.bases.spec import BaseSpec
 from coterie.errors import CoterieError
-from coterie.files import read_file, refuse_special
+from coterie.files import expanded, read_file, refuse_special
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -98,12 +99,27 @@ def read_lora(folder: Path) -> "LoraConfig":
     return config
 
 
-def lora_digest(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's files, which shows whether they have changed.
+def lora_digests(specs: Iterable[BaseSpec], root: Path) -> dict[str, dict[str, str]]:
+    """Hash the existing LoRA adapters that are merged into bases.
+
+    Args:
+        specs: The bases.
+        root: The folder that relative paths of adapters start from.
+
+    Returns:
+        A mapping with the hash of each adapter's files, by the adapter's folder, under the key
+        `adapters`; an empty mapping if no base has such an adapter.
 
     Raises:
-        CoterieError: The folder contains no LoRA adapter.
+        CoterieError: A folder contains no LoRA adapter.
     """
+    folders = sorted({spec.adapter for spec in specs if spec.adapter is not None})
+    digests = {path: _digest(root / expanded(path)) for path in folders}
+    return {"adapters": digests} if digests else {}
+
+
+def _digest(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's files, which shows whether they have changed."""
     read_lora(folder)
     digest = sha256()
     for name in FILES:

@@ -27,6 +27,7 @@ from coterie.deployment.terms import (
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
+from coterie.federation.pipeline import budgets_of
 from coterie.federation.sizes import MiB, check_run
 from coterie.federation.statements import protection
 from coterie.network.address import listen
@@ -108,7 +109,7 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         config = site.config(order)
         if reason := extra_plugin(order, config):
             raise CoterieError(f"The run {reason}.")
-        excess = budget_excess(config.budgets, ledger_of(site, order.run))
+        excess = budget_excess(budgets_of(config), ledger_of(site, order.run))
         folder = run_folder(site, order.run)
         refused = Orders(site).refusal(order, config, folder)
         if reason := excess or public_text_mismatch(order, config) or refused:

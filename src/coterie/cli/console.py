@@ -24,6 +24,7 @@ from coterie.deployment.status import ServerWatch, opposition
 from coterie.deployment.status import Status as RunStatus
 from coterie.deployment.terms import flat
 from coterie.errors import plural
+from coterie.federation.pipeline import pipeline_of
 from coterie.federation.sizes import MiB
 from coterie.federation.statements import protection, statements
 from coterie.messages.envelope import Order
@@ -284,7 +285,7 @@ def traffic_in_words(config: RunConfig, estimate: Estimate) -> str:
     """Describe the sizes of a client's messages; the result is empty if they are unknown."""
     if estimate.up is None or estimate.down is None:
         return ""
-    schema = config.pipeline().schema
+    schema = pipeline_of(config).schema
     up, down = estimate.up / MiB, estimate.down / MiB
     texts = [f"at most {up:,.1f} MiB up and {down:,.1f} MiB down"] if up or down else []
     if any(not isinstance(field.dtype, str) for field in (*schema.up, *schema.down)):

@@ -272,9 +272,10 @@ def terms_of(
         return None, limit
     from coterie.config.deployed import load_agreed
     from coterie.deployment.terms import agreed_terms
+    from coterie.federation.pipeline import budgets_of
 
     config = load_agreed(run, client)
-    total = together(config.budgets)
+    total = together(budgets_of(config))
     if limit is None and total is not None and math.isfinite(total.epsilon):
         limit = total
     return agreed_terms(config, client), limit
@@ -283,7 +284,8 @@ def terms_of(
 def _estimate(client: str, config: "RunConfig", clients: int) -> "Estimate":
     """Return what a client needs for a run with a number of clients, as far as it is known."""
     from coterie.adapters.coverage import coverage
-    from coterie.analysis.need import shapes_of
+    from coterie.analysis.need import need_from
+    from coterie.analysis.shapes import shapes_of
     from coterie.bases import load_skeleton
     from coterie.bases.devices import device_type
     from coterie.cli.console import Estimate
@@ -294,7 +296,7 @@ def _estimate(client: str, config: "RunConfig", clients: int) -> "Estimate":
     try:
         shapes = shapes_of(config, client)
         if shapes is not None:
-            memory = shapes.need(config, device_type(config.device)).memory
+            memory = need_from(shapes, config, device_type(config.device)).memory
             base, parameters = shapes.skeleton, shapes.side.parameters()
         elif isinstance(method, AdapterMethod):
             base = load_skeleton(config.base, config.root)

@@ -11,8 +11,8 @@ from coterie.bases import load_tokenizer
 from coterie.cli import terminal
 from coterie.config.run import RunConfig
 from coterie.data.files import listed, listed_first
-from coterie.data.near import NEAR
-from coterie.data.quality import KINDS, SHORT, Copy, Place, Quality
+from coterie.evaluation.near import NEAR
+from coterie.evaluation.quality import KINDS, SHORT, Copy, Place, Quality
 from coterie.federation.participants import gathered
 from coterie.federation.reading import Reading
 from coterie.files import write_json

@@ -10,7 +10,6 @@ from typing import Any, cast
 from pydantic import field_serializer
 
 from coterie.bases.devices import device_type
-from coterie.bases.lora import lora_digest
 from coterie.bases.precision import Precision, fast_precision
 from coterie.bases.spec import BaseSpec
 from coterie.config.errors import validated
@@ -20,16 +19,12 @@ from coterie.data.kind import DATA_KINDS
 from coterie.data.spec import KindSpec
 from coterie.errors import CoterieError
 from coterie.evaluation.metrics import METRICS, Metric
-from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import TransformSpec
-from coterie.files import expanded
 from coterie.methods.contract import SERVER, Method
 from coterie.methods.registry import POOLED, carried, kind_of
-from coterie.privacy.ledger import Budget
 from coterie.training import optimiser
 from coterie.training.spec import TrainingSpec
 from coterie.transforms.contract import Transform
-from coterie.transforms.hooks import run_hook
 from coterie.transforms.registry import TRANSFORMS
 from coterie.turn import TRAIN, Turn
 
@@ -144,26 +139,6 @@ class RunConfig(Sections[Method]):
         """
         return self.method.exchanges(rounds) * len(self.phases) if rounds else 0
 
-    def pipeline(self) -> Pipeline:
-        """Create the pipeline of the run's transforms.
-
-        Returns:
-            The pipeline. Its attribute `schema` contains the fields that may be sent.
-        """
-        schema = self.method.schema()
-        weighted = self.aggregation.weights == "tokens" and bool(schema.averaged)
-        return Pipeline(self.transforms, schema, self.exchanges, weighted=weighted)
-
-    @property
-    def budgets(self) -> list[Budget]:
-        """A list with one privacy budget for each noise mechanism of the run.
-
-        The noise mechanisms are those of the transforms and, if the method itself adds noise, the
-        method's noise mechanism. The run spends all of these budgets on every client.
-        """
-        budgets = (run_hook(transform, "budget", self.exchanges) for transform in self.transforms)
-        return [budget for budget in (self.method.budget, *budgets) if budget is not None]
-
     def base_of(self, name: str) -> BaseSpec:
         """Return the base of a client or of the server.
 
@@ -177,21 +152,6 @@ class RunConfig(Sections[Method]):
         if name == SERVER and self.server is not None:
             return self.server.base or self.base
         return self.base if self.pooled else self.bases.get(name, self.base)
-
-    def adapters(self) -> dict[str, dict[str, str]]:
-        """Hash the existing LoRA adapters that the run merges into its bases.
-
-        Returns:
-            A mapping with the hash of each adapter's files, by the adapter's folder, under the key
-            `adapters`; an empty mapping if the run has no such adapter.
-
-        Raises:
-            CoterieError: A folder contains no LoRA adapter.
-        """
-        paths = {spec.adapter for spec in self.all_bases}
-        folders = sorted(path for path in paths if path is not None)
-        digests = {path: lora_digest(self.root / expanded(path)) for path in folders}
-        return {"adapters": digests} if digests else {}
 
     def training_of(self, name: str) -> TrainingSpec:
         """Return the training settings of a client or of the server.

@@ -23,15 +23,17 @@ import torch
 
 from coterie.bases import Base, load_base
 from coterie.bases.devices import device_type, names_of
+from coterie.bases.lora import lora_digests
 from coterie.bases.precision import SLOW_PRECISION, fast_precision
 from coterie.config.run import RunConfig
-from coterie.data.quality import AT_START, sentences
 from coterie.deployment import terms
 from coterie.deployment.orders import Orders, check_turn
 from coterie.deployment.site import Declined, Site, ledger_of, run_folder
 from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError, Diverged, Unwritable
+from coterie.evaluation.quality import AT_START, sentences
 from coterie.federation.participants import Participant, described_templates, participants_of
+from coterie.federation.pipeline import budgets_of
 from coterie.federation.reading import Reading
 from coterie.federation.sizes import MiB, check_messages, message_sizes
 from coterie.files import parse_json
@@ -138,7 +140,7 @@ class Worker:
         if reason := terms.public_text_mismatch(order, config):
             return self._refuse(order, "public", reason)
         ledger = ledger_of(self.site, order.run)
-        if reason := terms.budget_excess(config.budgets, ledger):
+        if reason := terms.budget_excess(budgets_of(config), ledger):
             return self._refuse(order, "budget", reason)
         if reason := self.orders.refusal(order, config, folder):
             return self._refuse(order, "limits", reason)
@@ -253,7 +255,8 @@ class SiteRun:
                 "agreed": terms.requested_terms(order),
                 "device": names_of(config.device),
             }
-            extra |= described_templates(config, {config.base: base.tokenizer}) | config.adapters()
+            loras = lora_digests(config.all_bases, config.root)
+            extra |= described_templates(config, {config.base: base.tokenizer}) | loras
             clients = {site.name: participant.described()}
             description = describe(config.as_dict(), clients, config.plugins, **extra)
             return RunFolder.create(folder.path, description)

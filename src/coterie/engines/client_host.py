@@ -21,6 +21,7 @@ from coterie.federation.participants import (
     client_context,
     text_digest,
 )
+from coterie.federation.pipeline import pipeline_of
 from coterie.inference.kept import Keeper, bring_back, compares_aggregated, stops
 from coterie.inference.reference import with_reference
 from coterie.messages import Json, Message, MessageError, State
@@ -71,7 +72,7 @@ class ClientHost:
         self.name = participant.name
         with self._memory_for(EVALUATION):
             self.participant = participant = with_reference(config, self.base, participant)
-        self.pipeline = config.pipeline()
+        self.pipeline = pipeline_of(config)
         self.schema = self.pipeline.schema
         log = partial(self.log, self.name)
         ledger = ledger or Ledger()

@@ -15,6 +15,7 @@ from coterie.exchanges.exchange import Exchange, memory_for_aggregation
 from coterie.exchanges.lazy import PART, server_state, unread
 from coterie.exchanges.waiting import restored_waiting, waiting_state
 from coterie.federation.participants import Participant, server_context
+from coterie.federation.pipeline import pipeline_of
 from coterie.messages import Message, State
 from coterie.messages import names as metric
 from coterie.methods.value import Value
@@ -54,7 +55,7 @@ class ServerHost:
         self.turn = config.turn(0)
         """The turn in progress or, between turns, the last one."""
         method = config.method
-        pipeline = config.pipeline()
+        pipeline = pipeline_of(config)
         self.schema = pipeline.schema
         """The fields that may be sent, after transforms have encoded them."""
         log = partial(recorder.log, None)

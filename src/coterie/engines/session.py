@@ -11,14 +11,15 @@ import torch
 
 from coterie.bases import Base, Bases, weights_digest
 from coterie.bases.devices import names_of
+from coterie.bases.lora import lora_digests
 from coterie.config.plugins import check_importable
 from coterie.config.run import RunConfig
-from coterie.data.quality import AT_START, sentences
 from coterie.engines.cluster import check_address, set_variables
 from coterie.engines.floor import as_result, floor_items
 from coterie.engines.local import local_run
 from coterie.engines.rounds import Rounds
 from coterie.errors import CoterieError, imports_for
+from coterie.evaluation.quality import AT_START, sentences
 from coterie.federation.checks import check
 from coterie.federation.participants import (
     Federation,
@@ -159,7 +160,8 @@ class Session:
         reference = {} if (hash := reference_digest(config)) is None else {"reference": hash}
         engine = {"engine": self.engine, "device": names_of(config.device)}
         weights = {base.name: weights_digest(base, config.root) for base in self.bases}
-        details = {**reference, **config.adapters(), **engine, "weights": weights, **templates}
+        loras = lora_digests(config.all_bases, config.root)
+        details = {**reference, **loras, **engine, "weights": weights, **templates}
         return describe(config.as_dict(), clients, config.plugins, **details, **server_data)
 
     def finish(

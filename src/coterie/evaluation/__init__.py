@@ -1,1 +1,1 @@
-"""Evaluation: perplexity, accuracy, generated answers, and the metrics that summarise them."""
+"""Evaluation: the metrics of models and their answers, and the quality of clients' texts."""

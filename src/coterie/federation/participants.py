@@ -15,11 +15,11 @@ from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.divide import Division, divided_texts
 from coterie.data.kinds.text import Tokens
-from coterie.data.quality import without_held_out
 from coterie.data.split import Split
 from coterie.data.texts import Texts, client_texts, whole_text
 from coterie.data.tokens import ClientData, encoded, pooled, tokenise
 from coterie.errors import CoterieError
+from coterie.evaluation.quality import without_held_out
 from coterie.federation.reading import PUBLIC, Reading
 from coterie.methods.contract import SERVER, Log, ServerContext
 from coterie.privacy.ledger import Ledger

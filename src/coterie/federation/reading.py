@@ -10,11 +10,11 @@ from coterie.bases import Tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
 from coterie.data.control import control_tokens, count_control
-from coterie.data.quality import Progress, Quality, SpecialTokens, quality, unknown_tokens
 from coterie.data.split import Split
-from coterie.data.survey import survey
 from coterie.data.texts import SPLITS, Texts
 from coterie.data.tokens import ClientData
+from coterie.evaluation.quality import Progress, Quality, SpecialTokens, quality, unknown_tokens
+from coterie.evaluation.survey import survey
 from coterie.training.context import ClientId
 
 PUBLIC = "The public text"

@@ -18,6 +18,7 @@ from torch import nn
 from coterie.adapters import Parameter, detach, pairs_of
 from coterie.config.run import RunConfig
 from coterie.errors import CoterieError, plural
+from coterie.federation.pipeline import pipeline_of
 from coterie.messages import Field, Schema, message
 from coterie.methods.adapter import AdapterMethod
 from coterie.training.context import ClientId
@@ -109,7 +110,7 @@ def message_sizes(
         clients: The number of the run's clients.
     """
     shared = {name: p for name, p in parameters.items() if config.method.shared(p)}
-    return MessageSizes(config.pipeline().schema, shared, clients, config.exchanges)
+    return MessageSizes(pipeline_of(config).schema, shared, clients, config.exchanges)
 
 
 def check_run(

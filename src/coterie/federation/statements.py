@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from coterie.config.run import RunConfig
+from coterie.federation.pipeline import budgets_of, pipeline_of
 from coterie.messages import Field, Schema
 from coterie.privacy.ledger import Budget, together
 
@@ -34,7 +35,7 @@ class Statement(NamedTuple):
 def statements(config: RunConfig) -> list[Statement]:
     """Return what a client sends in a run, what reaches other clients, and what noise protects."""
     schema = config.method.schema()
-    encoded = config.pipeline().schema  # with the values that transforms add
+    encoded = pipeline_of(config).schema  # with the values that transforms add
     texts = {
         SENT: "\n".join(_listed(encoded.described())) or "nothing",
         FORWARDED: "; ".join(_listed(encoded.forwarded())) or "nothing",
@@ -42,7 +43,7 @@ def statements(config: RunConfig) -> list[Statement]:
         COMPUTED: "; ".join(_computed(schema)),
         LIMIT: _limit(schema, config.aggregation.least_others),
         SEEN: _seen(config) if schema.up else "",
-        PRIVACY: _noise(config.budgets),
+        PRIVACY: _noise(budgets_of(config)),
     }
     return [Statement(subject, text) for subject, text in texts.items() if text]
 

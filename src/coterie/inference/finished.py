@@ -13,6 +13,7 @@ from coterie.adapters import Trainable, mergeable
 from coterie.adapters import merge as make_plain
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_skeleton, load_tokenizer, place
 from coterie.bases.devices import Device, available
+from coterie.bases.lora import lora_digests
 from coterie.bases.precision import Precision
 from coterie.bases.sites import StandIn
 from coterie.config.plugins import check_plugins
@@ -315,8 +316,8 @@ def recorded(folder: RunFolder, method: Method | None = None) -> RunConfig:
         plugins.pop(method.name, None)
     check_plugins(f"The run in {folder.path}", plugins)
     config = parse_recorded(folder, {} if method is None else {"method": method})
-    adapters = folder.description.get("adapters")
-    if adapters is not None and config.adapters() != {"adapters": adapters}:
+    hashes = folder.description.get("adapters")
+    if hashes is not None and lora_digests(config.all_bases, config.root) != {"adapters": hashes}:
         raise CoterieError(
             f"The LoRA adapter that `adapter` names has changed since the run in {folder.path} "
             "began; restore it, or start a new run."

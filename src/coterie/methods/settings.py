@@ -4,13 +4,11 @@ A method has only those parts that affect it. A part has the same meaning in eve
 comparison of methods can copy a part's values from one method to another.
 """
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from coterie.errors import CoterieError
-from coterie.methods.trust import trust_row
 from coterie.registry import Section
 from coterie.training.context import ClientId
 
@@ -157,40 +155,6 @@ class PhasedRouter(Router):
     """true: gradients that a router phase computes for the experts are added to the gradients
     of the experts' next step, and vice versa, as in the released code; experts then also learn from
     validation text"""
-
-
-class Trusted(Settings):
-    """Settings that determine which clients a client trusts.
-
-    Each client computes a score for every client. It trusts clients with high scores, as specified
-    by `top` or `threshold`.
-    """
-
-    top: int | None = Field(default=None, ge=1)
-    """number of best-scored clients to trust; null: no limit"""
-    threshold: float | None = None
-    """score above which clients are trusted (the best two are always trusted); null: no limit"""
-
-    @model_validator(mode="after")
-    def _one_choice(self) -> "Trusted":
-        if self.top is not None and self.threshold is not None:
-            raise ValueError("`top` and `threshold` are mutually exclusive; give one of them")
-        return self
-
-    def row(self, own: str, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return one client's trust weights.
-
-        The weights are a softmax over the scores of the clients selected by `top` or `threshold`.
-        All other clients have the weight 0.
-
-        Args:
-            own: The client's own name.
-            scores: For each client that uploaded, the client's score.
-
-        Returns:
-            The weight of every client in `scores`. The weights sum to 1.
-        """
-        return trust_row(own, scores, self.top, self.threshold)
 
 
 def refuse_unused(settings: BaseModel, beside: str, *keys: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import coterie
 from coterie.config.run import RunConfig, parse
+from coterie.federation.pipeline import pipeline_of
 from coterie.messages import Groups, Message, MessageError
 from coterie.messages.envelope import Order
 from coterie.privacy import secrets
@@ -66,7 +67,7 @@ class TransformContract(RunContract):
 
     def test_a_run_file_contains_all_settings(self, run: RunConfig) -> None:
         """Check that the run file of a run describes the transform completely."""
-        stages = parse(run.as_dict()).pipeline().stages
+        stages = pipeline_of(parse(run.as_dict())).stages
         assert self.transform in [stage.transform for stage in stages]
 
     def test_no_tensor_is_modified_in_place(

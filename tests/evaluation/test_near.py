@@ -8,9 +8,9 @@ import pytest
 from naive_near import changed, naive_pairs
 
 from coterie.data.files import Record
-from coterie.data.near import near_pairs
 from coterie.data.spec import DataSpec
 from coterie.data.texts import items_by_split
+from coterie.evaluation.near import near_pairs
 
 WORDS = re.findall(
     r"\w+",

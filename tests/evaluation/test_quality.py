@@ -8,7 +8,11 @@ from naive_near import changed, naive_pairs
 
 from coterie.data.items import Instruction
 from coterie.data.kinds.text import pieces
-from coterie.data.quality import (
+from coterie.data.spec import PIECE, DataSpec, InstructionSpec
+from coterie.data.texts import Texts
+from coterie.data.tokens import ClientData, tokenise
+from coterie.errors import CoterieError
+from coterie.evaluation.quality import (
     Copy,
     Kind,
     Place,
@@ -18,11 +22,7 @@ from coterie.data.quality import (
     sentences,
     without_held_out,
 )
-from coterie.data.spec import PIECE, DataSpec, InstructionSpec
-from coterie.data.survey import Survey
-from coterie.data.texts import Texts
-from coterie.data.tokens import ClientData, tokenise
-from coterie.errors import CoterieError
+from coterie.evaluation.survey import Survey
 
 WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 Splits = dict[tuple[str, str], list[str]]

@@ -1,4 +1,4 @@
-"""Averaging weights that a client computes for all clients; see `methods/auto.py`."""
+"""Averaging weights that a client computes for all clients; see `methods/auto/method.py`."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -174,7 +174,7 @@ def limited_rows(
 def row_from_slopes(
     shares: Mapping[str, float], slopes: Tensor, trust: float, own: str, least_others: int = 1
 ) -> dict[str, float]:
-    """Return a client's weights for all clients (the equations in `methods/auto.py`).
+    """Return a client's weights for all clients (the equations in `methods/auto/method.py`).
 
     Args:
         shares: A mapping from n clients to shares with a sum of 1.

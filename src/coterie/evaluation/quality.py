@@ -17,13 +17,13 @@ from coterie.data.control import own_texts
 from coterie.data.files import listed, listed_first
 from coterie.data.items import Item as Sample
 from coterie.data.kinds.text import pieces
-from coterie.data.near import near_pairs
 from coterie.data.spec import PIECE
 from coterie.data.split import Split
-from coterie.data.survey import Survey
 from coterie.data.texts import SPLITS, Texts
 from coterie.data.tokens import ClientData
 from coterie.errors import CoterieError
+from coterie.evaluation.near import near_pairs
+from coterie.evaluation.survey import Survey
 
 SHORT = 20
 """A text with fewer characters than this is reported as very short."""

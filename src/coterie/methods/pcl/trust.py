@@ -4,12 +4,49 @@ import logging
 from collections.abc import Mapping
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
+
+from coterie.methods.settings import Settings
 
 log = logging.getLogger(__name__)
 ALWAYS = 2
 """The number of best clients that a threshold never excludes, as in PCL's released code."""
+
+
+class Trusted(Settings):
+    """Settings that determine which clients a client trusts.
+
+    Each client computes a score for every client. It trusts clients with high scores, as specified
+    by `top` or `threshold`.
+    """
+
+    top: int | None = Field(default=None, ge=1)
+    """number of best-scored clients to trust; null: no limit"""
+    threshold: float | None = None
+    """score above which clients are trusted (the best two are always trusted); null: no limit"""
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> "Trusted":
+        if self.top is not None and self.threshold is not None:
+            raise ValueError("`top` and `threshold` are mutually exclusive; give one of them")
+        return self
+
+    def row(self, own: str, scores: Mapping[str, float]) -> dict[str, float]:
+        """Return one client's trust weights.
+
+        The weights are a softmax over the scores of the clients selected by `top` or `threshold`.
+        All other clients have the weight 0.
+
+        Args:
+            own: The client's own name.
+            scores: For each client that uploaded, the client's score.
+
+        Returns:
+            The weight of every client in `scores`. The weights sum to 1.
+        """
+        return trust_row(own, scores, self.top, self.threshold)
 
 
 def trust_row(

@@ -3,14 +3,8 @@ from importlib.resources import files
 
 import pytest
 from naive_near import changed
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from coterie.data.kinds.text import pieces
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(str(files("coterie") / "assets" / "tiny-gpt2"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,1 @@
+"""Auto: the method, its settings, client and server, and the weights that clients choose."""

@@ -1,0 +1,124 @@
+"""Auto's server: it averages with each client's weights, and forwards parameters for trials."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from coterie.exchanges.exchange import Exchange
+from coterie.messages import Groups, Message, Tensors
+from coterie.methods.auto.choice import checked_choice, latest_trial, limited_rows, shares_of
+from coterie.methods.auto.settings import AutoSettings
+from coterie.methods.clusters import nearest
+from coterie.methods.contract import ClientId, ServerContext
+from coterie.methods.grouped import Personal, PersonalServer
+from coterie.methods.value import PerClient
+from coterie.transforms.context import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen(Personal):
+    """The clients' choices, and the pairs for trials."""
+
+    rows: PerClient[PerClient[float]] = PerClient()
+    """Each client's weights for all clients, or nothing before its first trial."""
+    tokens: PerClient[int] = PerClient()
+    """The number of each client's training tokens."""
+    tried: PerClient[int] = PerClient()
+    """For each client, the number of rounds after which its latest trial was due."""
+    uploads: PerClient[Tensors] = PerClient()
+    """The latest pairs of each client, if a trial is due for any client."""
+    before: PerClient[Tensors] = PerClient()
+    """The upload of each client's latest trial, until its next upload. A client that stays alone
+    after the trial trains from these parameters, and not from its mean."""
+    current: PerClient[bool] = PerClient()
+    """The clients that have uploaded since all parameters were last averaged."""
+
+
+class AutoServer(PersonalServer[AutoSettings, Chosen]):
+    """A server that averages with each client's own weights, and forwards pairs for trials.
+
+    The server decides which data of others a client receives: pairs once per trial. A client's
+    weights change only in a trial, or when it decides to stay alone.
+    """
+
+    def __init__(self, method: AutoSettings, context: ServerContext) -> None:
+        super().__init__(method, context)
+        self.context = context
+        self._compared: tuple[Chosen, Mapping[ClientId, list[ClientId]]] | None = None
+        """A value, and the clients with similar pairs for each client in its `uploads`."""
+
+    def initial(self) -> Chosen:
+        return Chosen(self.start)
+
+    def _due(self, value: Chosen, client: ClientId, exchange: int) -> bool:
+        """Return whether a trial is due for a client before an exchange."""
+        return latest_trial(exchange, self.context.rounds) > value.tried.get(client, 0)
+
+    def _peers(self, value: Chosen, client: ClientId, exchange: Exchange) -> list[ClientId]:
+        """Return the clients whose pairs a client receives in an exchange."""
+        if client not in value.uploads or not self._due(value, client, exchange.turn.exchange):
+            return []
+        if self._compared is None or self._compared[0] is not value:
+            self._compared = value, nearest(value.uploads, self.start, self.method.peers)
+        return self._compared[1][client]
+
+    def download(self, value: Chosen, client: ClientId, exchange: Exchange) -> Message:
+        message = super().download(value, client, exchange)
+        names = self.method.downloaded(self.parameters, client not in value.current)
+        sent = {n: t for n, t in message["adapter"].items() if n in names}
+        of_peers = value.uploads.only(self._peers(value, client, exchange))
+        peers = of_peers.mapped(lambda tensors: {"adapter": tensors})
+        values = {"sizes": {p: value.tokens[p] for p in peers}} if peers else {}
+        return replace(message, groups={"adapter": sent}, peers=peers, values=values)
+
+    def check(self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange) -> None:
+        super().check(value, client, upload, exchange)
+        checked_choice(client, upload.values.get("choice"), value.held)
+
+    def reference(
+        self, value: Chosen, client: ClientId, upload: Message, exchange: Exchange
+    ) -> Groups:
+        start = super().download(value, client, exchange)["adapter"]
+        row = checked_choice(client, upload.values.get("choice"), value.held)["row"]
+        before = value.before.get(client, {}) if row == {client: 1.0} else {}
+        return {"adapter": {**start, **before}}
+
+    def rows(self, value: Chosen, exchange: Exchange) -> Rows:
+        everybody = shares_of(value.tokens)
+        rows = {client: row or everybody for client, row in value.rows.items()}
+        return limited_rows(rows, exchange.counted, self.context.least_others)
+
+    def aggregate(self, value: Chosen, exchange: Exchange) -> Chosen:
+        number = exchange.turn.exchange
+        trying = {client for client in exchange.asked if self._peers(value, client, exchange)}
+        choices = {
+            client: checked_choice(client, choice, value.held)
+            for client, choice in exchange.each("choice").items()
+        }
+        alone = {client for client, choice in choices.items() if choice["row"] == {client: 1.0}}
+        rows = {
+            client: choice["row"] if client in trying | alone else value.rows.get(client, {})
+            for client, choice in choices.items()
+        }
+        value = replace(
+            value,
+            rows=value.rows | rows,
+            tokens=value.tokens | {c: choice["tokens"] for c, choice in choices.items()},
+            tried=value.tried | dict.fromkeys(trying, latest_trial(number, self.context.rounds)),
+            # Clients that stay alone have not trained from their means.
+            means=value.means.updated(value.before.only(alone)),
+        )
+        value = super().aggregate(value, exchange)
+        adapters = exchange.each("adapter")
+        before = value.before.only(value.before.keys() - choices) | adapters.only(trying)
+        due = any(self._due(value, client, number + 1) for client in value.rows)
+        is_complete = (number + 1) % self.method.every == 0
+        return replace(
+            value,
+            uploads=value.uploads | adapters.mapped(self._judged) if due else PerClient(),
+            before=before,
+            current=PerClient() if is_complete else value.current | dict.fromkeys(choices, True),
+        )
+
+    def _judged(self, tensors: Tensors) -> Tensors:
+        """Return the tensors that trials compare."""
+        return {n: t for n, t in tensors.items() if self.method.judges(self.parameters[n])}

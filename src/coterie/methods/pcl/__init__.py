@@ -1,0 +1,1 @@
+"""PCL: the method with its client and server, its strategies, and trust weights."""
