@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -224,7 +225,7 @@ class RunFolder:
         """
         refuse_links(self.path, "checkpoints")
         newest, previous = self.checkpoint(turns), self.checkpoint(self.turns())
-        sums, saved = dict[str, str](), dict[Stored, Path]()
+        sums, saved, checksums = dict[str, str](), dict[Stored, Path](), cache(self._checksums)
 
         def fill(folder: Path) -> None:
             for name, state in states:
@@ -236,7 +237,7 @@ class RunFolder:
                 if earlier is not None:
                     refuse_links(earlier.parent, earlier.name)
                     link(earlier, folder / file)
-                    sums[file] = self._checksums(earlier.parent)[earlier.name]
+                    sums[file] = checksums(earlier.parent)[earlier.name]
                 elif isinstance(state, StateFile):
                     state.move(folder / file)
                     sums[file] = state.checksum
@@ -333,8 +334,7 @@ class RunFolder:
 
     def turns(self) -> int:
         """Return the number of complete turns in the newest checkpoint; 0 without checkpoints."""
-        checkpoints = self.checkpoints()
-        return int(checkpoints[-1].name) if checkpoints else 0
+        return max((int(folder.name) for folder in self.checkpoints()), default=0)
 
     def load(self, name: str) -> State:
         """Return a state of the newest checkpoint; raise CoterieError if no state has this name."""
