@@ -68,14 +68,8 @@ def describe(
     **extra: Json,
 ) -> dict[str, Json]:
     """Return the content of run.json: the run, and the environment needed to repeat the run."""
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        **extra,
-        "plugins": plugins,
-        "clients": clients,
-        "config": config,
-    }
+    environment = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {**environment, **extra, "plugins": plugins, "clients": clients, "config": config}
 
 
 class RunFolder:
@@ -199,7 +193,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder; raise CoterieError if another process has locked it."""
+        """Lock the folder, or raise CoterieError; delete what a killed process left incomplete."""
         with open_lock(self.path / ".lock") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,6 +201,11 @@ class RunFolder:
                 raise CoterieError(
                     f"Another process is using {self.path}; wait for it, or stop it."
                 ) from None
+            refuse_links(self.path, "checkpoints")
+            for left in (self.path / "checkpoints").glob(".*"):
+                if left.suffix == ".old" and not (newest := left.with_name(left.stem[1:])).exists():
+                    left.rename(newest)  # killed in `change`, between two renames
+                self.drop([left])
             yield
 
     def save(
@@ -274,7 +273,7 @@ class RunFolder:
                 write_bytes(folder / file, data)
                 sums[file] = checksum(data)
             write_json(folder / CHECKSUMS, sums)
-            newest.rename(aside)  # if killed here, the previous checkpoint is the newest
+            newest.rename(aside)  # if killed here, `lock` undoes this
 
         try:
             write_folder(newest, fill)
