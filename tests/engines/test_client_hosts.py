@@ -11,6 +11,7 @@ from every_method import each_method, run_of
 from kept_runs import HIGH
 
 import coterie
+from coterie.config.plugins import load_plugin
 from coterie.config.run import RunConfig
 from coterie.engines.client_host import ClientHost
 from coterie.engines.clients import STATES, NewStates
@@ -21,6 +22,8 @@ from coterie.runs.state_file import StateFile
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import joined, one_round
 from coterie.turn import Turn
+
+INT8 = Path(__file__).parents[2] / "examples/transforms/int8.py"
 
 
 class Stop(Callback):
@@ -55,6 +58,17 @@ def assert_same(one: RunFolder, other: RunFolder) -> None:
     assert_same_states(one, other)
     assert entries(one) == entries(other)
     assert (one.outcome or {}) | {"seconds": 0} == (other.outcome or {}) | {"seconds": 0}
+
+
+def test_a_run_continues_whatever_its_clients_are_called(config, tmp_path) -> None:
+    """With transforms that store a state for each client, and clients that receive peers."""
+    load_plugin(INT8)
+    names = {"_": "poet", "0.b-": "whaler", "__" + 62 * "A": "diarist"}
+    clients = [{"name": name, "path": f"{text}.txt"} for name, text in names.items()]
+    run = config(method="auto", clients=clients, aggregation={"transforms": ["int8"]})
+    coterie.run(run, out=tmp_path / "whole")
+    again = stopped(run, tmp_path / "stopped")
+    assert entries(again) == entries(RunFolder(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("method", each_method({"fedavg", "comigs-1g1s"}))

@@ -40,8 +40,8 @@ LAST_ROUND = 2**31
 MOST_DIMENSIONS = 64
 """Maximum number of tensor dimensions that torch can compute with."""
 DEEPEST_PART = 8
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""Valid names of groups, peers and nested states."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Valid names of groups, peers and nested states, which include all names of clients."""
 
 
 class MessageError(CoterieError):

@@ -1,18 +1,26 @@
 """Distances between clients' adapters, and clusters of clients (FedLEASE, arXiv 2509.15087)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
+from torch import Tensor
 from torch.nn import functional as F
 
 from coterie.messages import Tensors
+from coterie.methods.value import PerClient
+
+FEW = 4
+"""The number of adapters that are in memory while distances are computed."""
 
 
-def cosine_distances(rows: Sequence[Tensors], columns: Sequence[Tensors]) -> np.ndarray:
+def cosine_distances(rows: Collection[Tensors], columns: Collection[Tensors]) -> np.ndarray:
     """Return the distances between adapters: 1 - cos, averaged over the tensors.
+
+    Adapters in files are read several times, each time for a few tensors, so the memory hardly
+    grows with their number.
 
     Args:
         rows: Adapters, each of which maps names to tensors.
@@ -21,14 +29,27 @@ def cosine_distances(rows: Sequence[Tensors], columns: Sequence[Tensors]) -> np.
     Returns:
         The distances, as an array shaped (rows, columns).
     """
-    similarities = []
-    for name in rows[0]:
+    names = [*next(iter(rows))]
+    count = max(1, FEW * len(names) // len(rows))
+    blocks = (names[begin : begin + count] for begin in range(0, len(names), count))
+    similarities = [tensor for block in blocks for tensor in _similarities(rows, columns, block)]
+    return (1 - torch.stack(similarities).mean(0)).numpy()
+
+
+def _similarities(
+    rows: Collection[Tensors], columns: Collection[Tensors], names: Collection[str]
+) -> list[Tensor]:
+    """Return cos, shaped (rows, columns), for each of some tensors."""
+    first = [{n: tensors[n] for n in names} for tensors in rows]
+    second = first if columns is rows else [{n: t[n] for n in names} for t in columns]
+    similarities: list[Tensor] = []
+    for name in names:
         x, y = (
-            F.normalize(torch.stack([t[name].flatten() for t in tensors]).double(), dim=1)
-            for tensors in (rows, columns)
+            F.normalize(torch.stack([t[name].flatten() for t in side]).double(), dim=1)
+            for side in (first, second)
         )
         similarities.append(x @ y.t())
-    return (1 - torch.stack(similarities).mean(0)).numpy()
+    return similarities
 
 
 def nearest(adapters: Mapping[str, Tensors], start: Tensors, most: int) -> dict[str, list[str]]:
@@ -45,7 +66,8 @@ def nearest(adapters: Mapping[str, Tensors], start: Tensors, most: int) -> dict[
     names = sorted(adapters)
     others = {name: [other for other in names if other != name] for name in names}
     if len(names) > most + 1:
-        ordered = [{n: t - start[n] for n, t in adapters[name].items()} for name in names]
+        changes = PerClient(adapters).mapped(lambda t: {n: t[n] - start[n] for n in t})
+        ordered = PerClient({name: changes.unread[name] for name in names}).values()
         for name, row in zip(names, cosine_distances(ordered, ordered).tolist(), strict=True):
             distances = dict(zip(names, row, strict=True))
             others[name] = sorted(sorted(others[name], key=distances.__getitem__)[:most])

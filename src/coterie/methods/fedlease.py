@@ -240,15 +240,15 @@ class FedLeaseServer(Server[Clustered]):
             values = tuple({**tensors, **means.get(cluster_name(n), {})} for n, tensors in old)
         return Clustered(value.cluster | joining, values)
 
-    def _assigned(self, value: Clustered, alone: Mapping[ClientId, Tensors]) -> dict[ClientId, int]:
+    def _assigned(self, value: Clustered, alone: PerClient[Tensors]) -> dict[ClientId, int]:
         """Assign clients that have trained alone to clusters, by the distances between their B."""
         names, parameters = sorted(alone), self._adapter(1, 0).parameters()
-        uploads = [factors(parameters, alone[client], 0) for client in names]
+        uploads = alone.mapped(lambda tensors: factors(parameters, tensors, 0)).values()
         if not value.values:
             distances = cosine_distances(uploads, uploads)
             return dict(zip(names, clusters(distances, self.method.max_clusters), strict=True))
-        parameters = self._adapter(len(value.values), 0).parameters()
-        experts = [factors(parameters, values, n) for n, values in enumerate(value.values)]
+        all_parameters = self._adapter(len(value.values), 0).parameters()
+        experts = [factors(all_parameters, values, n) for n, values in enumerate(value.values)]
         nearest = cosine_distances(uploads, experts).argmin(1)
         return dict(zip(names, nearest.tolist(), strict=True))
 

@@ -147,8 +147,8 @@ def _kinds(cls: type[Value]) -> dict[str, Kind]:
         annotation = _types(cls)[item.name]
         if (kind := _kind(annotation)) is None or not NAME.fullmatch(item.name):
             raise CoterieError(
-                f"The field {item.name!r} of {cls.__name__} cannot be saved: its name must begin "
-                f"with a letter, and its type is {annotation}; the class `Value` lists the types "
+                f"The field {item.name!r} of {cls.__name__} cannot be saved: its name must be "
+                f"ASCII, and its type is {annotation}; the class `Value` lists the types "
                 "that can be saved."
             )
         kinds[item.name] = kind

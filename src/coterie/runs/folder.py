@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -67,14 +68,8 @@ def describe(
     **extra: Json,
 ) -> dict[str, Json]:
     """Return the content of run.json: the run, and the environment needed to repeat the run."""
-    return {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        **extra,
-        "plugins": plugins,
-        "clients": clients,
-        "config": config,
-    }
+    environment = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    return {**environment, **extra, "plugins": plugins, "clients": clients, "config": config}
 
 
 class RunFolder:
@@ -198,7 +193,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock the folder; raise CoterieError if another process has locked it."""
+        """Lock the folder, or raise CoterieError; delete what a killed process left incomplete."""
         with open_lock(self.path / ".lock") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,6 +201,11 @@ class RunFolder:
                 raise CoterieError(
                     f"Another process is using {self.path}; wait for it, or stop it."
                 ) from None
+            refuse_links(self.path, "checkpoints")
+            for left in (self.path / "checkpoints").glob(".*"):
+                if left.suffix == ".old" and not (newest := left.with_name(left.stem[1:])).exists():
+                    left.rename(newest)  # killed in `change`, between two renames
+                self.drop([left])
             yield
 
     def save(
@@ -224,7 +224,7 @@ class RunFolder:
         """
         refuse_links(self.path, "checkpoints")
         newest, previous = self.checkpoint(turns), self.checkpoint(self.turns())
-        sums, saved = dict[str, str](), dict[Stored, Path]()
+        sums, saved, checksums = dict[str, str](), dict[Stored, Path](), cache(self._checksums)
 
         def fill(folder: Path) -> None:
             for name, state in states:
@@ -236,7 +236,7 @@ class RunFolder:
                 if earlier is not None:
                     refuse_links(earlier.parent, earlier.name)
                     link(earlier, folder / file)
-                    sums[file] = self._checksums(earlier.parent)[earlier.name]
+                    sums[file] = checksums(earlier.parent)[earlier.name]
                 elif isinstance(state, StateFile):
                     state.move(folder / file)
                     sums[file] = state.checksum
@@ -273,7 +273,7 @@ class RunFolder:
                 write_bytes(folder / file, data)
                 sums[file] = checksum(data)
             write_json(folder / CHECKSUMS, sums)
-            newest.rename(aside)  # if killed here, the previous checkpoint is the newest
+            newest.rename(aside)  # if killed here, `lock` undoes this
 
         try:
             write_folder(newest, fill)
@@ -333,8 +333,7 @@ class RunFolder:
 
     def turns(self) -> int:
         """Return the number of complete turns in the newest checkpoint; 0 without checkpoints."""
-        checkpoints = self.checkpoints()
-        return int(checkpoints[-1].name) if checkpoints else 0
+        return max((int(folder.name) for folder in self.checkpoints()), default=0)
 
     def load(self, name: str) -> State:
         """Return a state of the newest checkpoint; raise CoterieError if no state has this name."""

@@ -27,6 +27,10 @@ class Stored:
         self.store, self.start, self.length, self.groups = store, start, length, groups
         self.saved: Path | None = None
         """The file of the newest checkpoint that contains the state."""
+        store.used += length
+
+    def __del__(self) -> None:  # noqa: D105
+        self.store.used -= self.length
 
     def encode(self) -> bytes:
         """Return the encoded state."""
@@ -46,6 +50,8 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.size = folder, 0
+        self.used = 0
+        """The number of bytes of the states that have not been deleted."""
         self._stored: WeakSet[Stored] = WeakSet()
         self._file = self._new_file()
 
@@ -60,7 +66,7 @@ class Store:
             Unwritable: The state cannot be written.
         """
         data = state.encode()
-        if self.size > 2 * (len(data) + sum(stored.length for stored in self._stored)):
+        if self.size > 2 * (len(data) + self.used):
             self._compact()
         self._write(self._file, data, self.size)
         groups = {name: {*tensors} for name, tensors in state.groups.items()}

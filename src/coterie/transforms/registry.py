@@ -21,5 +21,6 @@ TRANSFORMS: "Registry[type[Transform]]" = Registry(
     builtin={name: partial(resolve_name, f"{FILE}:{kind}") for name, kind in OWN.items()},
     group="coterie.transforms",
     base="coterie.transforms.contract:Transform",
+    advice=" Bounds, weights and optimisers are other keys of the section `aggregation`.",
     requires={"summary": ": a description in one line"},
 )
