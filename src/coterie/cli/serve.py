@@ -64,12 +64,7 @@ def serve(
             from coterie.serve.app import serve as start
         from coterie.serve.models import Models
 
-        with terminal.progress("loading") as (task, move):
-
-            def show(model: str, done: int, total: int) -> None:
-                task(model)
-                move(done, total)
-
+        with terminal.progress("loading") as show:
             models = Models(runs, show)
         shown = f"[{host}]" if ":" in host else host
         terminal.say(

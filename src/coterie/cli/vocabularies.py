@@ -70,8 +70,8 @@ def _map(
     if cache and (cached := load_map(source, target)) is not None:
         return cached, None
     start = time.perf_counter()
-    with terminal.progress(f"{direction}: nearest tokens") as (_, progress):
-        computed = vocabulary_map(source, target, lambda share: progress(share, 1.0))
+    with terminal.progress(stage := f"{direction}: nearest tokens") as show:
+        computed = vocabulary_map(source, target, lambda share: show(stage, share, 1.0))
     seconds = time.perf_counter() - start
     if cache:
         save_map(source, target, computed)
