@@ -57,25 +57,19 @@ def coterie(
     """Handle the options that precede a command."""
 
 
-app.command(cls=options.Command)(run.run)
-app.command(cls=options.Command)(run.compare)
-app.command(cls=options.Command)(inspect.data)
-app.command(cls=options.Command)(inspect.methods)
-app.command(cls=options.Command)(inspect.audit)
-app.command(cls=options.Command)(inspect.base)
-app.command(cls=options.Command)(inspect.report)
-app.command(cls=options.Command)(use.generate)
-app.command(cls=options.Command)(use.chat)
-app.command(cls=options.Command)(use.ask)
-app.command(cls=options.Command)(export.export)
-app.command(cls=options.Command)(evaluate.evaluate)
-app.command(cls=options.Command)(serve.serve)
-app.command()(inspect.align)
-app.command(cls=options.Command)(deploy.server)
-app.command(cls=options.Command)(deploy.client)
-app.command()(operate.status)
-app.command()(operate.expel)
-app.command()(operate.forget)
+COMMANDS = (
+    (options.Command, (run.run, run.compare)),
+    (options.Command, (inspect.data, inspect.methods, inspect.audit, inspect.base, inspect.report)),
+    (options.Command, (use.generate, use.chat, use.ask)),
+    (options.Command, (export.export, evaluate.evaluate, serve.serve)),
+    (None, (inspect.align,)),
+    (options.Command, (deploy.server, deploy.client)),
+    (None, (operate.status, operate.expel, operate.forget)),
+)
+"""The commands in the order of the help; those with `options.Command` accept plugins."""
+for kind, commands in COMMANDS:
+    for command in commands:
+        app.command(cls=kind)(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(flower.app, name="flower")
 

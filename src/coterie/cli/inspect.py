@@ -58,10 +58,7 @@ def methods(
         terminal.say(f"On the command line:  --set method={name} --set method.{key}={value}")
 
 
-def audit(
-    file: RunFile = None,
-    settings: Settings = None,
-) -> None:
+def audit(file: RunFile = None, settings: Settings = None) -> None:
     """Show what a client sends and receives in a round, and what never leaves the client.
 
     The first table lists the fields that the method declares for messages; messages contain no
