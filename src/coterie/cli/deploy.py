@@ -8,10 +8,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -36,13 +35,6 @@ if TYPE_CHECKING:
     from coterie.privacy.ledger import Budget
 
 
-class LogFormat(StrEnum):
-    """The format of log lines."""
-
-    text = "text"
-    json = "json"
-
-
 DELTA = 1e-5
 """The delta of the privacy budget that --epsilon sets."""
 Check = Annotated[
@@ -61,7 +53,7 @@ Metrics = Annotated[
     ),
 ]
 Format = Annotated[
-    LogFormat,
+    Literal["text", "json"],
     typer.Option(
         help="Format of server.log, and of the lines that the command prints if the output is not "
         "a terminal."
@@ -121,7 +113,7 @@ def server(
     without: Without = None,
     device: ServersDevice = None,
     metrics: Metrics = None,
-    log_format: Format = LogFormat.text,
+    log_format: Format = "text",
     check: Check = False,
 ) -> None:
     """Serve a run to clients on other machines.
@@ -162,7 +154,7 @@ def server(
     if check:
         return check_server(values, config, server_keys, address, metrics)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
-    as_json = log_format is LogFormat.json
+    as_json = log_format == "json"
     with _stoppable(hint), Board(terminal.console, as_json) as board:
         log = JsonLines() if as_json else None
         serving = MailboxServing(board, metrics, log, keys=server_keys, address=address)

@@ -124,6 +124,7 @@ def run(
 
     arguments = None
     options: dict[str, Any] = {"address": address, "gpus": gpus, "jobs": jobs}
+    options |= {"callbacks": progress(), "report": terminal.say}
     if resume is None:
         require_resume(from_round)
         arguments = _arguments(file, settings or ())
@@ -135,15 +136,8 @@ def run(
             shown_questions(config)  # reports a mistake before the training
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
-            finished = coterie.run(
-                config,
-                out=folder,
-                force=force,
-                callbacks=progress(),
-                engine=engine or "local",
-                report=terminal.say,
-                **options,
-            )
+            options["engine"] = engine or "local"
+            finished = coterie.run(config, out=folder, force=force, **options)
     else:
         if file is not None or settings or out is not None or force:
             raise CoterieError(
@@ -152,14 +146,7 @@ def run(
             )
         check_run(resume)
         with terminal.stoppable(resume):
-            finished = coterie.resume(
-                resume,
-                callbacks=progress(),
-                engine=engine,
-                from_round=from_round,
-                report=terminal.say,
-                **options,
-            )
+            finished = coterie.resume(resume, engine=engine, from_round=from_round, **options)
     _show(finished, arguments)
 
 
