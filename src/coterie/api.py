@@ -357,9 +357,8 @@ def _continue(
 
 def _baseline(session: Session, folder: RunFolder, name: str) -> tuple[RunFolder, RunConfig]:
     """Return the folder and the configuration of a baseline; create the folder if necessary."""
-    evaluation = session.config.evaluation.model_copy(
-        update={"questions": None}
-    )  # asked at the end
+    # Questions are asked at the end.
+    evaluation = session.config.evaluation.model_copy(update={"questions": None})
     update = {"name": name, "evaluation": evaluation}
     config = session.config.with_method(name).model_copy(update=update)
     baseline = RunFolder(folder.path / "baselines" / name)

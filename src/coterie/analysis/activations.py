@@ -300,8 +300,7 @@ def _attention(model: PreTrainedModel, size: Pass, upcasts: bool) -> LayerBytes:
 
 def _frozen_mlp(mlp: nn.Module, shape: MlpShape, size: Pass) -> LayerBytes:
     """Return the bytes of an MLP without experts."""
-    modules = children_of(mlp)
-    wide = sizes(modules[shape.up[0]])[1] // (2 if shape.fused else 1)
+    wide = sizes(children_of(mlp)[shape.up[0]])[1] // (2 if shape.fused else 1)
     unit = size.tokens * wide * size.working
     stored = STORED_BY_ACTIVATION.get(type(getattr(mlp, shape.act)), 1)
     gated = len(shape.up) == 2 or shape.fused
@@ -312,8 +311,7 @@ def _frozen_mlp(mlp: nn.Module, shape: MlpShape, size: Pass) -> LayerBytes:
 def _mixture(mixture: Mixture, size: Pass, stores: bool) -> LayerBytes:
     """Return the bytes of a mixture of experts inside an MLP; see `adapters.fused.WideExperts`."""
     shape, k, n = mixture.shape, mixture.slots, len(mixture.experts)
-    modules = children_of(mixture.base)
-    dim, wide = sizes(modules[shape.up[0]])
+    dim, wide = sizes(children_of(mixture.base)[shape.up[0]])
     wide = wide // (2 if shape.fused else 1)
     up = 2 if len(shape.up) == 2 or shape.fused else 1
     gated, several = up == 2, k > 1

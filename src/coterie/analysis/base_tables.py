@@ -7,7 +7,7 @@ from typing import Any
 from coterie.adapters import Adapter, Layout, Trainable
 from coterie.adapters.coverage import coverage
 from coterie.analysis.need import Need, kept_dtype, need_of, process_memory
-from coterie.analysis.sizes import client_names
+from coterie.analysis.sizes import clients_by_base
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec, check_base, load_skeleton, load_tokenizer
 from coterie.bases.checks import check_vocabulary, embedding_rows
@@ -83,8 +83,7 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
 def need_tables(config: RunConfig) -> Iterator[Table]:
     """Yield two tables for each base of a run: what a client, the server and the disk need."""
     libraries, device = process_memory(), device_type(config.device)
-    names = client_names(config)
-    for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
+    for spec, name in clients_by_base(config).items():
         title, need = f"{config.label} on {spec}", need_of(config, name, device)
         if need is None:
             note = "There is no estimate for this method with this base."

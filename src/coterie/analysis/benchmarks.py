@@ -1,5 +1,6 @@
 """Scores of a run's models on tasks of lm-eval: how to compute them, and tables of them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
@@ -141,17 +142,15 @@ def _results(run: ReportedRun) -> dict[str, Result]:
 def _table(
     run: ReportedRun, client: str, stored: Sequence[Stored], results: Mapping[str, Result]
 ) -> Table:
-    origins: dict[str, set[str]] = {}  # the stored tasks that have a score with the same label
-    for each in stored:
-        for score in each["scores"]:
-            origins.setdefault(score["task"], set()).add(each["task"])
+    scored = [(each, score) for each in stored for score in each["scores"]]
+    labels = {(score["task"], each["task"]) for each, score in scored}
+    origins = Counter(label for label, _ in labels)  # the stored tasks that have this label
     rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
-    for each in stored:
-        for score in each["scores"]:
-            label, metric = score["task"], f"{score['metric']} {_arrow(score['higher'])}"
-            task = f"{label} ({each['task']})" if len(origins[label]) > 1 else label
-            row = task, metric, str(score["samples"] or "")
-            rows.setdefault(row, {})[each["method"]] = score
+    for each, score in scored:
+        label, metric = score["task"], f"{score['metric']} {_arrow(score['higher'])}"
+        task = f"{label} ({each['task']})" if origins[label] > 1 else label
+        row = task, metric, str(score["samples"] or "")
+        rows.setdefault(row, {})[each["method"]] = score
     cells = [
         [*row, *(_cell(by_method.get(name), by_method.get(BASE)) for name in results)]
         for row, by_method in rows.items()

@@ -355,8 +355,7 @@ def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
         for run in sorted(members, key=lambda run: run.config["seed"]):
             values = settings[id(run)]
             shown = [f"{k.partition('.')[2] or k}={values[k]}" for k in differ if k in values]
-            label = " ".join([method, *shown])
-            labelled.setdefault(label, []).append(run)
+            labelled.setdefault(" ".join([method, *shown]), []).append(run)
     return labelled
 
 

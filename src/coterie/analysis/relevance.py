@@ -175,8 +175,7 @@ def _reduced(rows: np.ndarray, seed: int) -> tuple[np.ndarray, str]:
         perplexity = min(30.0, (len(rows) - 1) / 3)
         reduce = tsne(2, perplexity=perplexity, random_state=seed, init="pca")
         return reduce.fit_transform(rows), "t-SNE"
-    centred = torch.from_numpy(rows - rows.mean(0))
-    left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
+    left, sizes, _ = torch.linalg.svd(torch.from_numpy(rows - rows.mean(0)), full_matrices=False)
     two = (left * sizes)[:, :2].numpy()
     name = NOT_INSTALLED if tsne is None else COMPONENTS
     return np.pad(two, ((0, 0), (0, 2 - two.shape[1]))), name

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import TypeVar
 
+from coterie.bases import BaseSpec
 from coterie.config.run import RunConfig
 from coterie.data.divide import names_of_clients
 from coterie.exchanges.exchange import Exchange
@@ -68,6 +69,11 @@ def client_names(config: RunConfig) -> list[ClientId]:
     if config.divide is not None:
         names = names_of_clients(config.divide, ())
     return names or ["a client"]
+
+
+def clients_by_base(config: RunConfig) -> dict[BaseSpec, ClientId]:
+    """Return the first client of each base of a run, without reading texts."""
+    return {config.base_of(name): name for name in reversed(client_names(config))}
 
 
 def sizes_of(

@@ -102,13 +102,10 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
             for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
                 count = run.by_client(ROUTING + path).loc[client].iloc[-1].count()
-                yield Coloured(
-                    client,
-                    text_of,
-                    f"layer {number + 1} of {len(chosen)}",
-                    run.expert_names(client, count),
-                    list(_pieces(encoder, ids.tolist(), chosen[path].tolist())),
-                )
+                title = f"layer {number + 1} of {len(chosen)}"
+                names = run.expert_names(client, count)
+                pieces = list(_pieces(encoder, ids.tolist(), chosen[path].tolist()))
+                yield Coloured(client, text_of, title, names, pieces)
 
 
 def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list[Tensor]]:

@@ -68,8 +68,7 @@ def check_server(
         report(f"{address} is free" if metrics is None else f"{address} and {metrics} are free")
     with _checking("run") as report:
         skeleton = load_skeleton(config.base, config.root)
-        largest = config.deployment.largest_message * MiB
-        check_run(config, skeleton, names, Path(), largest)
+        check_run(config, skeleton, names, Path(), config.deployment.largest_message * MiB)
         report(
             f"{config.label}, {plural(config.rounds, 'round')} of "
             f"{plural(config.training.steps, 'step')}; clients: {', '.join(names)}; "
@@ -109,8 +108,7 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         if reason := extra_plugin(order, config):
             raise CoterieError(f"The run {reason}.")
         excess = budget_excess(config.budgets, ledger_of(site, order.run))
-        folder = run_folder(site, order.run)
-        refused = Orders(site).refusal(order, config, folder)
+        refused = Orders(site).refusal(order, config, run_folder(site, order.run))
         if reason := excess or public_text_mismatch(order, config) or refused:
             raise CoterieError(f"The run {reason}.")
         report(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")

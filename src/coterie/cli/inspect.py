@@ -261,10 +261,9 @@ def base(
     if fit is not None:
         return _fit(config, fit, is_run)
     from coterie.analysis.base_tables import base_table, coverage_table, need_tables
-    from coterie.analysis.sizes import client_names
+    from coterie.analysis.sizes import clients_by_base
 
-    clients = client_names(config)
-    for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
+    for spec, name in clients_by_base(config).items():
         coverage = coverage_table(spec, config, name if is_run else None)
         terminal.console.print(base_table(spec, config), coverage)
     if is_run:
@@ -274,12 +273,11 @@ def base(
 def _fit(config: "RunConfig", size: str, is_run: bool) -> None:
     """Print the settings with which a client of each base of a run fits on a GPU."""
     from coterie.analysis.fit import fitting, parsed_size, with_longest_window
-    from coterie.analysis.sizes import client_names
+    from coterie.analysis.sizes import clients_by_base
 
     memory = parsed_size(size)
     config = config if is_run else with_longest_window(config)
-    clients = client_names(config)
-    for name in {config.base_of(name): name for name in reversed(clients)}.values():
+    for name in clients_by_base(config).values():
         table, lines = fitting(config, name, memory)
         terminal.console.print(table)
         terminal.say(f"\nLines for the run file:\n\n{lines}")

@@ -31,8 +31,7 @@ def compare_texts(config: RunConfig, json: Path | None) -> None:
     """Compare the texts of a run, and print the results; see `coterie data`."""
     readings: list[Reading] = []
     with terminal.progress("Loading the tokenizer") as show:
-        tokenizer = load_tokenizer(config.base, config.root)
-        gathered(config, tokenizer, readings.append, show)
+        gathered(config, load_tokenizer(config.base, config.root), readings.append, show)
         [reading] = readings
         quality = reading.quality(config, MOST, partial(show, "Comparing texts"))
     labels = [_labels(reading)] if reading.labels else []

@@ -262,8 +262,7 @@ def answer(run: Path, client: str | None, fields: Mapping[str, str], sampling: "
     ids = [*context, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
     tokens = _generate(run, client, ids, ends, sampling)
-    text = encoder.decode(tokens[len(ids) :], skip_special_tokens=True)
-    return before_any(text, stops).strip()
+    return before_any(encoder.decode(tokens[len(ids) :], skip_special_tokens=True), stops).strip()
 
 
 def _generate(

@@ -9,8 +9,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
@@ -27,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from coterie.bases.checks import read_object
 from coterie.bases.gguf import load_model
 from coterie.errors import CoterieError, imports_for
-from coterie.exports.format import Format, Outputs
+from coterie.exports.format import Format, Outputs, run_python
 from coterie.exports.merged import MERGED
 from coterie.exports.moe import MOE
 from coterie.exports.source import Source
@@ -123,17 +121,10 @@ def _convert(script: Path, checkpoint: Path, file: Path) -> None:
     Raises:
         CoterieError: The converter failed.
     """
-    command = [sys.executable, script, checkpoint, "--outfile", file, "--outtype", "f32"]
-    process = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        cwd=file.parent,
-    )
-    if process.returncode == 0 and file.is_file():
+    arguments = [script, checkpoint, "--outfile", file, "--outtype", "f32"]
+    succeeded, last = run_python(arguments, file.parent)
+    if succeeded and file.is_file():
         return
-    last = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
     if last.startswith("ModuleNotFoundError"):
         package = last.split("'")[1]
         raise CoterieError(

@@ -222,8 +222,7 @@ def served(config: RunConfig) -> Participant | None:
     precision, window = config.precision, config.data.window
     base = load_base(config.base_of(SERVER), precision, window, config.root, config.device)
     public = _public(config, {SERVER: base.tokenizer}, _public_items(config, None))
-    server = _server(config, base.tokenizer, public[SERVER], None)
-    return replace(server, base=base)
+    return replace(_server(config, base.tokenizer, public[SERVER], None), base=base)
 
 
 def _tokenizers(

@@ -64,8 +64,7 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch
         logprobs = -answer_losses(base, model, pairs.rows, batch).view(-1, 2)
-        lengths = pairs.rows.lengths.view(-1, 2)
-        return reference_of(logprobs, lengths, base.precision, dpo)
+        return reference_of(logprobs, pairs.rows.lengths.view(-1, 2), base.precision, dpo)
 
     def add_reference(split: Split) -> Split:
         if id(split) not in referenced:

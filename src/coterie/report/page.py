@@ -113,13 +113,8 @@ def _section(experiment: Experiment, items: Sequence[Picture | LeftOut]) -> Sect
         outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
         by_seed = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
         floor = [result for result in by_seed.values() if result["items"]["trained"]]
-        comparison = Comparison(
-            experiment.name,
-            experiment.finished,
-            experiment.split,
-            experiment.metric.name,
-            floor=floor,
-        )
+        metric, split = experiment.metric.name, experiment.split
+        comparison = Comparison(experiment.name, experiment.finished, split, metric, floor=floor)
         tables += [comparison.table(), *(t for run in experiment.all for t in scores_on_tasks(run))]
     return Section(
         experiment.name,

@@ -42,8 +42,7 @@ class TextPicture(Picture):
     @property
     def experts(self) -> Sequence[str]:
         """The names of the experts of the client with the most experts."""
-        names = (text.experts for row in self.texts.values() for text in row.values())
-        return max(names, key=len)
+        return max((t.experts for row in self.texts.values() for t in row.values()), key=len)
 
 
 def texts(

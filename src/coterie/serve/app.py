@@ -215,16 +215,9 @@ class Api:
         def deliver(piece: Piece | Failure) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, piece)
 
-        job = Request(
-            model.weights,
-            ids,
-            sampling,
-            text,
-            deliver,
-            time.monotonic() + self.limits.seconds,
-            wanted.top,
-            wanted.coterie.routing and model.weights.routed,
-        )
+        deadline = time.monotonic() + self.limits.seconds
+        roles = wanted.coterie.routing and model.weights.routed
+        job = Request(model.weights, ids, sampling, text, deliver, deadline, wanted.top, roles)
         if not self.scheduler.submit(job):
             raise ApiError(429, "The server has too many requests; try again later.")
         try:
@@ -241,12 +234,8 @@ class Api:
     def _model(self, name: str) -> ServedModel:
         model = self.models.names.get(name)
         if model is None:
-            raise ApiError(
-                404,
-                f"There is no model {name[:100]!r}; GET /v1/models lists the models.",
-                "model",
-                "model_not_found",
-            )
+            message = f"There is no model {name[:100]!r}; GET /v1/models lists the models."
+            raise ApiError(404, message, "model", "model_not_found")
         return model
 
     def _check_length(self, texts: Sequence[str]) -> None:
@@ -257,20 +246,16 @@ class Api:
         """
         most, length = self.limits.prompt, sum(map(len, texts))
         if length > most * CHARACTERS or len(texts) > most:
-            raise ApiError(
-                400,
+            raise _too_long(
                 f"The prompt has {length} characters in {plural(len(texts), 'message')}, and the "
-                f"server accepts {most * CHARACTERS} characters and {plural(most, 'token')}.",
-                code="context_length_exceeded",
+                f"server accepts {most * CHARACTERS} characters and {plural(most, 'token')}."
             )
 
     def _answer_limit(self, wanted: Generation, model: ServedModel, prompt: int) -> int:
         """Return the maximum number of tokens of an answer to a prompt of a given length."""
         if prompt > self.limits.prompt:
-            raise ApiError(
-                400,
-                f"The prompt has {prompt} tokens, and the server accepts {self.limits.prompt}.",
-                code="context_length_exceeded",
+            raise _too_long(
+                f"The prompt has {prompt} tokens, and the server accepts {self.limits.prompt}."
             )
         limit = min(wanted.limit or self.limits.answer, self.limits.answer)
         context = model.weights.context
@@ -278,10 +263,8 @@ class Api:
             return limit
         remaining = context - prompt + 1  # the model does not read the last token
         if remaining < 1:
-            raise ApiError(
-                400,
-                f"The prompt has {prompt} tokens, but the context of the model has {context}.",
-                code="context_length_exceeded",
+            raise _too_long(
+                f"The prompt has {prompt} tokens, but the context of the model has {context}."
             )
         return min(limit, remaining)
 
@@ -303,6 +286,11 @@ class Api:
             "owned_by": "coterie",
             "coterie": extension,
         }
+
+
+def _too_long(message: str) -> ApiError:
+    """Return the reply to a request whose prompt is too long."""
+    return ApiError(400, message, code="context_length_exceeded")
 
 
 async def rest_of(first: Piece, queue: "asyncio.Queue[Piece | Failure]") -> AsyncIterator[Piece]:

@@ -42,48 +42,23 @@ IGNORED = {
 }
 """Fields that do not change the answer, in any object of a request."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "mirostat": (0,),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "no_repeat_ngram_size", "presence_penalty"), (0,)),
+    **dict.fromkeys(("min_p", "min_tokens", "top_a"), (0,)),
+    **dict.fromkeys(("top_k", "top_n_sigma"), (0, -1)),
+    **dict.fromkeys(("length_penalty", "repeat_penalty", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("best_of", "n", "tfs_z", "typical_p"), (1,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("continue_final_message", "echo", "ignore_eos"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("bad_words", "functions", "stop_token_ids", "tool_calls", "tools"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
+    **dict.fromkeys(("grammar", "refusal", "suffix"), ("",)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
-    "n": (1,),
-    "no_repeat_ngram_size": (0,),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
-    "refusal": ("",),
-    "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "suffix": ("",),
-    "tfs_z": (1,),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_a": (0,),
-    "top_k": (0, -1),
-    "top_n_sigma": (0, -1),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "xtc_probability": (0,),
 }
 """Unsupported fields of OpenAI's API and of other servers, with the values that do not change the
 answer."""
@@ -310,13 +285,10 @@ def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, An
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
-    content = [
-        {
-            **described(token.id, token.logprob),
-            "top_logprobs": [described(*alternative) for alternative in token.top],
-        }
-        for token in tokens
-    ]
+    content: list[dict[str, Any]] = []
+    for token in tokens:
+        alternatives = [described(*alternative) for alternative in token.top]
+        content.append({**described(token.id, token.logprob), "top_logprobs": alternatives})
     return {"content": content, "refusal": None}
 
 

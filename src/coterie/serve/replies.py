@@ -44,8 +44,7 @@ class Reply:
         tokens = [token for piece in pieces for token in piece.tokens]
         content: dict[str, Any] = {"text": text}
         if self.chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message}
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
         choice = self._choice(content, tokens, pieces[-1].reason)
         return {**self._head, "choices": [choice], "usage": usage(self.prompt, self.answer)}
 
