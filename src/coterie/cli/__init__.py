@@ -11,7 +11,7 @@ from importlib import metadata
 from io import TextIOWrapper
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, Typer
 
 from coterie.cli import (
     deploy,
@@ -29,7 +29,7 @@ from coterie.cli import (
 )
 from coterie.errors import CoterieError, ran_out_of_memory
 
-app = typer.Typer(
+app = Typer(
     cls=options.Group,
     no_args_is_help=True,
     add_completion=False,
@@ -44,14 +44,13 @@ app = typer.Typer(
 def _print_version(requested: bool) -> None:
     if requested:
         terminal.say(f"coterie {metadata.version('coterie')}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def coterie(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Handle the options that precede a command."""
@@ -86,7 +85,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             ) from None
 
 
-def main(app: typer.Typer = app) -> None:
+def main(app: Typer = app) -> None:
     """Run a command, and exit with code 2 after an error that the user can fix.
 
     The error is printed as one sentence. The files that the command creates are readable only by

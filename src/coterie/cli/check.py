@@ -7,8 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.filesize import decimal as size
+from typer import Exit
 
 from coterie.analysis import trial
 from coterie.bases import load_skeleton
@@ -38,11 +38,7 @@ JOIN_TIMEOUT = 30.0
 
 
 def check_server(
-    values: Mapping[str, Any],
-    config: RunConfig,
-    keys: Keys,
-    address: str,
-    metrics: str | None = None,
+    values: Mapping[str, Any], config: RunConfig, keys: Keys, address: str, metrics: str | None
 ) -> None:
     """Check a server's keys, address, models and disk, and run one training step on a demo text.
 
@@ -164,7 +160,7 @@ def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]
             return
         _line(subject, "NOT OK", str(error))
         terminal.say("\nThe remaining checks were skipped.")
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
 
 
 def _line(subject: str, mark: str, text: str) -> None:

@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from coterie.cli import options, terminal
 from coterie.cli.options import Group, Out, Settings
 from coterie.errors import CoterieError
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "flower-app"
-app = typer.Typer(
+app = Typer(
     cls=Group,
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -30,8 +30,8 @@ def flower() -> None:
 
 @app.command(cls=options.Command)
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder to create for the app.")],
-    run: Annotated[Path, typer.Option(help="Run file (YAML) that lists the clients by name.")],
+    folder: Annotated[Path, Argument(help="Folder to create for the app.")],
+    run: Annotated[Path, Option(help="Run file (YAML) that lists the clients by name.")],
     settings: Settings = None,
     out: Out = None,
 ) -> None:

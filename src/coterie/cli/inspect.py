@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import RunFile, Settings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Tokenizer = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="Tokenizer: a file (tokenizer.json or vocab.json); a folder with one of these files "
         "or tokenizer.model; or a name (of a built-in base, or of a model on the Hugging Face hub)."
     ),
@@ -25,7 +25,7 @@ Tokenizer = Annotated[
 
 TextsFrom = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         metavar="FOLDER",
         help="Folder of .txt files to show with coloured tokens, instead of clients' texts.",
     ),
@@ -34,7 +34,7 @@ TextsFrom = Annotated[
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="Method whose settings are listed. Default: all methods.")
+        str | None, Argument(help="Method whose settings are listed. Default: all methods.")
     ] = None,
 ) -> None:
     """List all methods with their papers and summaries, or list the settings of one method."""
@@ -86,14 +86,14 @@ def audit(file: RunFile = None, settings: Settings = None) -> None:
 
 Samples = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="For runs of FedAMoLE: plot some training samples of each client as points, whose "
-        "positions show the samples' relevance to the experts.",
+        "positions show the samples' relevance to the experts."
     ),
 ]
 Layer = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="N|first|middle|last",
         help="Layer whose experts are shown by --texts and --samples: first, middle, last, or the "
         "layer's number N (1 for the first). Default: the first, the middle and the last layer.",
@@ -101,7 +101,7 @@ Layer = Annotated[
 ]
 Texts = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="Show clients' texts, with each token coloured by the expert that the router scores "
         "highest."
     ),
@@ -110,10 +110,10 @@ Texts = Annotated[
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of run folders.")
+        list[Path], Argument(metavar="RUN", help="Run folders, or folders of run folders.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the report. Default: `report` in the first RUN.")
+        Path | None, Option(help="Folder of the report. Default: `report` in the first RUN.")
     ] = None,
     layer: Layer = None,
     texts: Texts = False,
@@ -175,16 +175,15 @@ def align(
     tokenizer_b: Tokenizer,
     worst: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0,
             help="Number of tokens to list for each direction (A -> B and B -> A). The tokens that "
             "differ most from their nearest token come first.",
         ),
     ] = 10,
-    json: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
+    json: Annotated[Path | None, Option(help="JSON file to write the results to.")] = None,
     no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Compute the maps without reading or writing the cache."),
+        bool, Option("--no-cache", help="Compute the maps without reading or writing the cache.")
     ] = False,
 ) -> None:
     """Compare two tokenizers: map each token of one to the nearest token of the other.
@@ -207,7 +206,7 @@ def align(
 def base(
     base_or_run: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="BASE|RUN.yaml",
             help="Base (built-in, a folder, a GGUF file, or a name on the Hugging Face hub) or run "
             "file.",
@@ -216,13 +215,13 @@ def base(
     settings: Settings = None,
     to: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FOLDER", help="Convert a base in GGUF to safetensors in this folder, and exit."
         ),
     ] = None,
     fit: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="SIZE",
             help="Memory of a GPU, such as 24GB (24 x 10^9 bytes) or 24GiB. Only the settings with "
             "which a client fits on this GPU are shown.",
@@ -300,8 +299,7 @@ def data(
     file: RunFile = None,
     settings: Settings = None,
     json: Annotated[
-        Path | None,
-        typer.Option(help="JSON file for the results, which also list the duplicated texts."),
+        Path | None, Option(help="JSON file for the results, which also list the duplicated texts.")
     ] = None,
 ) -> None:
     """Check the texts of a run: sizes, empty and short records, duplicates, and special tokens.

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Exit
 
 console = Console()
 errors = Console(stderr=True)
@@ -71,7 +71,7 @@ def plugin_options(plugins: Mapping[str, Mapping[str, str]]) -> str:
 def exit_stopped(hint: str) -> NoReturn:
     """Exit from a command that was interrupted, with a hint on how to resume."""
     complain(f"Stopped. {hint}")
-    raise typer.Exit(130) from None
+    raise Exit(130) from None
 
 
 @contextmanager
