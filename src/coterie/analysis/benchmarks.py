@@ -120,11 +120,8 @@ def tables(run: ReportedRun, clients: Sequence[str] = ()) -> list[Table]:
     for each in _stored(run.path):
         if each["method"] in results:
             by_client.setdefault(each["client"], []).append(each)
-    return [
-        _table(run, client, stored, results)
-        for client, stored in by_client.items()
-        if not clients or client in clients
-    ]
+    chosen = [client for client in by_client if not clients or client in clients]
+    return [_table(run, client, by_client[client], results) for client in chosen]
 
 
 def _results(run: ReportedRun) -> dict[str, Result]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -79,10 +79,9 @@ def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]
             f"There is no estimate for the method {config.method.name!r} with the base "
             f"{config.base_of(client).name}; choose another method or base, or omit --fit."
         )
-    weights: tuple[Weights, ...] = ("bf16", "int8", "nf4")
     candidates = [
         _largest(_with(config, client, kind, checkpointing), shapes, available)
-        for kind in weights
+        for kind in get_args(Weights)
         for checkpointing in (False, True)
     ]
     best = next((candidate for candidate in candidates if candidate.fits), None)

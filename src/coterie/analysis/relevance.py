@@ -50,9 +50,11 @@ class LayerRelevance:
     """For each client, the number of experts that would choose the client for the next round."""
 
 
-def sample_relevance(
-    experiment: Experiment, layer: str | None
-) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
+Relevances = Mapping[str, Sequence[LayerRelevance] | CoterieError]
+"""For each label, the relevance on each layer, or an error that says why it is unknown."""
+
+
+def sample_relevance(experiment: Experiment, layer: str | None) -> Relevances:
     """Compute the relevance of clients' samples to the experts, for each method of an experiment.
 
     If the runs of a method differ in settings, each combination of settings is treated as a

@@ -1,6 +1,6 @@
 """Texts routed by clients' models: each token with the expert that the router scores highest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,9 +50,13 @@ class Coloured:
         return fmean(expert in numbers for _, expert in self.pieces)
 
 
+ColouredTexts = Mapping[str, Sequence[Coloured] | CoterieError]
+"""For each label, the routed texts, or an error that says why no text was routed."""
+
+
 def coloured_texts(
     experiment: Experiment, layer: str | None, folder: Path | None = None
-) -> dict[str, Sequence[Coloured] | CoterieError]:
+) -> ColouredTexts:
     """Find the expert that every client's model chooses for each token of some texts.
 
     This is done for each label (method and settings) whose runs have routers. The texts are the

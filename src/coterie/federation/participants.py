@@ -340,11 +340,7 @@ def _server(
 
 
 def client_context(
-    config: RunConfig,
-    base: Base,
-    participant: Participant,
-    log: Log,
-    ledger: Ledger | None = None,
+    config: RunConfig, base: Base, participant: Participant, log: Log, ledger: Ledger | None = None
 ) -> ClientContext:
     """Create the context that the client-side object of a method receives.
 

@@ -116,12 +116,9 @@ def _section(experiment: Experiment, items: Sequence[Picture | LeftOut]) -> Sect
         metric, split = experiment.metric.name, experiment.split
         comparison = Comparison(experiment.name, experiment.finished, split, metric, floor=floor)
         tables += [comparison.table(), *(t for run in experiment.all for t in scores_on_tasks(run))]
-    return Section(
-        experiment.name,
-        tables,
-        [item for item in items if isinstance(item, Picture)],
-        [item for item in items if isinstance(item, LeftOut)],
-    )
+    pictures = [item for item in items if isinstance(item, Picture)]
+    left_out = [item for item in items if isinstance(item, LeftOut)]
+    return Section(experiment.name, tables, pictures, left_out)
 
 
 def _runs_table(experiment: Experiment) -> Table:
