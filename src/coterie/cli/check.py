@@ -15,15 +15,9 @@ from coterie.bases import load_skeleton
 from coterie.cli import terminal
 from coterie.config.deployed import load_with_any_text
 from coterie.config.run import RunConfig
+from coterie.deployment import terms
 from coterie.deployment.orders import Orders
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import (
-    budget_excess,
-    disagreement,
-    extra_plugin,
-    public_text_mismatch,
-    version_mismatch,
-)
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
@@ -98,14 +92,15 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         order = first_order(server, credentials, JOIN_TIMEOUT)
         report(f"{server} accepts {credentials.name} and asks it to join a run")
     with _checking("run") as report:
-        if reason := version_mismatch(order) or (site.agreed and disagreement(site.agreed, order)):
+        reason = terms.version_mismatch(order)
+        if reason := reason or (site.agreed and terms.disagreement(site.agreed, order)):
             raise CoterieError(f"The run {reason}.")
         config = site.config(order)
-        if reason := extra_plugin(order, config):
+        if reason := terms.extra_plugin(order, config):
             raise CoterieError(f"The run {reason}.")
-        excess = budget_excess(config.budgets, ledger_of(site, order.run))
+        excess = terms.budget_excess(config.budgets, ledger_of(site, order.run))
         refused = Orders(site).refusal(order, config, run_folder(site, order.run))
-        if reason := excess or public_text_mismatch(order, config) or refused:
+        if reason := excess or terms.public_text_mismatch(order, config) or refused:
             raise CoterieError(f"The run {reason}.")
         report(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")
     with _checking("texts") as report:

@@ -23,14 +23,7 @@ from coterie.errors import CoterieError, plural
 from coterie.evaluation.generation import Sampling, ends_of
 from coterie.inference.streaming import StreamedText
 from coterie.network.accepting import PlainListener
-from coterie.serve.guards import (
-    admitting,
-    body_of,
-    errors_as_json,
-    only_known_hosts,
-    only_with_key,
-    report,
-)
+from coterie.serve import guards
 from coterie.serve.models import Models, ServedModel
 from coterie.serve.protocol import (
     ApiError,
@@ -130,8 +123,8 @@ def application(
     api = Api(models, limits)
     # A page of another site has no key, and a reverse proxy may pass on its own name.
     host = listener.listening.getsockname()[0]
-    check = only_with_key(keys) if keys else only_known_hosts(host)
-    middlewares = [errors_as_json, check, admitting(listener)]
+    check = guards.only_with_key(keys) if keys else guards.only_known_hosts(host)
+    middlewares = [guards.errors_as_json, check, guards.admitting(listener)]
     app = web.Application(middlewares=middlewares, client_max_size=BODY)
     app.router.add_get("/", page)
     app.router.add_get("/health", health)
@@ -161,7 +154,7 @@ class Api:
 
     def __init__(self, models: Models, limits: Limits) -> None:
         self.models, self.limits = models, limits
-        self.scheduler = Scheduler(limits.queue, report)
+        self.scheduler = Scheduler(limits.queue, guards.report)
         self.created = int(time.time())
 
     async def list_models(self, _: web.Request) -> web.Response:
@@ -175,7 +168,7 @@ class Api:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
-        wanted = parse_request(ChatRequest, await body_of(request))
+        wanted = parse_request(ChatRequest, await guards.body_of(request))
         model, turns = self._model(wanted.model), wanted.turns
         self._check_length([turn.content for turn in turns])
         try:
@@ -186,7 +179,7 @@ class Api:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Continue a text."""
-        wanted = parse_request(CompletionRequest, await body_of(request))
+        wanted = parse_request(CompletionRequest, await guards.body_of(request))
         model = self._model(wanted.model)
         [text] = wanted.prompt
         self._check_length([text])

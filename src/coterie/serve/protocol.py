@@ -1,15 +1,11 @@
-"""Requests and replies of OpenAI's API: what is accepted, and how errors are reported."""
+"""Requests of OpenAI's API: what is accepted, and how errors are reported."""
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from coterie.bases import Tokenizer
 from coterie.data.items import Turn
-from coterie.serve.scheduler import Token
 
 IGNORED = {
     "annotations",
@@ -267,67 +263,3 @@ def _refusal(error: ValidationError) -> ApiError:
     else:
         message = f"The field `{field}` is not supported; leave it out."
     return ApiError(400, message, field)
-
-
-def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the field `logprobs` of a chat's reply."""
-
-    def described(id: int, logprob: float) -> dict[str, Any]:
-        text = _token_text(tokenizer, id)
-        # A token that is a part of a character has no text of its own.
-        data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": data}
-
-    content: list[dict[str, Any]] = []
-    for token in tokens:
-        alternatives = [described(*alternative) for alternative in token.top]
-        content.append({**described(token.id, token.logprob), "top_logprobs": alternatives})
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(
-    tokens: Sequence[Token], tokenizer: Tokenizer, offset: int
-) -> tuple[dict[str, Any], int]:
-    """Return the field `logprobs` of a completion's reply, and the offset of the next token.
-
-    Args:
-        tokens: The tokens.
-        tokenizer: The tokenizer.
-        offset: The number of characters of the tokens before these tokens.
-    """
-    texts = [_token_text(tokenizer, token.id) for token in tokens]
-    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
-    tops = [
-        {_token_text(tokenizer, id): _finite(logprob) for id, logprob in token.top}
-        for token in tokens
-    ]
-    described = {
-        "tokens": texts,
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-    return described, offset + sum(map(len, texts))
-
-
-def routing(tokens: Sequence[Token], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the weights of the roles of experts for each token, for the field `coterie`."""
-
-    def rounded(roles: Mapping[str, float]) -> dict[str, float]:
-        return {role: round(weight, 4) for role, weight in roles.items()}
-
-    return [{"token": _token_text(tokenizer, t.id), "weights": rounded(t.roles)} for t in tokens]
-
-
-def usage(prompt: int, answer: int) -> dict[str, int]:
-    """Return the field `usage` of a reply, from the numbers of tokens."""
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-
-
-def _token_text(tokenizer: Tokenizer, id: int) -> str:
-    text: Any = tokenizer.decode([id])
-    return text
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else -9999.0  # OpenAI's value for improbable tokens
