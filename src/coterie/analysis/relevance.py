@@ -18,7 +18,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.data.split import AnyBatch, Split
 from coterie.errors import CoterieError
 from coterie.exchanges.lazy import server_state
-from coterie.federation.participants import participants_of, server_context
+from coterie.federation.participants import gathered, server_context
 from coterie.inference.finished import Loader, tokenizer
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.fedamole.experts import expert_name
@@ -88,7 +88,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
     server, names = _server(config, folder), sorted(folder.description["clients"])
     value, embeddings = server.initial().restored(server_state(folder)), {}
     assigned = server.choices(value, names, config.exchanges)  # for the round after the last
-    for client in participants_of(config, tokenizer(run.path)):
+    for client in gathered(config, tokenizer(run.path)).clients:
         base, side = loader.side(folder, config, client.name)
         assert isinstance(side, FedAMoLEClient), "the run's method is FedAMoLE"
         samples = spaced_samples(client.data.train, config.data.window)
@@ -107,10 +107,8 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    names = sorted(folder.description["clients"])
-    skeleton = load_skeleton(config.base, config.root)
-    context = server_context(config, skeleton, names, None, lambda name, value: None)
-    server = config.method.server(context)
+    names, skeleton = list(folder.description["clients"]), load_skeleton(config.base, config.root)
+    server = config.method.server(server_context(config, skeleton, names, None, lambda *_: None))
     assert isinstance(server, FedAMoLEServer), "the run's method is FedAMoLE"
     return server
 

@@ -16,7 +16,7 @@ from coterie.bases import Tokenizer, context_token
 from coterie.data.files import read_text
 from coterie.data.split import Split
 from coterie.errors import CoterieError
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.inference.finished import load, parse_recorded, tokenizer
 from coterie.messages.names import ROUTING
 from coterie.runs import RunFolder
@@ -87,16 +87,14 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
     if run.result is None:
         raise CoterieError("The run is not finished.")
     config = parse_recorded(RunFolder(run.path), {})
-    participants = participants_of(config, tokenizer(run.path)) if folder is None else []
+    participants = gathered(config, tokenizer(run.path)).clients if folder is None else []
     tests = {participant.name: participant.data.test for participant in participants}
     for client in sorted(run.clients):
         model, encoder = load(run.path, client), tokenizer(run.path, client)
         context = context_token(encoder)
         if folder is None:  # other bases may have other tokenizers
-            base = config.base_of(client)
-            shown = {
-                n: _beginning(t, context) for n, t in tests.items() if config.base_of(n) == base
-            }
+            alike = [n for n in tests if config.base_of(n) == config.base_of(client)]
+            shown = {name: _beginning(tests[name], context) for name in alike}
         else:
             shown = _of_folder(folder, encoder, context)
         for text_of, beginning in shown.items():

@@ -125,25 +125,6 @@ Inspect = Callable[[Reading], None]
 """A function that inspects the clients' texts before the texts are discarded."""
 
 
-def participants_of(
-    config: RunConfig, tokenizer: Tokenizer, inspect: Inspect = lambda _: None
-) -> list[Participant]:
-    """Read the data of a run, and return the run's clients but not its server.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer of the run's base.
-        inspect: Called once with all clients' texts.
-
-    Returns:
-        The clients, sorted by name; in a pooled run, one client with the data of all clients.
-
-    Raises:
-        CoterieError: A text cannot be read or is too short.
-    """
-    return gathered(config, tokenizer, inspect).clients
-
-
 def gathered(
     config: RunConfig,
     tokenizer: Tokenizer,
