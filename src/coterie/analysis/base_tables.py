@@ -18,11 +18,10 @@ from coterie.errors import CoterieError, plural
 from coterie.methods.adapter import AdapterMethod
 from coterie.training.context import ClientId
 
+QUERIES_AND_VALUES = Layout(generalists=0, specialists=0, targets=QUERY_VALUE)
 LAYOUTS = {
     "experts and LoRA, as in the method comigs-1g1s": Layout(),
-    "LoRA on queries and values, as in the method fedit": Layout(
-        generalists=0, specialists=0, targets=QUERY_VALUE
-    ),
+    "LoRA on queries and values, as in the method fedit": QUERIES_AND_VALUES,
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 """The names of device types in tables."""
@@ -111,10 +110,10 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
         )
         rows = [(item, _mib(size)) for item, size in memory.items() if size]
         yield Table(title, ("memory of a client", "MiB"), rows, note)
-        yield _run_table(config, need)
+        yield _run_table(need)
 
 
-def _run_table(config: RunConfig, need: Need) -> Table:
+def _run_table(need: Need) -> Table:
     """Return a table of a run's traffic, of the server's memory and of the disk."""
     note = "The largest download includes other clients' uploads if the method forwards them."
     columns = (f"a run with {plural(need.clients, 'client')}", "MiB")

@@ -187,11 +187,8 @@ def _own(run: ReportedRun, client: str, results: Mapping[str, Result]) -> Iterat
     yield f"{metric.label} {_arrow(metric.higher)}"
     yield str(scores.get(run.method, {}).get("samples", ""))
     for name in results:
-        if name not in scores:
-            yield ""
-        elif name == BASE or BASE not in scores:
-            yield metric.cell(scores[name][metric.name])
-        else:
+        cell = metric.cell(scores[name][metric.name]) if name in scores else ""
+        if cell and name != BASE and BASE in scores:
             value, base = (metric.shown(scores[key][metric.name]) for key in (name, BASE))
-            difference = f"{value - base:+.{metric.digits}f}"
-            yield f"{metric.cell(scores[name][metric.name])} ({difference})"
+            cell += f" ({value - base:+.{metric.digits}f})"
+        yield cell

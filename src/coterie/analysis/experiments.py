@@ -126,9 +126,8 @@ class ReportedRun:
             roles = ()
         if len(roles) != count:
             return [f"expert {n + 1}" for n in range(count)]
-        repeated = {role for role in roles if roles.count(role) > 1}
         return [
-            f"{role} {roles[: n + 1].count(role)}" if role in repeated else role
+            f"{role} {roles[: n + 1].count(role)}" if roles.count(role) > 1 else role
             for n, role in enumerate(roles)
         ]
 

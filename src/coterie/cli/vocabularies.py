@@ -104,9 +104,8 @@ def _distances(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
     for direction, summary in summaries.items():
         counts = [f"{count:,}" for count in summary["histogram"]]
         duration = "cache" if summary["seconds"] is None else f"{summary['seconds']:.1f} s"
-        rows.append(
-            [direction, f"{summary['exact']:.1%}", *counts, f"{summary['mean']:.2f}", duration]
-        )
+        exact, mean = f"{summary['exact']:.1%}", f"{summary['mean']:.2f}"
+        rows.append([direction, exact, *counts, mean, duration])
     return Table(
         "Number of tokens by edit distance (in bytes) from the other tokenizer's nearest token",
         ["", "exact", *map(str, range(LAST)), f"{LAST}+", "mean", "time"],

@@ -240,17 +240,10 @@ def gguf_logits(file: Path, ids: Sequence[int]) -> Outputs | None:
             return None
         return Outputs(f"transformers {transformers.__version__}", _read_back(file, ids))
     with redirect_stderr(StringIO()):  # warnings about the context
-        model: Any = llama_cpp.Llama(
-            str(file),
-            n_ctx=len(ids),
-            n_batch=len(ids),
-            n_threads=torch.get_num_threads(),
-            n_gpu_layers=0,
-            logits_all=True,
-            type_k=llama_cpp.GGML_TYPE_F32,
-            type_v=llama_cpp.GGML_TYPE_F32,
-            verbose=False,
-        )
+        options: dict[str, Any] = {"n_gpu_layers": 0, "logits_all": True, "verbose": False}
+        options |= dict.fromkeys(("n_ctx", "n_batch"), len(ids))
+        options |= dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
+        model: Any = llama_cpp.Llama(str(file), n_threads=torch.get_num_threads(), **options)
     model.eval(list(ids))
     logits = torch.tensor(model.scores[: len(ids)], dtype=torch.float32)
     return Outputs(f"llama.cpp ({LLAMA_CPP} {llama_cpp.__version__})", logits)

@@ -71,11 +71,9 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
             referenced[id(split)] = split.referenced(reference)
         return referenced[id(split)]
 
-    splits, tests = vars(participant.data), participant.tests
-    data = ClientData(**{name: add_reference(split) for name, split in splits.items()})
-    return replace(
-        participant, data=data, tests={name: add_reference(test) for name, test in tests.items()}
-    )
+    data = {name: add_reference(split) for name, split in vars(participant.data).items()}
+    tests = {name: add_reference(test) for name, test in participant.tests.items()}
+    return replace(participant, data=ClientData(**data), tests=tests)
 
 
 def reference_digest(config: RunConfig) -> str | None:

@@ -147,14 +147,10 @@ def _html(sections: Sequence[Section], private: str) -> str:
     )
     environment.filters["marked_up"] = marked_up
     environment.globals |= {"source": _source, "is_text": lambda p: isinstance(p, TextPicture)}
-    return environment.get_template("page.html").render(
-        sections=sections,
-        title=f"Report on {listed(section.name for section in sections)}",
-        private=private,
-        light=LIGHT,
-        dark=DARK,
-        tints=TINTS,
-    )
+    environment.globals |= {"light": LIGHT, "dark": DARK, "tints": TINTS}
+    title = f"Report on {listed(section.name for section in sections)}"
+    template = environment.get_template("page.html")
+    return template.render(sections=sections, title=title, private=private)
 
 
 @cache

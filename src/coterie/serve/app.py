@@ -272,13 +272,8 @@ class Api:
             "chat": model.chats,
             "routing": model.weights.routed,
         }
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "coterie",
-            "coterie": extension,
-        }
+        head = {"id": name, "object": "model", "created": self.created, "owned_by": "coterie"}
+        return {**head, "coterie": extension}
 
 
 def _too_long(message: str) -> ApiError:

@@ -77,13 +77,8 @@ class ApiError(Exception):
         """Return the body of the reply."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error")
-        error = {
-            "message": str(self),
-            "type": kind if self.status < 500 else "server_error",
-            "param": self.field,
-            "code": self.code,
-        }
-        return {"error": error}
+        error = {"message": str(self), "type": kind if self.status < 500 else "server_error"}
+        return {"error": {**error, "param": self.field, "code": self.code}}
 
 
 class Part(BaseModel):
