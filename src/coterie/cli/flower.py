@@ -4,19 +4,14 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
 from coterie.cli import options, terminal
-from coterie.cli.options import Group, Out, Settings
+from coterie.cli.options import Out, Settings
 from coterie.errors import CoterieError
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "flower-app"
-app = Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Use Coterie in a Flower federation.",
-)
+app = options.group("Use Coterie in a Flower federation.")
 
 
 @app.callback()

@@ -6,20 +6,15 @@ The functions import `cryptography` when they run, so that --help is fast.
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
-from coterie.cli.options import Group
+from coterie.cli.options import group
 
 if TYPE_CHECKING:
     from coterie.network.keys import Keys
 
-app = Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Manage a server's certificate and the keys of the clients that it accepts.",
-)
+app = group("Manage a server's certificate and the keys of the clients that it accepts.")
 DEFAULT = Path("keys")
 
 Folder = Annotated[Path, Argument(help="The server's key folder.")]

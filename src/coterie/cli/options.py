@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, CallbackParam, Context, Option
+from typer import Argument, CallbackParam, Context, Option, Typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from coterie.cli.terminal import complain
@@ -40,6 +40,11 @@ class Group(TyperGroup):
             if getattr(error, "possibilities", None):  # Click adds them when it shows the message
                 error.message = error.message.partition(" Did you mean")[0]  # pyright: ignore
             raise
+
+
+def group(help: str) -> Typer:
+    """Create an app whose commands form a group of subcommands, such as `coterie keys`."""
+    return Typer(cls=Group, no_args_is_help=True, rich_markup_mode="markdown", help=help)
 
 
 class Command(TyperCommand):
