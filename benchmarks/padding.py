@@ -32,7 +32,7 @@ from coterie.config.read import load_config
 from coterie.data.examples import Examples, with_choices
 from coterie.evaluation.answers import answer_losses
 from coterie.evaluation.generation import generate_answers
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.losses.tokens import PIECE_COST, Batch, language_model_loss
 from coterie.seeding import generator
 
@@ -203,7 +203,7 @@ def main() -> None:
         model = gpt2()
         prepare(model, options.precision, options.window)
         base = Base(model, base.tokenizer, options.precision, base.device)
-    clients = {one.name: one.data for one in participants_of(config, base.tokenizer)}
+    clients = {one.name: one.data for one in gathered(config, base.tokenizer).clients}
 
     def of(split: Callable[..., object]) -> dict[str, Examples]:
         found = {name: split(data) for name, data in clients.items()}

@@ -21,7 +21,6 @@ from coterie.federation.participants import (
     Participant,
     client_context,
     gathered,
-    participants_of,
 )
 from coterie.methods.contract import RunFacts
 from coterie.methods.pretrained import Pretrained
@@ -30,7 +29,7 @@ Config = Callable[..., RunConfig]
 
 
 def participants(run: RunConfig) -> dict[str, Participant]:
-    return {p.name: p for p in participants_of(run, load_tokenizer("tiny-gpt2"))}
+    return {p.name: p for p in gathered(run, load_tokenizer("tiny-gpt2")).clients}
 
 
 def with_public(run: RunConfig, name: str) -> RunConfig:
@@ -155,7 +154,7 @@ def test_the_same_samples_whatever_the_method(config: Config, texts: Path) -> No
     run = asking(config, texts, by="dirichlet", clients=3, alpha=1.0, balanced=True)
     digests = {
         tuple(
-            p.digest() for p in participants_of(run.with_method(name), load_tokenizer("tiny-gpt2"))
+            p.digest() for p in gathered(run.with_method(name), load_tokenizer("tiny-gpt2")).clients
         )
         for name in ("comigs-1g1s", "fedavg", "local")
     }

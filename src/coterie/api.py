@@ -1,6 +1,6 @@
 """The Python API: run, resume and compare methods, and load and evaluate trained models."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from coterie.analysis import Comparison, Table, run_table
 from coterie.analysis.benchmarks import evaluate
-from coterie.analysis.cells import Cells, Tuner
+from coterie.analysis.cells import Cells, Report, Tuner
 from coterie.analysis.comparison import check_against, gains
 from coterie.config.read import load_config
 from coterie.config.run import RunConfig, parse
@@ -113,7 +113,7 @@ def run(
     address: str | None = None,
     gpus: float | None = None,
     jobs: int = 1,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda line: None,
 ) -> Run:
     """Execute a run and its baselines.
 
@@ -179,7 +179,7 @@ def resume(
     gpus: float | None = None,
     from_round: int | None = None,
     jobs: int = 1,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda line: None,
 ) -> Run:
     """Continue an interrupted run from its newest checkpoint.
 
@@ -261,7 +261,7 @@ def compare(
     against: str | None = None,
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
-    report: Callable[[str], None] = lambda text: None,
+    report: Report = lambda text: None,
 ) -> Comparison:
     """Run several methods on the same data, and compare their scores.
 
@@ -329,11 +329,7 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def _continue(
-    session: Session,
-    folder: RunFolder,
-    callbacks: Sequence[Callback],
-    jobs: int,
-    report: Callable[[str], None],
+    session: Session, folder: RunFolder, callbacks: Sequence[Callback], jobs: int, report: Report
 ) -> Run:
     config, results = session.config, {}
     names = [name for name in config.baselines if name != config.label]
@@ -357,9 +353,8 @@ def _continue(
 
 def _baseline(session: Session, folder: RunFolder, name: str) -> tuple[RunFolder, RunConfig]:
     """Return the folder and the configuration of a baseline; create the folder if necessary."""
-    evaluation = session.config.evaluation.model_copy(
-        update={"questions": None}
-    )  # asked at the end
+    # Questions are asked at the end.
+    evaluation = session.config.evaluation.model_copy(update={"questions": None})
     update = {"name": name, "evaluation": evaluation}
     config = session.config.with_method(name).model_copy(update=update)
     baseline = RunFolder(folder.path / "baselines" / name)

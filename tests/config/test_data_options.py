@@ -10,13 +10,13 @@ from coterie.config.run import parse
 from coterie.deployment.site import Site
 from coterie.errors import CoterieError
 from coterie.federation.checks import check
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.messages.envelope import Order
 from coterie.testing.loop import site
 
 
 def tokens(run) -> dict[str, tuple[int, ...]]:
-    found = participants_of(run, load_tokenizer("tiny-gpt2"))
+    found = gathered(run, load_tokenizer("tiny-gpt2")).clients
     return {p.name: tuple(len(split.ids) for split in vars(p.data).values()) for p in found}
 
 

@@ -16,7 +16,7 @@ from coterie.data.chat import OURS
 from coterie.data.examples import Examples
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import Sampling
-from coterie.federation.participants import digest_of, participants_of, public_digest
+from coterie.federation.participants import digest_of, gathered, public_digest
 from coterie.runs import Callback, RunFolder
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy, folder
 
@@ -109,7 +109,7 @@ def test_a_stopped_run_is_resumed_to_the_same_bits(run: Run, talks: Path, tmp_pa
 
 def test_what_counts_is_in_the_digest(run: Run) -> None:
     config = run()
-    [one, _] = participants_of(config, load_tokenizer(config.base))
+    [one, _] = gathered(config, load_tokenizer(config.base)).clients
     train = one.data.train
     assert isinstance(train, Examples)
     assert digest_of([train]) == digest_of([replace(train, counted=train.counted.clone())])

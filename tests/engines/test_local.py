@@ -118,7 +118,7 @@ from coterie.bases import load_base
 from coterie.config.read import load_config
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
-from coterie.federation.participants import client_context, participants_of
+from coterie.federation.participants import client_context, gathered
 
 run, name, store = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 torch.set_num_threads(1)
@@ -126,7 +126,7 @@ config = load_config(Path(run))
 base = load_base(config.base, config.training.precision, config.data.window, config.root)
 own = [client for client in config.clients if client.name == name]
 alone = config.model_copy(update={"clients": own})  # with its own files, and nobody else's
-[participant] = participants_of(alone, base.tokenizer)
+[participant] = gathered(alone, base.tokenizer).clients
 side = config.method.client(client_context(config, base, participant, lambda *_: None))
 schema = config.method.schema()
 if store.exists():

@@ -18,7 +18,7 @@ from coterie.config.run import parse
 from coterie.data.examples import Examples
 from coterie.data.items import Instruction
 from coterie.data.kinds.text import Tokens
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.report.cost import Traffic
 from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
@@ -42,7 +42,7 @@ def opening(runs: Path) -> str:
     """How the diarist's test text begins."""
     config = parse(RunFolder(runs / "fedavg").description["config"])
     words = coterie.tokenizer(runs / "fedavg")
-    first = participants_of(config, words)[0]
+    first = gathered(config, words).clients[0]
     return str(words.decode(first.data.test.ids[:12]))
 
 

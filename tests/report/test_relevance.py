@@ -20,7 +20,7 @@ from coterie.analysis.relevance import (
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.exchanges.lazy import server_state
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.report import page
 from coterie.report.figures import FIGURES
@@ -49,7 +49,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
     assert path in server.paths
     state, window = server_state(folder), config.data.window
     value = server.initial().restored(state)
-    for one in participants_of(config, coterie.tokenizer(run)):
+    for one in gathered(config, coterie.tokenizer(run)).clients:
         samples = spaced_samples(one.data.train, window)
         assert isinstance(one.data.train, Tokens)
         pieces = one.data.train.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()

@@ -14,7 +14,7 @@ from coterie.data.kinds.instructions import instructions
 from coterie.data.kinds.preferences import Pairs
 from coterie.data.templates import holds
 from coterie.federation.checks import check
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.methods.contract import RunFacts
 from coterie.methods.registry import available
 from reproduce.table_file import is_table
@@ -139,7 +139,7 @@ def test_a_small_tables_cells_are_the_runs_of_the_run_files() -> None:
 @pytest.mark.parametrize("recipe", TEXTS, ids=name)
 def test_a_recipe_finds_its_texts(recipe) -> None:
     config = load_config(recipe, [f"data_root={DATA}"])
-    participants = participants_of(config, load_tokenizer(config.base))
+    participants = gathered(config, load_tokenizer(config.base)).clients
     assert len(participants) == 4
     for p in participants:
         assert len(p.data.train.ids) == 40_000
@@ -154,7 +154,7 @@ def test_a_recipe_finds_its_texts(recipe) -> None:
 def test_the_small_mixtures_find_their_texts() -> None:
     _, columns = load_table(SMALL[0].parent / "pcl-table4.yaml", [f"data_root={DATA}"])
     for column in columns:
-        participants = participants_of(column.run, load_tokenizer(column.run.base))
+        participants = gathered(column.run, load_tokenizer(column.run.base)).clients
         clients = {"AG": 4, "Multi-Wiki": 9, "Codes-Wiki": 8}[column.spec.name.split()[0]]
         assert len(participants) == clients
         for p in participants:
@@ -336,7 +336,7 @@ def test_the_small_fedmkt_tables_find_their_samples() -> None:
     longest = ["News topics", "RTE"]
     _, columns = load_table(recipe, [f"data_root={DATA}", "bases={}"], columns=longest)
     for column in columns:
-        participants = participants_of(column.run, load_tokenizer(column.run.base))
+        participants = gathered(column.run, load_tokenizer(column.run.base)).clients
         assert len(participants) == 4
         for p in participants:
             counts = []

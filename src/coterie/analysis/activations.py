@@ -21,6 +21,7 @@ begins. Scoring stores nothing, and needs memory for one layer or for the logits
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil, prod
 from typing import Any
 
@@ -75,12 +76,8 @@ def is_known(model: PreTrainedModel) -> bool:
     sites = expert_sites(model)
     if any(shape is None or path in layers(model) for path, (_, shape) in sites.items()):
         return False
-    containers = (
-        module
-        for layer in layers(model).values()
-        for module in layer.modules()
-        if any(isinstance(child, Linear) for child in module.children())
-    )
+    modules = chain.from_iterable(layer.modules() for layer in layers(model).values())
+    containers = (m for m in modules if any(isinstance(c, Linear) for c in m.children()))
     known = all("Attention" in type(m).__name__ or mlp_shape(m) for m in containers)
     return known and len(sites) == len(layers(model)) > 0
 
@@ -127,12 +124,9 @@ class LayerBytes:
 
     def __add__(self, other: "LayerBytes") -> "LayerBytes":
         """Return the bytes of two parts, which are computed one after the other."""
-        return LayerBytes(
-            self.stored + other.stored,
-            max(self.forward, self.kept + other.forward),
-            max(self.backward, other.backward),
-            self.kept + other.kept,
-        )
+        forward = max(self.forward, self.kept + other.forward)
+        backward = max(self.backward, other.backward)
+        return LayerBytes(self.stored + other.stored, forward, backward, self.kept + other.kept)
 
 
 def training_bytes(model: PreTrainedModel, size: Pass, *, checkpoints: bool, stores: bool) -> int:
@@ -286,12 +280,8 @@ def _attention(model: PreTrainedModel, size: Pass, upcasts: bool) -> LayerBytes:
         pairs = size.rows * heads * size.window**2
         exact = 4 if upcasts or size.residual == 4 else c
         cast = c if c < exact else 0
-        return LayerBytes(
-            stored=3 * heads * token + pairs * (exact + cast),
-            forward=3 * heads * token + pairs * (2 * exact + cast),
-            backward=pairs * (2 * exact + cast),
-            kept=pairs * c,
-        )
+        values, work = 3 * heads * token, pairs * (2 * exact + cast)
+        return LayerBytes(values + pairs * (exact + cast), values + work, work, pairs * c)
     qkvo = (2 * heads + 2 * key_heads) * token
     rotated = 3 * heads * size.tokens * head * size.residual
     forward = qkvo - heads * token + rotated
@@ -300,8 +290,7 @@ def _attention(model: PreTrainedModel, size: Pass, upcasts: bool) -> LayerBytes:
 
 def _frozen_mlp(mlp: nn.Module, shape: MlpShape, size: Pass) -> LayerBytes:
     """Return the bytes of an MLP without experts."""
-    modules = children_of(mlp)
-    wide = sizes(modules[shape.up[0]])[1] // (2 if shape.fused else 1)
+    wide = sizes(children_of(mlp)[shape.up[0]])[1] // (2 if shape.fused else 1)
     unit = size.tokens * wide * size.working
     stored = STORED_BY_ACTIVATION.get(type(getattr(mlp, shape.act)), 1)
     gated = len(shape.up) == 2 or shape.fused
@@ -312,8 +301,7 @@ def _frozen_mlp(mlp: nn.Module, shape: MlpShape, size: Pass) -> LayerBytes:
 def _mixture(mixture: Mixture, size: Pass, stores: bool) -> LayerBytes:
     """Return the bytes of a mixture of experts inside an MLP; see `adapters.fused.WideExperts`."""
     shape, k, n = mixture.shape, mixture.slots, len(mixture.experts)
-    modules = children_of(mixture.base)
-    dim, wide = sizes(modules[shape.up[0]])
+    dim, wide = sizes(children_of(mixture.base)[shape.up[0]])
     wide = wide // (2 if shape.fused else 1)
     up = 2 if len(shape.up) == 2 or shape.fused else 1
     gated, several = up == 2, k > 1

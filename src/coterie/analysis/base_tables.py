@@ -8,7 +8,7 @@ from coterie.adapters import Adapter, Layout, Trainable
 from coterie.adapters.coverage import coverage
 from coterie.analysis.held import kept_dtype
 from coterie.analysis.need import Need, need_of
-from coterie.analysis.sizes import client_names
+from coterie.analysis.sizes import clients_by_base
 from coterie.analysis.tables import Table
 from coterie.bases import BaseSpec, check_base, load_skeleton, load_tokenizer
 from coterie.bases.checks import check_vocabulary, embedding_rows
@@ -20,11 +20,10 @@ from coterie.memory import process_memory
 from coterie.methods.adapter import AdapterMethod
 from coterie.training.context import ClientId
 
+QUERIES_AND_VALUES = Layout(generalists=0, specialists=0, targets=QUERY_VALUE)
 LAYOUTS = {
     "experts and LoRA, as in the method comigs-1g1s": Layout(),
-    "LoRA on queries and values, as in the method fedit": Layout(
-        generalists=0, specialists=0, targets=QUERY_VALUE
-    ),
+    "LoRA on queries and values, as in the method fedit": QUERIES_AND_VALUES,
 }
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 """The names of device types in tables."""
@@ -85,8 +84,7 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
 def need_tables(config: RunConfig) -> Iterator[Table]:
     """Yield two tables for each base of a run: what a client, the server and the disk need."""
     libraries, device = process_memory(), device_type(config.device)
-    names = client_names(config)
-    for spec, name in {config.base_of(name): name for name in reversed(names)}.items():
+    for spec, name in clients_by_base(config).items():
         title, need = f"{config.label} on {spec}", need_of(config, name, device)
         if need is None:
             note = "There is no estimate for this method with this base."
@@ -114,10 +112,10 @@ def need_tables(config: RunConfig) -> Iterator[Table]:
         )
         rows = [(item, _mib(size)) for item, size in memory.items() if size]
         yield Table(title, ("memory of a client", "MiB"), rows, note)
-        yield _run_table(config, need)
+        yield _run_table(need)
 
 
-def _run_table(config: RunConfig, need: Need) -> Table:
+def _run_table(need: Need) -> Table:
     """Return a table of a run's traffic, of the server's memory and of the disk."""
     note = "The largest download includes other clients' uploads if the method forwards them."
     columns = (f"a run with {plural(need.clients, 'client')}", "MiB")

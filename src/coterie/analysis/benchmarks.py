@@ -1,5 +1,6 @@
 """Scores of a run's models on tasks of lm-eval: how to compute them, and tables of them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
@@ -119,11 +120,8 @@ def tables(run: ReportedRun, clients: Sequence[str] = ()) -> list[Table]:
     for each in _stored(run.path):
         if each["method"] in results:
             by_client.setdefault(each["client"], []).append(each)
-    return [
-        _table(run, client, stored, results)
-        for client, stored in by_client.items()
-        if not clients or client in clients
-    ]
+    chosen = [client for client in by_client if not clients or client in clients]
+    return [_table(run, client, by_client[client], results) for client in chosen]
 
 
 def _results(run: ReportedRun) -> dict[str, Result]:
@@ -141,17 +139,15 @@ def _results(run: ReportedRun) -> dict[str, Result]:
 def _table(
     run: ReportedRun, client: str, stored: Sequence[Stored], results: Mapping[str, Result]
 ) -> Table:
-    origins: dict[str, set[str]] = {}  # the stored tasks that have a score with the same label
-    for each in stored:
-        for score in each["scores"]:
-            origins.setdefault(score["task"], set()).add(each["task"])
+    scored = [(each, score) for each in stored for score in each["scores"]]
+    labels = {(score["task"], each["task"]) for each, score in scored}
+    origins = Counter(label for label, _ in labels)  # the stored tasks that have this label
     rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
-    for each in stored:
-        for score in each["scores"]:
-            label, metric = score["task"], f"{score['metric']} {_arrow(score['higher'])}"
-            task = f"{label} ({each['task']})" if len(origins[label]) > 1 else label
-            row = task, metric, str(score["samples"] or "")
-            rows.setdefault(row, {})[each["method"]] = score
+    for each, score in scored:
+        label, metric = score["task"], f"{score['metric']} {_arrow(score['higher'])}"
+        task = f"{label} ({each['task']})" if origins[label] > 1 else label
+        row = task, metric, str(score["samples"] or "")
+        rows.setdefault(row, {})[each["method"]] = score
     cells = [
         [*row, *(_cell(by_method.get(name), by_method.get(BASE)) for name in results)]
         for row, by_method in rows.items()
@@ -191,11 +187,8 @@ def _own(run: ReportedRun, client: str, results: Mapping[str, Result]) -> Iterat
     yield f"{metric.label} {_arrow(metric.higher)}"
     yield str(scores.get(run.method, {}).get("samples", ""))
     for name in results:
-        if name not in scores:
-            yield ""
-        elif name == BASE or BASE not in scores:
-            yield metric.cell(scores[name][metric.name])
-        else:
+        cell = metric.cell(scores[name][metric.name]) if name in scores else ""
+        if cell and name != BASE and BASE in scores:
             value, base = (metric.shown(scores[key][metric.name]) for key in (name, BASE))
-            difference = f"{value - base:+.{metric.digits}f}"
-            yield f"{metric.cell(scores[name][metric.name])} ({difference})"
+            cell += f" ({value - base:+.{metric.digits}f})"
+        yield cell

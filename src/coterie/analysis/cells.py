@@ -20,6 +20,8 @@ from coterie.files import path_part
 from coterie.methods.pretrained import Pretrained
 from coterie.runs import Callback, RunFolder
 
+Report = Callable[[str], None]
+"""Function that is called with a line of text about the progress."""
 TRIALS = "trials"
 """The name of the folder of trials. It is in the folder that contains the run folders."""
 
@@ -35,9 +37,7 @@ class Cells:
         report: a function that is called with progress messages.
     """
 
-    def __init__(
-        self, total: int, callbacks: Sequence[Callback], report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, total: int, callbacks: Sequence[Callback], report: Report) -> None:
         self.total, self.callbacks, self.report = total, callbacks, report
         self.number = 0
         self.worked_on = 0

@@ -103,15 +103,14 @@ class Comparison:
             row["rank"] = 1 + sum(other < order[row["method"]] for other in order.values())
             if row["method"] in self.tuned:
                 row["tuned"] = self.tuned[row["method"]]
-        floored = bool(rows) and has_floor(self.floor, metric)
-        if floored:
+        results = dict(self.results)
+        if rows and has_floor(self.floor, metric):
+            results[COMMONEST] = self.floor
             floor_methods = at_floor(self.results, self.floor, metric)
             for row in rows:
                 row["at_floor"] = row["method"] in floor_methods
-            rows.append(
-                _scored(COMMONEST, self.floor, metric.name) | {"server": None, "rank": None}
-            )
-        results = {**self.results, COMMONEST: self.floor} if floored else self.results
+            commonest = _scored(COMMONEST, self.floor, metric.name)
+            rows.append(commonest | {"server": None, "rank": None})
         reference = self.against or min(order, key=order.__getitem__, default="")
         outcomes = differences(results, reference, metric) if reference in results else {}
         details = {
@@ -254,18 +253,15 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
         metric: the metric to show.
         rows: rows of `Comparison.summary` that could be compared with the reference row.
     """
-    entries = [row["difference"] for row in rows]
-    cells = [
-        [
-            row["method"],
-            f"{metric.shown(difference['value']):+.2f}",
-            f"{metric.shown(difference['low']):+.2f} to {metric.shown(difference['high']):+.2f}",
-            f"{difference['p']:.3f}",
-            "" if difference["significant"] else MARK,
-        ]
-        for row, difference in zip(rows, entries, strict=True)
-    ]
-    sign, reference = "Positive" if metric.higher else "Negative", entries[0]["from"]
+    cells = []
+    for row in rows:
+        difference = row["difference"]
+        shown = [f"{metric.shown(difference[key]):+.2f}" for key in ("value", "low", "high")]
+        mark = "" if difference["significant"] else MARK
+        interval = " to ".join(shown[1:])
+        cells.append([row["method"], shown[0], interval, f"{difference['p']:.3f}", mark])
+    sign = "Positive" if metric.higher else "Negative"
+    reference = rows[0]["difference"]["from"]
     note = f"{sign}: better than {reference}. `{MARK}`: not significant."
     heads = ["method", f"difference from {reference}", "95 % interval", "p", ""]
     return Table(title, heads, cells, note)
@@ -374,15 +370,8 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
         improved = metric.order(difference.value) < 0
         (unclear if not difference.significant else better if improved else worse).append(entry)
     gain, loss = ("higher", "lower") if metric.higher else ("lower", "higher")
-    clauses = [
-        f"{relation} for {listed(entries)}"
-        for relation, entries in (
-            (gain, better),
-            (loss, worse),
-            ("not significantly different", unclear),
-        )
-        if entries
-    ]
+    relations = {gain: better, loss: worse, "not significantly different": unclear}
+    clauses = [f"{name} for {listed(entries)}" for name, entries in relations.items() if entries]
     return (
         f"With {method} instead of {ALONE}, {metric.title} is {'; '.join(clauses)}. (95 % "
         "confidence, bootstrap over this run's test texts; results with other seeds may differ.)"

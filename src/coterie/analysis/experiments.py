@@ -126,9 +126,8 @@ class ReportedRun:
             roles = ()
         if len(roles) != count:
             return [f"expert {n + 1}" for n in range(count)]
-        repeated = {role for role in roles if roles.count(role) > 1}
         return [
-            f"{role} {roles[: n + 1].count(role)}" if role in repeated else role
+            f"{role} {roles[: n + 1].count(role)}" if roles.count(role) > 1 else role
             for n, role in enumerate(roles)
         ]
 
@@ -355,8 +354,7 @@ def _by_label(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
         for run in sorted(members, key=lambda run: run.config["seed"]):
             values = settings[id(run)]
             shown = [f"{k.partition('.')[2] or k}={values[k]}" for k in differ if k in values]
-            label = " ".join([method, *shown])
-            labelled.setdefault(label, []).append(run)
+            labelled.setdefault(" ".join([method, *shown]), []).append(run)
     return labelled
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -80,10 +80,9 @@ def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]
             f"There is no estimate for the method {config.method.name!r} with the base "
             f"{config.base_of(client).name}; choose another method or base, or omit --fit."
         )
-    weights: tuple[Weights, ...] = ("bf16", "int8", "nf4")
     candidates = [
         _largest(_with(config, client, kind, checkpointing), shapes, available)
-        for kind in weights
+        for kind in get_args(Weights)
         for checkpointing in (False, True)
     ]
     best = next((candidate for candidate in candidates if candidate.fits), None)
@@ -102,16 +101,12 @@ def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]
 def _with(config: RunConfig, client: ClientId, weights: Weights, checkpointing: bool) -> RunConfig:
     """Return a run with other weights of the client's base, and with or without checkpointing."""
     base = config.base_of(client).model_copy(update={"weights": weights})
-    training = {"checkpointing": checkpointing, "precision": "bf16"}
+    changes = {"checkpointing": checkpointing, "precision": "bf16"}
     if checkpointing:
-        training["store_activations"] = False
-    return config.model_copy(
-        update={
-            "base": base,
-            "bases": {**config.bases, **({client: base} if client in config.bases else {})},
-            "training": config.training.model_copy(update=training),
-        }
-    )
+        changes["store_activations"] = False
+    bases = {name: base if name == client else spec for name, spec in config.bases.items()}
+    training = config.training.model_copy(update=changes)
+    return config.model_copy(update={"base": base, "bases": bases, "training": training})
 
 
 def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
@@ -138,11 +133,8 @@ def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
 def _halved(count: int) -> Iterator[int]:
     """Yield a number, and the powers of two below it in descending order."""
     yield count
-    power = 1 << (count.bit_length() - 1)
-    while power:
-        if power < count:
-            yield power
-        power >>= 1
+    for exponent in reversed(range((count - 1).bit_length())):
+        yield 2**exponent
 
 
 def _table(config: RunConfig, client: ClientId, candidates: list[Candidate], size: int) -> Table:
@@ -166,15 +158,11 @@ def _table(config: RunConfig, client: ClientId, candidates: list[Candidate], siz
 
 def _lines(config: RunConfig, client: ClientId) -> str:
     """Format a run's memory settings as lines of a run file."""
-    spec, training = config.base_of(client), config.training
+    spec, keys = config.base_of(client), ("batch", "micro_batch", "checkpointing")
     sections = {
         "base": {"name": spec.name, "weights": spec.weights},
         "data": {"window": config.data.window},
-        "training": {
-            "batch": training.batch,
-            "micro_batch": training.micro_batch,
-            "checkpointing": training.checkpointing,
-        },
+        "training": {key: getattr(config.training, key) for key in keys},
         "evaluation": {"batch": config.evaluation.batch},
     }
     return yaml.safe_dump(sections, sort_keys=False, default_flow_style=None, width=1000)

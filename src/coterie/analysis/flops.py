@@ -100,8 +100,7 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
             turns = level.turns(config.rounds, training.steps)
             updates = level.steps * turns / config.rounds
             flops = step_flops(base, side.adapter, level, config.data.window)
-            cost = flops * training.batch * updates
-            levels[level.name] = levels.get(level.name, 0.0) + cost
+            levels[level.name] = levels.get(level.name, 0.0) + flops * training.batch * updates
     return levels
 
 

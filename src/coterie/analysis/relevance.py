@@ -18,7 +18,7 @@ from coterie.config.run import RunConfig, parse
 from coterie.data.split import AnyBatch, Split
 from coterie.errors import CoterieError
 from coterie.exchanges.lazy import server_state
-from coterie.federation.participants import participants_of, server_context
+from coterie.federation.participants import gathered, server_context
 from coterie.inference.finished import Loader, tokenizer
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.fedamole.experts import expert_name
@@ -50,9 +50,11 @@ class LayerRelevance:
     """For each client, the number of experts that would choose the client for the next round."""
 
 
-def sample_relevance(
-    experiment: Experiment, layer: str | None
-) -> dict[str, Sequence[LayerRelevance] | CoterieError]:
+Relevances = Mapping[str, Sequence[LayerRelevance] | CoterieError]
+"""For each label, the relevance on each layer, or an error that says why it is unknown."""
+
+
+def sample_relevance(experiment: Experiment, layer: str | None) -> Relevances:
     """Compute the relevance of clients' samples to the experts, for each method of an experiment.
 
     If the runs of a method differ in settings, each combination of settings is treated as a
@@ -86,7 +88,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
     server, names = _server(config, folder), sorted(folder.description["clients"])
     value, embeddings = server.initial().restored(server_state(folder)), {}
     assigned = server.choices(value, names, config.exchanges)  # for the round after the last
-    for client in participants_of(config, tokenizer(run.path)):
+    for client in gathered(config, tokenizer(run.path)).clients:
         base, side = loader.side(folder, config, client.name)
         assert isinstance(side, FedAMoLEClient), "the run's method is FedAMoLE"
         samples = spaced_samples(client.data.train, config.data.window)
@@ -105,10 +107,8 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    names = sorted(folder.description["clients"])
-    skeleton = load_skeleton(config.base, config.root)
-    context = server_context(config, skeleton, names, None, lambda name, value: None)
-    server = config.method.server(context)
+    names, skeleton = list(folder.description["clients"]), load_skeleton(config.base, config.root)
+    server = config.method.server(server_context(config, skeleton, names, None, lambda *_: None))
     assert isinstance(server, FedAMoLEServer), "the run's method is FedAMoLE"
     return server
 
@@ -175,8 +175,7 @@ def _reduced(rows: np.ndarray, seed: int) -> tuple[np.ndarray, str]:
         perplexity = min(30.0, (len(rows) - 1) / 3)
         reduce = tsne(2, perplexity=perplexity, random_state=seed, init="pca")
         return reduce.fit_transform(rows), "t-SNE"
-    centred = torch.from_numpy(rows - rows.mean(0))
-    left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
+    left, sizes, _ = torch.linalg.svd(torch.from_numpy(rows - rows.mean(0)), full_matrices=False)
     two = (left * sizes)[:, :2].numpy()
     name = NOT_INSTALLED if tsne is None else COMPONENTS
     return np.pad(two, ((0, 0), (0, 2 - two.shape[1]))), name

@@ -31,13 +31,8 @@ Tables show such a model as one key, without the keys of the mapping.
 def methods_table() -> Table:
     """Return a table of all methods that a run file can name."""
     rows = [(m.name, m.paper, m.summary) for m in available().values()]
-    rows.append(
-        (
-            POOLED,
-            "",
-            "one client with all clients' text: not private; shows the effect of sharing all text",
-        )
-    )
+    pooled = "one client with all clients' text: not private; shows the effect of sharing all text"
+    rows.append((POOLED, "", pooled))
     return Table("Methods", ("name", "paper", "summary"), rows)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import TypeVar
 
+from coterie.bases import BaseSpec
 from coterie.config.run import RunConfig
 from coterie.data.divide import names_of_clients
 from coterie.exchanges.exchange import Exchange
@@ -31,6 +32,8 @@ from coterie.methods.tensors import copied
 from coterie.transforms.context import Rows
 from coterie.turn import TRAIN, Turn
 
+SideOf = Callable[[ClientId], ClientSide]
+"""Function that returns the method's client-side object for a client."""
 EXCHANGES = 3
 """The number of exchanges of the dry run after a method's `warmup`."""
 SUMS = 3
@@ -70,9 +73,12 @@ def client_names(config: RunConfig) -> list[ClientId]:
     return names or ["a client"]
 
 
-def sizes_of(
-    config: RunConfig, skeleton: PreTrainedModel, side_of: Callable[[ClientId], ClientSide]
-) -> Sizes | None:
+def clients_by_base(config: RunConfig) -> dict[BaseSpec, ClientId]:
+    """Return the first client of each base of a run, without reading texts."""
+    return {config.base_of(name): name for name in reversed(client_names(config))}
+
+
+def sizes_of(config: RunConfig, skeleton: PreTrainedModel, side_of: SideOf) -> Sizes | None:
     """Return the sizes of a run's messages and server, or None if they are unknown.
 
     Sizes are unknown if a method's uploads contain results of training, such as predictions.
@@ -114,10 +120,7 @@ def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> 
 
 
 def _rehearse(
-    config: RunConfig,
-    skeleton: PreTrainedModel,
-    names: Sequence[ClientId],
-    side_of: Callable[[ClientId], ClientSide],
+    config: RunConfig, skeleton: PreTrainedModel, names: Sequence[ClientId], side_of: SideOf
 ) -> Sizes:
     """Execute exchanges without training, and return the largest sizes."""
     method = config.method

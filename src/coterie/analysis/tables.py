@@ -70,8 +70,7 @@ class Table:
 
     def _width(self, number: int) -> int:
         """Return a column's width in characters, at most 16 if the column contains words."""
-        cells = [self.columns[number], *(row[number] for row in self.rows)]
-        longest = max(map(len, cells))
+        longest = max(len(row[number]) for row in (self.columns, *self.rows))
         return min(longest, 16) if self._is_text(number) else longest
 
     def _blocks(self, width: int) -> Iterator[list[int]]:
@@ -107,15 +106,13 @@ class Table:
         """Return the table as HTML for a notebook, with every cell escaped."""
         sides = ["left" if self._is_text(n) else "right" for n in range(len(self.columns))]
         rows = [("th", self.columns), *(("td", row) for row in self.rows)]
-        lines = (
-            "<tr>"
-            + "".join(
+        lines = []
+        for tag, row in rows:
+            cells = (
                 f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>'
-                for cell, side in zip(cells, sides, strict=True)
+                for cell, side in zip(row, sides, strict=True)
             )
-            + "</tr>"
-            for tag, cells in rows
-        )
+            lines.append(f"<tr>{''.join(cells)}</tr>")
         note = f"<p>{marked_up(self.note)}</p>" if self.note else ""
         return f"<table><caption>{marked_up(self.title)}</caption>{''.join(lines)}</table>{note}"
 
@@ -191,30 +188,28 @@ def run_table(
     frames = [scores(result) for result in results.values()]
     clients = sorted({client for frame in frames for client in frame.index})
     kept = [result.get("kept", {}) for result in results.values()]
-    pairs = list(zip(frames, kept, strict=True))
-    rows = [
-        [
-            name,
-            *(
-                _cell(f.loc[name], metric, bits) + _round_suffix(rounds, name)
-                for f, rounds in pairs
-            ),
-        ]
-        for name in clients
-    ]
-    rows.append(["mean", *(_cell(frame.mean(), metric, bits) for frame in frames)])
+
+    def cell(score: Mapping[str, float] | Column, remark: str | int | None = None) -> str:
+        text = metric.cell(score[metric.name])
+        text += f" / {score['bits_per_byte']:.3f}" if bits else ""
+        return text if remark is None else f"{text} ({remark})"
+
+    rows: list[list[str]] = []
+    for name in clients:
+        # A pooled run has one client, EVERYONE.
+        rounds = [k.get(name, k.get(EVERYONE)) for k in kept]
+        rows.append([name, *(cell(f.loc[name], n) for f, n in zip(frames, rounds, strict=True))])
+    rows.append(["mean", *(cell(frame.mean()) for frame in frames)])
     if len(clients) > 1:
         worst = [worst_of(frame[metric.name], metric) for frame in frames]
-        cells = [
-            f"{_cell(f.loc[w], metric, bits)} ({w})" for f, w in zip(frames, worst, strict=True)
-        ]
+        cells = (cell(f.loc[name], name) for f, name in zip(frames, worst, strict=True))
         rows.append(["worst client", *cells])
     if metric is not PERPLEXITY and len(clients) > 1:
         deviations = [std(frame[metric.name]) for frame in frames]
         rows.append(["std over clients", *map(metric.cell, deviations)])
     note, served = metric.better, [result.get("server") for result in results.values()]
     if any(served):
-        rows.append(["server", *(_cell(score, metric, bits) if score else "" for score in served)])
+        rows.append(["server", *(cell(score) if score else "" for score in served)])
         note += " The mean excludes the server."
     if any(kept):
         note += f" In brackets: {KEPT}"
@@ -239,20 +234,6 @@ def left_out(results: Mapping[str, Result]) -> Iterator[str]:
             reason, number = list(rounds.values())[-1], len(rounds)
             count = "one round" if number == 1 else f"{number} rounds"
             yield f"{client} was excluded from {count} of {method}: {reason}."
-
-
-def _cell(score: Mapping[str, float] | Column, metric: Metric, bits: bool) -> str:
-    cell = metric.cell(score[metric.name])
-    return f"{cell} / {score['bits_per_byte']:.3f}" if bits else cell
-
-
-def _round_suffix(kept: Mapping[str, int], client: str) -> str:
-    """Return, in brackets, the number of the round whose model a client kept.
-
-    If this round is unknown, return an empty string.
-    """
-    round = kept.get(client, kept.get(EVERYONE))  # EVERYONE is the only client of a pooled run
-    return "" if round is None else f" ({round})"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """Texts routed by clients' models: each token with the expert that the router scores highest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from coterie.bases import Tokenizer, context_token
 from coterie.data.files import read_text
 from coterie.data.split import Split
 from coterie.errors import CoterieError
-from coterie.federation.participants import participants_of
+from coterie.federation.participants import gathered
 from coterie.inference.finished import load, parse_recorded, tokenizer
 from coterie.messages.names import ROUTING
 from coterie.runs import RunFolder
@@ -50,9 +50,13 @@ class Coloured:
         return fmean(expert in numbers for _, expert in self.pieces)
 
 
+ColouredTexts = Mapping[str, Sequence[Coloured] | CoterieError]
+"""For each label, the routed texts, or an error that says why no text was routed."""
+
+
 def coloured_texts(
     experiment: Experiment, layer: str | None, folder: Path | None = None
-) -> dict[str, Sequence[Coloured] | CoterieError]:
+) -> ColouredTexts:
     """Find the expert that every client's model chooses for each token of some texts.
 
     This is done for each label (method and settings) whose runs have routers. The texts are the
@@ -83,16 +87,14 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
     if run.result is None:
         raise CoterieError("The run is not finished.")
     config = parse_recorded(RunFolder(run.path), {})
-    participants = participants_of(config, tokenizer(run.path)) if folder is None else []
+    participants = gathered(config, tokenizer(run.path)).clients if folder is None else []
     tests = {participant.name: participant.data.test for participant in participants}
     for client in sorted(run.clients):
         model, encoder = load(run.path, client), tokenizer(run.path, client)
         context = context_token(encoder)
         if folder is None:  # other bases may have other tokenizers
-            base = config.base_of(client)
-            shown = {
-                n: _beginning(t, context) for n, t in tests.items() if config.base_of(n) == base
-            }
+            alike = [n for n in tests if config.base_of(n) == config.base_of(client)]
+            shown = {name: _beginning(tests[name], context) for name in alike}
         else:
             shown = _of_folder(folder, encoder, context)
         for text_of, beginning in shown.items():
@@ -102,13 +104,10 @@ def _colour(run: ReportedRun, layer: str | None, folder: Path | None) -> Iterato
             for number in chosen_layers(layer, len(chosen)):
                 path = list(chosen)[number]
                 count = run.by_client(ROUTING + path).loc[client].iloc[-1].count()
-                yield Coloured(
-                    client,
-                    text_of,
-                    f"layer {number + 1} of {len(chosen)}",
-                    run.expert_names(client, count),
-                    list(_pieces(encoder, ids.tolist(), chosen[path].tolist())),
-                )
+                title = f"layer {number + 1} of {len(chosen)}"
+                names = run.expert_names(client, count)
+                pieces = list(_pieces(encoder, ids.tolist(), chosen[path].tolist()))
+                yield Coloured(client, text_of, title, names, pieces)
 
 
 def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list[Tensor]]:

@@ -11,7 +11,7 @@ from importlib import metadata
 from io import TextIOWrapper
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, Typer
 
 from coterie.cli import (
     deploy,
@@ -29,7 +29,7 @@ from coterie.cli import (
 )
 from coterie.errors import CoterieError, ran_out_of_memory
 
-app = typer.Typer(
+app = Typer(
     cls=options.Group,
     no_args_is_help=True,
     add_completion=False,
@@ -44,38 +44,31 @@ app = typer.Typer(
 def _print_version(requested: bool) -> None:
     if requested:
         terminal.say(f"coterie {metadata.version('coterie')}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def coterie(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Handle the options that precede a command."""
 
 
-app.command(cls=options.Command)(run.run)
-app.command(cls=options.Command)(run.compare)
-app.command(cls=options.Command)(inspect.data)
-app.command(cls=options.Command)(inspect.methods)
-app.command(cls=options.Command)(inspect.audit)
-app.command(cls=options.Command)(inspect.base)
-app.command(cls=options.Command)(inspect.report)
-app.command(cls=options.Command)(use.generate)
-app.command(cls=options.Command)(use.chat)
-app.command(cls=options.Command)(use.ask)
-app.command(cls=options.Command)(export.export)
-app.command(cls=options.Command)(evaluate.evaluate)
-app.command(cls=options.Command)(serve.serve)
-app.command()(inspect.align)
-app.command(cls=options.Command)(deploy.server)
-app.command(cls=options.Command)(deploy.client)
-app.command()(operate.status)
-app.command()(operate.expel)
-app.command()(operate.forget)
+COMMANDS = (
+    (options.Command, (run.run, run.compare)),
+    (options.Command, (inspect.data, inspect.methods, inspect.audit, inspect.base, inspect.report)),
+    (options.Command, (use.generate, use.chat, use.ask)),
+    (options.Command, (export.export, evaluate.evaluate, serve.serve)),
+    (None, (inspect.align,)),
+    (options.Command, (deploy.server, deploy.client)),
+    (None, (operate.status, operate.expel, operate.forget)),
+)
+"""The commands in the order of the help; those with `options.Command` accept plugins."""
+for kind, commands in COMMANDS:
+    for command in commands:
+        app.command(cls=kind)(command)
 app.add_typer(keys.app, name="keys")
 app.add_typer(flower.app, name="flower")
 
@@ -92,7 +85,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
             ) from None
 
 
-def main(app: typer.Typer = app) -> None:
+def main(app: Typer = app) -> None:
     """Run a command, and exit with code 2 after an error that the user can fix.
 
     The error is printed as one sentence. The files that the command creates are readable only by

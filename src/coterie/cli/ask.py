@@ -21,13 +21,8 @@ def show_answers(
 
     The arguments are the first four arguments of `answers`.
     """
-    with terminal.progress("Loading the base") as (begin, move):
-
-        def step(model: str, done: int, total: int) -> None:
-            begin(model)
-            move(done, total)
-
-        named = answers(run, questions, clients, tokens, step)
+    with terminal.progress("Loading the base") as show:
+        named = answers(run, questions, clients, tokens, show)
     column = max(map(cell_len, named)) + 2
     for number, question in enumerate(questions):
         heading = "\n".join(_lines(question["question"], terminal.console.width))

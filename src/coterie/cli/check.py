@@ -7,23 +7,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.filesize import decimal as size
+from typer import Exit
 
 from coterie.analysis import trial
 from coterie.bases import load_skeleton
 from coterie.cli import terminal
 from coterie.config.deployed import load_with_any_text
 from coterie.config.run import RunConfig
+from coterie.deployment import terms
 from coterie.deployment.orders import Orders
 from coterie.deployment.site import Site, ledger_of, run_folder
-from coterie.deployment.terms import (
-    budget_excess,
-    disagreement,
-    extra_plugin,
-    public_text_mismatch,
-    version_mismatch,
-)
 from coterie.engines.session import Session
 from coterie.errors import CoterieError, plural
 from coterie.federation.participants import served
@@ -39,11 +33,7 @@ JOIN_TIMEOUT = 30.0
 
 
 def check_server(
-    values: Mapping[str, Any],
-    config: RunConfig,
-    keys: Keys,
-    address: str,
-    metrics: str | None = None,
+    values: Mapping[str, Any], config: RunConfig, keys: Keys, address: str, metrics: str | None
 ) -> None:
     """Check a server's keys, address, models and disk, and run one training step on a demo text.
 
@@ -69,8 +59,7 @@ def check_server(
         report(f"{address} is free" if metrics is None else f"{address} and {metrics} are free")
     with _checking("run") as report:
         skeleton = load_skeleton(config.base, config.root)
-        largest = config.deployment.largest_message * MiB
-        check_run(config, skeleton, names, Path(), largest)
+        check_run(config, skeleton, names, Path(), config.deployment.largest_message * MiB)
         report(
             f"{config.label}, {plural(config.rounds, 'round')} of "
             f"{plural(config.training.steps, 'step')}; clients: {', '.join(names)}; "
@@ -104,15 +93,15 @@ def check_client(server: str, credentials: Credentials, site: Site) -> None:
         order = first_order(server, credentials, JOIN_TIMEOUT)
         report(f"{server} accepts {credentials.name} and asks it to join a run")
     with _checking("run") as report:
-        if reason := version_mismatch(order) or (site.agreed and disagreement(site.agreed, order)):
+        reason = terms.version_mismatch(order)
+        if reason := reason or (site.agreed and terms.disagreement(site.agreed, order)):
             raise CoterieError(f"The run {reason}.")
         config = site.config(order)
-        if reason := extra_plugin(order, config):
+        if reason := terms.extra_plugin(order, config):
             raise CoterieError(f"The run {reason}.")
-        excess = budget_excess(budgets_of(config), ledger_of(site, order.run))
-        folder = run_folder(site, order.run)
-        refused = Orders(site).refusal(order, config, folder)
-        if reason := excess or public_text_mismatch(order, config) or refused:
+        excess = terms.budget_excess(budgets_of(config), ledger_of(site, order.run))
+        refused = Orders(site).refusal(order, config, run_folder(site, order.run))
+        if reason := excess or terms.public_text_mismatch(order, config) or refused:
             raise CoterieError(f"The run {reason}.")
         report(f"{config.name}: {config.label}, {plural(config.rounds, 'round')}")
     with _checking("texts") as report:
@@ -167,7 +156,7 @@ def _checking(subject: str, excuse: str = "") -> Iterator[Callable[[str], None]]
             return
         _line(subject, "NOT OK", str(error))
         terminal.say("\nThe remaining checks were skipped.")
-        raise typer.Exit(1) from None
+        raise Exit(1) from None
 
 
 def _line(subject: str, mark: str, text: str) -> None:

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import (
@@ -36,58 +35,49 @@ if TYPE_CHECKING:
     from coterie.privacy.ledger import Budget
 
 
-class LogFormat(StrEnum):
-    """The format of log lines."""
-
-    text = "text"
-    json = "json"
-
-
 DELTA = 1e-5
 """The delta of the privacy budget that --epsilon sets."""
 Check = Annotated[
     bool,
-    typer.Option(
-        "--check", help="Check what the run needs on this machine, without starting the run."
-    ),
+    Option("--check", help="Check what the run needs on this machine, without starting the run."),
 ]
 
 Metrics = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="HOST:PORT",
         help="Address for GET /health and GET /metrics (in Prometheus' format), without TLS, such "
         "as 127.0.0.1:9192. Default: none.",
     ),
 ]
 Format = Annotated[
-    LogFormat,
-    typer.Option(
+    Literal["text", "json"],
+    Option(
         help="Format of server.log, and of the lines that the command prints if the output is not "
         "a terminal."
     ),
 ]
-KeyFolder = Annotated[Path, typer.Option(help="The server's key folder; see `coterie keys`.")]
+KeyFolder = Annotated[Path, Option(help="The server's key folder; see `coterie keys`.")]
 Data = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="This client's texts: a .txt, .jsonl or .parquet file, or a folder of such files; "
         "split on this machine into training, validation and test text."
     ),
 ]
 LocalBase = Annotated[
-    str | None, typer.Option(help="Local copy of the base, if the run's base is a folder.")
+    str | None, Option(help="Local copy of the base, if the run's base is a folder.")
 ]
 LocalAdapter = Annotated[
-    str | None, typer.Option(help="Local copy of the LoRA adapter, if the run's base has one.")
+    str | None, Option(help="Local copy of the LoRA adapter, if the run's base has one.")
 ]
 Agreed = Annotated[
-    Path | None, typer.Option(help="Run file that you agree to; any other run is declined.")
+    Path | None, Option(help="Run file that you agree to; any other run is declined.")
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Agree to any run that the server asks for.")]
+Yes = Annotated[bool, Option("--yes", help="Agree to any run that the server asks for.")]
 Without = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         metavar="NAME",
         help="Name of a client that must not take part, even if the run file lists it. With "
         "--resume: name of a client to remove from the run. Repeatable.",
@@ -95,7 +85,7 @@ Without = Annotated[
 ]
 Epsilon = Annotated[
     float | None,
-    typer.Option(
+    Option(
         min=0,
         max=1e9,
         help="Privacy budget (epsilon, at a delta of 1e-5) for all runs in --out together. It "
@@ -108,20 +98,20 @@ Epsilon = Annotated[
 def server(
     file: Annotated[
         Path | None,
-        typer.Argument(help="Run file (YAML). It may list clients without the paths of texts."),
+        Argument(help="Run file (YAML). It may list clients without the paths of texts."),
     ] = None,
     keys: KeyFolder = Path("keys"),
-    address: Annotated[str, typer.Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
+    address: Annotated[str, Option(help="Address and port to listen on.")] = "127.0.0.1:9092",
     settings: Settings = None,
     out: Out = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume the run in --out, if there is one.")
+        bool, Option("--resume", help="Resume the run in --out, if there is one.")
     ] = False,
     from_round: FromRound = None,
     without: Without = None,
     device: ServersDevice = None,
     metrics: Metrics = None,
-    log_format: Format = LogFormat.text,
+    log_format: Format = "text",
     check: Check = False,
 ) -> None:
     """Serve a run to clients on other machines.
@@ -162,7 +152,7 @@ def server(
     if check:
         return check_server(values, config, server_keys, address, metrics)
     hint = "Finished rounds are saved. To resume, run the same command with --resume."
-    as_json = log_format is LogFormat.json
+    as_json = log_format == "json"
     with _stoppable(hint), Board(terminal.console, as_json) as board:
         log = JsonLines() if as_json else None
         serving = MailboxServing(board, metrics, log, keys=server_keys, address=address)
@@ -174,29 +164,29 @@ def server(
 
 
 def client(
-    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")],
-    key: Annotated[Path, typer.Option(help="This client's key file, from `coterie keys add`.")],
+    server: Annotated[str, Option(metavar="HOST:PORT", help="Address of the server.")],
+    key: Annotated[Path, Option(help="This client's key file, from `coterie keys add`.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of this client, which must match the key file.")
+        str | None, Option(help="Name of this client, which must match the key file.")
     ] = None,
     data: Data = None,
     train: Annotated[
-        str | None, typer.Option(help="Training text (file or folder), instead of --data.")
+        str | None, Option(help="Training text (file or folder), instead of --data.")
     ] = None,
     validation: Annotated[
-        str | None, typer.Option(help="Validation text; needs --train. Default: a part of --train.")
+        str | None, Option(help="Validation text; needs --train. Default: a part of --train.")
     ] = None,
     test: Annotated[
-        str | None, typer.Option(help="Test text; needs --train. Default: a part of --train.")
+        str | None, Option(help="Test text; needs --train. Default: a part of --train.")
     ] = None,
     base: LocalBase = None,
     adapter: LocalAdapter = None,
-    public: Annotated[str | None, typer.Option(help="Local copy of the run's public text.")] = None,
+    public: Annotated[str | None, Option(help="Local copy of the run's public text.")] = None,
     run: Agreed = None,
     yes: Yes = False,
     epsilon: Epsilon = None,
     device: Device = "auto",
-    out: Annotated[Path, typer.Option(help="Folder of this client's run folders.")] = Path("runs"),
+    out: Annotated[Path, Option(help="Folder of this client's run folders.")] = Path("runs"),
     check: Check = False,
 ) -> None:
     """Join a run as a client. Training text never leaves this machine.

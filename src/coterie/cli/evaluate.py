@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import check_run, listed
@@ -11,19 +11,18 @@ from coterie.errors import CoterieError
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    client: Annotated[list[str], typer.Option(help="Client whose models are scored. Repeatable.")],
+    run: Annotated[Path, Argument(help="Run folder.")],
+    client: Annotated[list[str], Option(help="Client whose models are scored. Repeatable.")],
     tasks: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="TASKS",
             help="Comma-separated names of tasks or groups of lm-eval (`lm-eval ls tasks` lists "
             "them), and YAML files that define tasks.",
         ),
     ],
     limit: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of samples of each task. Default: all samples."),
+        int | None, Option(min=1, help="Number of samples of each task. Default: all samples.")
     ] = None,
 ) -> None:
     """Score the base and a client's models on tasks of lm-eval.

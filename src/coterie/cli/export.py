@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import check_run
@@ -13,17 +13,17 @@ FORMATS = ("auto", "peft", "merged", "moe", "bundle", "gguf")
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    run: Annotated[Path, Argument(help="Run folder.")],
     client: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAME", help="Client whose model is exported, or `server` for the server's own."
         ),
     ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to create.")],
+    to: Annotated[Path, Option(metavar="FOLDER", help="Folder to create.")],
     format: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="|".join(FORMATS),
             help="Format of the folder. peft: adapter for PEFT. merged: transformers model with "
             "the update added to its weights. moe: mixture-of-experts checkpoint (Mixtral or "
@@ -35,14 +35,14 @@ def export(
     ] = "auto",
     push: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Repository on the Hugging Face hub, such as anna/model, to which the folder is "
             "uploaded. A new repository is private.",
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace an earlier export in the folder.")
+        bool, Option("--force", help="Replace an earlier export in the folder.")
     ] = False,
 ) -> None:
     """Export a client's model for use outside Coterie, or on another machine.

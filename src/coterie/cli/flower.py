@@ -4,19 +4,14 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import options, terminal
-from coterie.cli.options import Group, Out, Settings
+from coterie.cli.options import Out, Settings
 from coterie.errors import CoterieError
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "flower-app"
-app = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Use Coterie in a Flower federation.",
-)
+app = options.group("Use Coterie in a Flower federation.")
 
 
 @app.callback()
@@ -30,8 +25,8 @@ def flower() -> None:
 
 @app.command(cls=options.Command)
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder to create for the app.")],
-    run: Annotated[Path, typer.Option(help="Run file (YAML) that lists the clients by name.")],
+    folder: Annotated[Path, Argument(help="Folder to create for the app.")],
+    run: Annotated[Path, Option(help="Run file (YAML) that lists the clients by name.")],
     settings: Settings = None,
     out: Out = None,
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import RunFile, Settings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Tokenizer = Annotated[
     str,
-    typer.Argument(
+    Argument(
         help="Tokenizer: a file (tokenizer.json or vocab.json); a folder with one of these files "
         "or tokenizer.model; or a name (of a built-in base, or of a model on the Hugging Face hub)."
     ),
@@ -25,7 +25,7 @@ Tokenizer = Annotated[
 
 TextsFrom = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         metavar="FOLDER",
         help="Folder of .txt files to show with coloured tokens, instead of clients' texts.",
     ),
@@ -34,7 +34,7 @@ TextsFrom = Annotated[
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="Method whose settings are listed. Default: all methods.")
+        str | None, Argument(help="Method whose settings are listed. Default: all methods.")
     ] = None,
 ) -> None:
     """List all methods with their papers and summaries, or list the settings of one method."""
@@ -58,10 +58,7 @@ def methods(
         terminal.say(f"On the command line:  --set method={name} --set method.{key}={value}")
 
 
-def audit(
-    file: RunFile = None,
-    settings: Settings = None,
-) -> None:
+def audit(file: RunFile = None, settings: Settings = None) -> None:
     """Show what a client sends and receives in a round, and what never leaves the client.
 
     The first table lists the fields that the method declares for messages; messages contain no
@@ -89,14 +86,14 @@ def audit(
 
 Samples = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="For runs of FedAMoLE: plot some training samples of each client as points, whose "
-        "positions show the samples' relevance to the experts.",
+        "positions show the samples' relevance to the experts."
     ),
 ]
 Layer = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="N|first|middle|last",
         help="Layer whose experts are shown by --texts and --samples: first, middle, last, or the "
         "layer's number N (1 for the first). Default: the first, the middle and the last layer.",
@@ -104,7 +101,7 @@ Layer = Annotated[
 ]
 Texts = Annotated[
     bool,
-    typer.Option(
+    Option(
         help="Show clients' texts, with each token coloured by the expert that the router scores "
         "highest."
     ),
@@ -113,10 +110,10 @@ Texts = Annotated[
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders of run folders.")
+        list[Path], Argument(metavar="RUN", help="Run folders, or folders of run folders.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the report. Default: `report` in the first RUN.")
+        Path | None, Option(help="Folder of the report. Default: `report` in the first RUN.")
     ] = None,
     layer: Layer = None,
     texts: Texts = False,
@@ -178,16 +175,15 @@ def align(
     tokenizer_b: Tokenizer,
     worst: Annotated[
         int,
-        typer.Option(
+        Option(
             min=0,
             help="Number of tokens to list for each direction (A -> B and B -> A). The tokens that "
             "differ most from their nearest token come first.",
         ),
     ] = 10,
-    json: Annotated[Path | None, typer.Option(help="JSON file to write the results to.")] = None,
+    json: Annotated[Path | None, Option(help="JSON file to write the results to.")] = None,
     no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Compute the maps without reading or writing the cache."),
+        bool, Option("--no-cache", help="Compute the maps without reading or writing the cache.")
     ] = False,
 ) -> None:
     """Compare two tokenizers: map each token of one to the nearest token of the other.
@@ -210,7 +206,7 @@ def align(
 def base(
     base_or_run: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="BASE|RUN.yaml",
             help="Base (built-in, a folder, a GGUF file, or a name on the Hugging Face hub) or run "
             "file.",
@@ -219,13 +215,13 @@ def base(
     settings: Settings = None,
     to: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FOLDER", help="Convert a base in GGUF to safetensors in this folder, and exit."
         ),
     ] = None,
     fit: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="SIZE",
             help="Memory of a GPU, such as 24GB (24 x 10^9 bytes) or 24GiB. Only the settings with "
             "which a client fits on this GPU are shown.",
@@ -264,10 +260,9 @@ def base(
     if fit is not None:
         return _fit(config, fit, is_run)
     from coterie.analysis.base_tables import base_table, coverage_table, need_tables
-    from coterie.analysis.sizes import client_names
+    from coterie.analysis.sizes import clients_by_base
 
-    clients = client_names(config)
-    for spec, name in {config.base_of(name): name for name in reversed(clients)}.items():
+    for spec, name in clients_by_base(config).items():
         coverage = coverage_table(spec, config, name if is_run else None)
         terminal.console.print(base_table(spec, config), coverage)
     if is_run:
@@ -277,12 +272,11 @@ def base(
 def _fit(config: "RunConfig", size: str, is_run: bool) -> None:
     """Print the settings with which a client of each base of a run fits on a GPU."""
     from coterie.analysis.fit import fitting, parsed_size, with_longest_window
-    from coterie.analysis.sizes import client_names
+    from coterie.analysis.sizes import clients_by_base
 
     memory = parsed_size(size)
     config = config if is_run else with_longest_window(config)
-    clients = client_names(config)
-    for name in {config.base_of(name): name for name in reversed(clients)}.values():
+    for name in clients_by_base(config).values():
         table, lines = fitting(config, name, memory)
         terminal.console.print(table)
         terminal.say(f"\nLines for the run file:\n\n{lines}")
@@ -305,8 +299,7 @@ def data(
     file: RunFile = None,
     settings: Settings = None,
     json: Annotated[
-        Path | None,
-        typer.Option(help="JSON file for the results, which also list the duplicated texts."),
+        Path | None, Option(help="JSON file for the results, which also list the duplicated texts.")
     ] = None,
 ) -> None:
     """Check the texts of a run: sizes, empty and short records, duplicates, and special tokens.

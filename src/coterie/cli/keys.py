@@ -6,36 +6,31 @@ The functions import `cryptography` when they run, so that --help is fast.
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
-from coterie.cli.options import Group
+from coterie.cli.options import group
 
 if TYPE_CHECKING:
     from coterie.network.keys import Keys
 
-app = typer.Typer(
-    cls=Group,
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Manage a server's certificate and the keys of the clients that it accepts.",
-)
+app = group("Manage a server's certificate and the keys of the clients that it accepts.")
 DEFAULT = Path("keys")
 
-Folder = Annotated[Path, typer.Argument(help="The server's key folder.")]
-FolderOption = Annotated[Path, typer.Option("--keys", help="The server's key folder.")]
+Folder = Annotated[Path, Argument(help="The server's key folder.")]
+FolderOption = Annotated[Path, Option("--keys", help="The server's key folder.")]
 Hosts = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         metavar="NAME|ADDRESS",
         help="Host name or IP address by which clients reach the server, such as "
         "coterie.example.org or 192.0.2.7. Repeatable.",
     ),
 ]
 KeyFile = Annotated[
-    Path | None, typer.Option("--out", help="Client's key file to write. Default: NAME.key.")
+    Path | None, Option("--out", help="Client's key file to write. Default: NAME.key.")
 ]
-Name = Annotated[str, typer.Argument(help="Name of the client.")]
+Name = Annotated[str, Argument(help="Name of the client.")]
 
 
 @app.command()

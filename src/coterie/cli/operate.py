@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import check_run
 from coterie.errors import imports_for, plural
 
-ServersRun = Annotated[Path, typer.Argument(help="The server's run folder.")]
-ClientName = Annotated[str, typer.Option(help="Name of the client.")]
+ServersRun = Annotated[Path, Argument(help="The server's run folder.")]
+ClientName = Annotated[str, Option(help="Name of the client.")]
 
 
 def status(
     run: ServersRun,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the status as JSON.")] = False,
 ) -> None:
     """Show the round and the clients of a server's run.
 
@@ -41,7 +41,7 @@ def status(
         if not is_running:
             end = "The run has ended" if about.ended else "The server is not running"
             terminal.say(f"{end}; this is the status of {time_of_day(about.updated)}.")
-    raise typer.Exit(0 if is_running or about.ended else 1)
+    raise Exit(0 if is_running or about.ended else 1)
 
 
 def expel(run: ServersRun, client: ClientName) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, CallbackParam, Context, Option, Typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from coterie.cli.terminal import complain
@@ -14,12 +14,12 @@ debug = False
 """Whether errors are shown with their traceback."""
 
 
-def _remember_debug(context: typer.Context, option: typer.CallbackParam, value: bool) -> None:
+def _remember_debug(context: Context, option: CallbackParam, value: bool) -> None:
     global debug
     debug = value
 
 
-def _load(context: typer.Context, option: typer.CallbackParam, files: Sequence[str]) -> None:
+def _load(context: Context, option: CallbackParam, files: Sequence[str]) -> None:
     if files:
         from coterie.config.plugins import load_plugin
 
@@ -40,6 +40,11 @@ class Group(TyperGroup):
             if getattr(error, "possibilities", None):  # Click adds them when it shows the message
                 error.message = error.message.partition(" Did you mean")[0]  # pyright: ignore
             raise
+
+
+def group(help: str) -> Typer:
+    """Create an app whose commands form a group of subcommands, such as `coterie keys`."""
+    return Typer(cls=Group, no_args_is_help=True, rich_markup_mode="markdown", help=help)
 
 
 class Command(TyperCommand):
@@ -113,7 +118,7 @@ def require_resume(from_round: int | None) -> None:
 
 RunFile = Annotated[
     Path | None,
-    typer.Argument(
+    Argument(
         help="Run file (YAML), or the name of a built-in demo: `who-wrote-this` (instructions), "
         "`four-assistants` (conversations), `teach-one-another` (a server with its own model) or "
         "`assistants` (conversations with SmolLM2-135M, which is installed separately). "
@@ -122,18 +127,17 @@ RunFile = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(
+    Option(
         help="Device of the base: auto (a GPU if there is one), cpu, cuda, cuda:N, mps, or several "
         "GPUs to spread the base over, such as cuda:0,cuda:1."
     ),
 ]
 ServersDevice = Annotated[
-    str | None,
-    typer.Option(help="Device of the server's own model. Default: `device` of the run file."),
+    str | None, Option(help="Device of the server's own model. Default: `device` of the run file.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         help="Value that overrides a key of the run file: training.batch=4. Repeatable.",
@@ -141,17 +145,13 @@ Settings = Annotated[
 ]
 FromRound = Annotated[
     int | None,
-    typer.Option(
+    Option(
         min=1,
         metavar="N",
         help="Round after which to resume, if its checkpoint still exists; requires --resume. "
         "Default: the last completed round.",
     ),
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Run folder. Default: runs/NAME, with the run's name.")
-]
-TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Probability mass of nucleus sampling.")
-]
-SamplingSeed = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]
+Out = Annotated[Path | None, Option(help="Run folder. Default: runs/NAME, with the run's name.")]
+TopP = Annotated[float, Option(min=0.0, max=1.0, help="Probability mass of nucleus sampling.")]
+SamplingSeed = Annotated[int, Option(min=0, help="Random seed of sampling.")]

@@ -124,8 +124,7 @@ class ConsoleProgress(LiveDisplay[Progress], Callback):
         self.live.remove_task(self.task)
 
     def _speed(self) -> str:
-        elapsed = time.monotonic() - self.began
-        return f"{self.updates * self.tokens / elapsed:,.0f} tokens/s"
+        return f"{self.updates * self.tokens / (time.monotonic() - self.began):,.0f} tokens/s"
 
 
 def clock(seconds: float) -> str:

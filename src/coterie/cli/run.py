@@ -5,18 +5,10 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
-from coterie.cli.options import (
-    FromRound,
-    Out,
-    RunFile,
-    Settings,
-    check_run,
-    listed,
-    require_resume,
-)
+from coterie.cli.options import FromRound, Out, RunFile, Settings, check_run, listed, require_resume
 from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
@@ -26,7 +18,7 @@ if TYPE_CHECKING:
 
 Engine = Annotated[
     Literal["local", "ray"] | None,
-    typer.Option(
+    Option(
         help="Engine that executes the rounds. local: clients train one after another in this "
         "process. ray: clients train in parallel processes, on this machine or in a Ray cluster. "
         "Default: local, or the engine of the resumed run."
@@ -34,7 +26,7 @@ Engine = Annotated[
 ]
 Address = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="HOST:PORT",
         help="Address of a running Ray cluster, for --engine ray. This machine must belong to the "
         "cluster. Default: start Ray on this machine.",
@@ -42,7 +34,7 @@ Address = Annotated[
 ]
 Gpus = Annotated[
     float | None,
-    typer.Option(
+    Option(
         metavar="NUMBER",
         help="Number of GPUs for each process of --engine ray; with a fraction, such as 0.25, "
         "several processes share a GPU. Default: the number of GPUs in the run file's key "
@@ -51,7 +43,7 @@ Gpus = Annotated[
 ]
 Jobs = Annotated[
     int,
-    typer.Option(
+    Option(
         min=1,
         help="Number of processes. With 3, for example, two baselines run at the same time as the "
         "method. The results do not change if the run file sets `threads`.",
@@ -61,14 +53,14 @@ METHODS: list[str] = ["pretrained", "local", "fedavg", "comigs-1g1s"]
 """The methods that `coterie compare` compares by default."""
 MethodNames = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="Comma-separated names of methods (see `coterie methods`). "
         f"Default: {', '.join(METHODS)}."
     ),
 ]
 Tune = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         metavar="KEY=VALUES",
         help="Values to try for a key: training.learning_rate=1e-4,5e-4,2e-3. Each method runs "
         "with the values that score best on the validation text with the first seed. Repeatable: "
@@ -77,7 +69,7 @@ Tune = Annotated[
 ]
 Against = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="METHOD",
         help="Method that all other methods are compared with. Default: the method with the best "
         "score.",
@@ -89,13 +81,9 @@ def run(
     file: RunFile = None,
     settings: Settings = None,
     out: Out = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Folder of the interrupted run to resume.")
-    ] = None,
+    resume: Annotated[Path | None, Option(help="Folder of the interrupted run to resume.")] = None,
     from_round: FromRound = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite an existing run in --out.")
-    ] = False,
+    force: Annotated[bool, Option("--force", help="Overwrite an existing run in --out.")] = False,
     engine: Engine = None,
     address: Address = None,
     gpus: Gpus = None,
@@ -124,6 +112,7 @@ def run(
 
     arguments = None
     options: dict[str, Any] = {"address": address, "gpus": gpus, "jobs": jobs}
+    options |= {"callbacks": progress(), "report": terminal.say}
     if resume is None:
         require_resume(from_round)
         arguments = _arguments(file, settings or ())
@@ -135,15 +124,8 @@ def run(
             shown_questions(config)  # reports a mistake before the training
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
-            finished = coterie.run(
-                config,
-                out=folder,
-                force=force,
-                callbacks=progress(),
-                engine=engine or "local",
-                report=terminal.say,
-                **options,
-            )
+            options["engine"] = engine or "local"
+            finished = coterie.run(config, out=folder, force=force, **options)
     else:
         if file is not None or settings or out is not None or force:
             raise CoterieError(
@@ -152,33 +134,24 @@ def run(
             )
         check_run(resume)
         with terminal.stoppable(resume):
-            finished = coterie.resume(
-                resume,
-                callbacks=progress(),
-                engine=engine,
-                from_round=from_round,
-                report=terminal.say,
-                **options,
-            )
+            finished = coterie.resume(resume, engine=engine, from_round=from_round, **options)
     _show(finished, arguments)
 
 
 def compare(
     file: Annotated[
-        Path | None, typer.Argument(help="Run file (YAML). Default: the built-in demo.")
+        Path | None, Argument(help="Run file (YAML). Default: the built-in demo.")
     ] = None,
     methods: MethodNames = None,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Number of runs per method, with consecutive seeds.")
+        int, Option(min=1, help="Number of runs per method, with consecutive seeds.")
     ] = 1,
     tune: Tune = None,
     against: Against = None,
     settings: Settings = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of the runs. Default: runs/compare-NAME (NAME: the run file's name)."
-        ),
+        Option(help="Folder of the runs. Default: runs/compare-NAME (NAME: the run file's name)."),
     ] = None,
 ) -> None:
     """Compare methods on the same data and base over several seeds.

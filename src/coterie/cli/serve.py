@@ -4,7 +4,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import check_run
@@ -12,29 +12,27 @@ from coterie.errors import CoterieError, imports_for
 
 
 def serve(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of finished runs.")],
-    address: Annotated[
-        str, typer.Option(help="IP address and port to listen on.")
-    ] = "127.0.0.1:8000",
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Folders of finished runs.")],
+    address: Annotated[str, Option(help="IP address and port to listen on.")] = "127.0.0.1:8000",
     key_file: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="File with one API key per line, of which each request must present one. Required "
             "unless --address is a loopback address.",
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens of a prompt.")
+        int, Option(min=1, help="Maximum number of tokens of a prompt.")
     ] = 4096,
     answer_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens of an answer.")
+        int, Option(min=1, help="Maximum number of tokens of an answer.")
     ] = 1024,
     queue: Annotated[
-        int, typer.Option(min=1, help="Maximum number of requests that are running or waiting.")
+        int, Option(min=1, help="Maximum number of requests that are running or waiting.")
     ] = 64,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="Maximum time for answering a request, in seconds.")
+        float, Option(min=0.1, help="Maximum time for answering a request, in seconds.")
     ] = 300.0,
 ) -> None:
     """Serve the models of finished runs to programs and to a web page, until Ctrl-C.
@@ -64,12 +62,7 @@ def serve(
             from coterie.serve.app import serve as start
         from coterie.serve.models import Models
 
-        with terminal.progress("loading") as (task, move):
-
-            def show(model: str, done: int, total: int) -> None:
-                task(model)
-                move(done, total)
-
+        with terminal.progress("loading") as show:
             models = Models(runs, show)
         shown = f"[{host}]" if ":" in host else host
         terminal.say(

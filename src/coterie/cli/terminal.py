@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Exit
 
 console = Console()
 errors = Console(stderr=True)
@@ -29,25 +29,28 @@ def tell(target: Console, *lines: str, end: str = "\n") -> None:
 
 
 @contextmanager
-def progress(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[float, float], None]]]:
+def progress(first: str) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, if stderr is a terminal.
 
     Args:
-        first: The description of the first task.
+        first: The description of the first stage.
 
     Yields:
-        A pair of functions (start, move). `start(description)` starts the next task.
-        `move(completed, total)` moves the bar to the share `completed / total` of the task.
+        A function `show(stage, completed, total)`, which moves the bar to the share
+        `completed / total` of a stage. The function begins a stage if its description is new.
     """
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task(escape(first), total=None)
-        yield (
-            lambda name: bar.reset(task, description=escape(name), total=None),
-            lambda completed, total: bar.update(task, completed=completed, total=total),
-        )
+
+        def show(stage: str, completed: float = 0, total: float | None = None) -> None:
+            if bar.tasks[0].description != escape(stage):
+                bar.reset(task, description=escape(stage))
+            bar.update(task, completed=completed, total=total)
+
+        yield show
 
 
 def report_unhelped(method: str, result: Mapping[str, Any]) -> None:
@@ -68,7 +71,7 @@ def plugin_options(plugins: Mapping[str, Mapping[str, str]]) -> str:
 def exit_stopped(hint: str) -> NoReturn:
     """Exit from a command that was interrupted, with a hint on how to resume."""
     complain(f"Stopped. {hint}")
-    raise typer.Exit(130) from None
+    raise Exit(130) from None
 
 
 @contextmanager

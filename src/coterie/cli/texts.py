@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,10 @@ HEADS = {"repeats": "repeated", "in_training": "in train", "in_others": "in othe
 def compare_texts(config: RunConfig, json: Path | None) -> None:
     """Compare the texts of a run, and print the results; see `coterie data`."""
     readings: list[Reading] = []
-    with terminal.progress("Loading the tokenizer") as (begin, progress):
-        tokenizer = load_tokenizer(config.base, config.root)
-        gathered(config, tokenizer, readings.append, begin)
+    with terminal.progress("Loading the tokenizer") as show:
+        gathered(config, load_tokenizer(config.base, config.root), readings.append, show)
         [reading] = readings
-        begin("Comparing texts")
-        quality = reading.quality(config, MOST, progress)
+        quality = reading.quality(config, MOST, partial(show, "Comparing texts"))
     labels = [_labels(reading)] if reading.labels else []
     terminal.console.print(_splits(quality), _special(quality), *labels)
     _examples(quality)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from coterie.cli import terminal
 from coterie.cli.options import SamplingSeed, TopP, check_model, check_run, listed
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Others = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--with",
         metavar="MODELS",
         help="Other models, separated by commas, that answer each question too, for comparison: "
@@ -30,25 +30,25 @@ Others = Annotated[
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="Run folder, or bundle of `coterie export`.")],
+    run: Annotated[Path, Argument(help="Run folder, or bundle of `coterie export`.")],
     client: Annotated[
-        str | None, typer.Option(help="Client whose model is used; not needed for a bundle.")
+        str | None, Option(help="Client whose model is used; not needed for a bundle.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; required without --field.")
+        str | None, Option(help="Text to continue; required without --field.")
     ] = None,
     field: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="NAME=TEXT",
             help="Text for a field of the prompt template, such as instruction=TEXT. If the run "
             "trained on instructions, use --field instead of --prompt. Repeatable.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 80,
+    tokens: Annotated[int, Option(min=1, help="Maximum number of new tokens.")] = 80,
     temperature: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.0,
             help="Sampling temperature; 0 decodes greedily. Default: 0.8, or 0 with --field.",
         ),
@@ -83,23 +83,21 @@ def generate(
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="Run folder, or bundle of `coterie export`.")],
+    run: Annotated[Path, Argument(help="Run folder, or bundle of `coterie export`.")],
     client: Annotated[
-        str | None, typer.Option(help="Client whose model answers; not needed for a bundle.")
+        str | None, Option(help="Client whose model answers; not needed for a bundle.")
     ] = None,
     others: Others = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of new tokens per answer.")
-    ] = 120,
+    system: Annotated[str | None, Option(metavar="TEXT", help="System prompt.")] = None,
+    tokens: Annotated[int, Option(min=1, help="Maximum number of new tokens per answer.")] = 120,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")
+        float, Option(min=0.0, help="Sampling temperature; 0 decodes greedily.")
     ] = 0.7,
     top_p: TopP = 0.95,
     seed: SamplingSeed = 0,
     think: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--think",
             help="Let answers begin with reasoning (`<think>`), if the chat template supports it.",
         ),
@@ -134,13 +132,13 @@ def chat(
 
 
 def ask(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
+    run: Annotated[Path, Argument(help="Run folder.")],
     questions: Annotated[
-        list[str] | None, typer.Argument(metavar="[QUESTION]", help="Question. Repeatable.")
+        list[str] | None, Argument(metavar="[QUESTION]", help="Question. Repeatable.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--questions",
             metavar="FILE.jsonl",
             help="File with further questions, in the field `question` of each record.",
@@ -148,11 +146,11 @@ def ask(
     ] = None,
     client: Annotated[
         list[str] | None,
-        typer.Option(help="Client whose models answer. Repeatable. Default: all clients."),
+        Option(help="Client whose models answer. Repeatable. Default: all clients."),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             help="Maximum number of new tokens per answer. Default: evaluation.generate of the "
             "run, or 120.",
@@ -262,8 +260,7 @@ def answer(run: Path, client: str | None, fields: Mapping[str, str], sampling: "
     ids = [*context, *PartEncoder(bare_encoder(encoder)[0]).opening(parts)]
     ends, stops = ends_of(encoder, markers)
     tokens = _generate(run, client, ids, ends, sampling)
-    text = encoder.decode(tokens[len(ids) :], skip_special_tokens=True)
-    return before_any(text, stops).strip()
+    return before_any(encoder.decode(tokens[len(ids) :], skip_special_tokens=True), stops).strip()
 
 
 def _generate(

@@ -70,8 +70,8 @@ def _map(
     if cache and (cached := load_map(source, target)) is not None:
         return cached, None
     start = time.perf_counter()
-    with terminal.progress(f"{direction}: nearest tokens") as (_, progress):
-        computed = vocabulary_map(source, target, lambda share: progress(share, 1.0))
+    with terminal.progress(stage := f"{direction}: nearest tokens") as show:
+        computed = vocabulary_map(source, target, lambda share: show(stage, share, 1.0))
     seconds = time.perf_counter() - start
     if cache:
         save_map(source, target, computed)
@@ -104,9 +104,8 @@ def _distances(summaries: Mapping[str, Mapping[str, Any]]) -> Table:
     for direction, summary in summaries.items():
         counts = [f"{count:,}" for count in summary["histogram"]]
         duration = "cache" if summary["seconds"] is None else f"{summary['seconds']:.1f} s"
-        rows.append(
-            [direction, f"{summary['exact']:.1%}", *counts, f"{summary['mean']:.2f}", duration]
-        )
+        exact, mean = f"{summary['exact']:.1%}", f"{summary['mean']:.2f}"
+        rows.append([direction, exact, *counts, mean, duration])
     return Table(
         "Number of tokens by edit distance (in bytes) from the other tokenizer's nearest token",
         ["", "exact", *map(str, range(LAST)), f"{LAST}+", "mean", "time"],

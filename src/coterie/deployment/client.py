@@ -32,7 +32,7 @@ from coterie.deployment.site import Declined, Site, ledger_of, run_folder
 from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError, Diverged, Unwritable
 from coterie.evaluation.quality import AT_START, sentences
-from coterie.federation.participants import Participant, described_templates, participants_of
+from coterie.federation.participants import Participant, described_templates, gathered
 from coterie.federation.pipeline import budgets_of
 from coterie.federation.reading import Reading
 from coterie.federation.sizes import MiB, check_messages, message_sizes
@@ -219,7 +219,7 @@ class SiteRun:
     ) -> None:
         self.id, self.config, self.seen, self.ledger = order.run, config, seen, ledger
         # The client's configuration contains no other clients.
-        [participant] = participants_of(config, base.tokenizer, self._warn)
+        [participant] = gathered(config, base.tokenizer, self._warn).clients
         self.folder = self._folder(order, site, participant, base)
         self.locked = ExitStack()
         self.locked.enter_context(self.folder.lock())

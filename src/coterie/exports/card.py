@@ -13,7 +13,6 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
 
 from coterie.bases import is_shipped
-from coterie.config.run import RunConfig
 from coterie.errors import plural
 from coterie.exports.format import Format
 from coterie.exports.parity import Parity
@@ -46,12 +45,13 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
     if "/" in base.name:
         metadata["base_model"] = base.name
     clients = plural(len(_clients(source)), "client")
+    statements = [] if config.pooled else protection(config)
     facts = [
         f"- Method: `{config.label}`, with {clients} and {plural(config.rounds, 'round')}.",
         f"- Base: {base}; licence of the base: {licence}.",
         "- Training data: the clients' own texts, which this folder does not contain; each record "
         f"is {config.data.declared.summary}.",
-        *([] if config.pooled else _protection(config)),
+        *(f"- {subject.capitalize()}: {text}." for subject, text in statements),
         f"- Exactness: {_exactness(parity)}",
         *(f"- {note}" for note in format.notes(source)),
     ]
@@ -67,11 +67,6 @@ def model_card(source: Source, format: Format, parity: Parity | None, name: str)
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _protection(config: RunConfig) -> list[str]:
-    """Return the facts on what the run's clients received of one another, and on its noise."""
-    return [f"- {subject.capitalize()}: {text}." for subject, text in protection(config)]
-
-
 def _owner(source: Source) -> str:
     if source.config.pooled:
         return "one model, trained on the texts of all clients together"
@@ -80,8 +75,7 @@ def _owner(source: Source) -> str:
 
 def _clients(source: Source) -> Collection[str]:
     """Return the names of the clients of the run, or of the clients whose texts were pooled."""
-    result = source.folder.result or {}
-    scored = result.get(source.config.method.reports, {})
+    scored = (source.folder.result or {}).get(source.config.method.reports, {})
     return scored if source.config.pooled else source.folder.description["clients"]
 
 
@@ -125,8 +119,7 @@ def licence_of(source: Source) -> str:
         card = Path(cached) if isinstance(cached, str) else card
     try:
         if card.is_file():
-            metadata = metadata_load(card) or {}
-            return str(metadata.get("license") or UNKNOWN)
+            return str((metadata_load(card) or {}).get("license") or UNKNOWN)
         if place.is_dir() or os.environ.get("HF_HUB_OFFLINE") == "1":
             return UNKNOWN
         data = HfApi().model_info(name, revision=source.spec.revision, timeout=10).card_data

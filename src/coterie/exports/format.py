@@ -1,5 +1,8 @@
 """The description of a format in which a model can be exported."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,26 @@ class Outputs(NamedTuple):
     """The tool that computed the logits."""
     logits: Tensor
     """A tensor of shape (tokens, vocabulary) in float32."""
+
+
+def run_python(arguments: Sequence[object], folder: str | Path) -> tuple[bool, str]:
+    """Run Python in another process, with the packages of this process.
+
+    Args:
+        arguments: The arguments of the command `python`.
+        folder: The current folder of the process.
+
+    Returns:
+        Whether the process succeeded, and the last line of its errors.
+    """
+    process = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    return not process.returncode, (process.stderr.strip().splitlines() or ["it was killed"])[-1]
 
 
 @dataclass(frozen=True)

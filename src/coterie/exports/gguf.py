@@ -9,8 +9,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
@@ -27,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from coterie.bases.checks import read_object
 from coterie.bases.gguf import load_model
 from coterie.errors import CoterieError, imports_for
-from coterie.exports.format import Format, Outputs
+from coterie.exports.format import Format, Outputs, run_python
 from coterie.exports.merged import MERGED
 from coterie.exports.moe import MOE
 from coterie.exports.source import Source
@@ -123,17 +121,10 @@ def _convert(script: Path, checkpoint: Path, file: Path) -> None:
     Raises:
         CoterieError: The converter failed.
     """
-    command = [sys.executable, script, checkpoint, "--outfile", file, "--outtype", "f32"]
-    process = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        cwd=file.parent,
-    )
-    if process.returncode == 0 and file.is_file():
+    arguments = [script, checkpoint, "--outfile", file, "--outtype", "f32"]
+    succeeded, last = run_python(arguments, file.parent)
+    if succeeded and file.is_file():
         return
-    last = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
     if last.startswith("ModuleNotFoundError"):
         package = last.split("'")[1]
         raise CoterieError(
@@ -249,17 +240,10 @@ def gguf_logits(file: Path, ids: Sequence[int]) -> Outputs | None:
             return None
         return Outputs(f"transformers {transformers.__version__}", _read_back(file, ids))
     with redirect_stderr(StringIO()):  # warnings about the context
-        model: Any = llama_cpp.Llama(
-            str(file),
-            n_ctx=len(ids),
-            n_batch=len(ids),
-            n_threads=torch.get_num_threads(),
-            n_gpu_layers=0,
-            logits_all=True,
-            type_k=llama_cpp.GGML_TYPE_F32,
-            type_v=llama_cpp.GGML_TYPE_F32,
-            verbose=False,
-        )
+        options: dict[str, Any] = {"n_gpu_layers": 0, "logits_all": True, "verbose": False}
+        options |= dict.fromkeys(("n_ctx", "n_batch"), len(ids))
+        options |= dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
+        model: Any = llama_cpp.Llama(str(file), n_threads=torch.get_num_threads(), **options)
     model.eval(list(ids))
     logits = torch.tensor(model.scores[: len(ids)], dtype=torch.float32)
     return Outputs(f"llama.cpp ({LLAMA_CPP} {llama_cpp.__version__})", logits)

@@ -79,7 +79,7 @@ def _unrepresented(config: PreTrainedConfig, renormalised: bool) -> str | None:
     for key, value in config.to_diff_dict().items():
         if key in declared and key not in carried and value != getattr(type(config), key, None):
             return f"{kind} has no equivalent of `{key}: {value}` in the base's config.json"
-    if (window := _window(config)) and kind != "mixtral":
+    if (window := getattr(config, "sliding_window", None)) and kind != "mixtral":
         return f"{kind} has no sliding window of {window} tokens in every layer"
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return f"{kind} has no layers of different kinds of attention"
@@ -100,15 +100,9 @@ def _target(config: PreTrainedConfig, renormalised: bool) -> str:
     return "mixtral" if renormalised and config.model_type != "qwen2" else "qwen2_moe"
 
 
-def _window(config: PreTrainedConfig) -> int | None:
-    """Return the width of the sliding window of all layers, or None if there is none."""
-    return getattr(config, "sliding_window", None)
-
-
 def _head(config: PreTrainedConfig) -> int:
     """Return the width of an attention head."""
-    heads: int = config.num_attention_heads
-    return getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _config(config: PreTrainedConfig, adapter: Adapter) -> PreTrainedConfig:
@@ -120,7 +114,7 @@ def _config(config: PreTrainedConfig, adapter: Adapter) -> PreTrainedConfig:
     values |= {"head_dim": _head(config)} if kind != "qwen2_moe" else {}
     if kind == "mixtral":
         values |= {"num_local_experts": adapter.layout.experts, "intermediate_size": width}
-        values |= {"sliding_window": _window(config)}
+        values |= {"sliding_window": getattr(config, "sliding_window", None)}
     else:
         values |= {"num_experts": adapter.layout.experts, "moe_intermediate_size": width}
         values |= {"norm_topk_prob": renormalised, "intermediate_size": width}
@@ -201,14 +195,10 @@ def _block(mixture: Mixture, config: Any) -> dict[str, Tensor]:
 
 def _expert(mixture: Mixture, expert: nn.Module) -> tuple[Tensor, Tensor]:
     """Return an expert's weights: the gate above the up-projection, and the down-projection."""
-    weights = {
-        name: merged_weight(
-            mixture.base.get_submodule(name),
-            mixture.gain,
-            cast(LoraPair, expert.get_submodule(name)),
-        )
-        for name in mixture.shape.linears
-    }
+    weights: dict[str, Tensor] = {}
+    for name in mixture.shape.linears:
+        pair = cast(LoraPair, expert.get_submodule(name))
+        weights[name] = merged_weight(mixture.base.get_submodule(name), mixture.gain, pair)
     return torch.cat([weights[name] for name in mixture.shape.up]), weights[mixture.shape.down]
 
 

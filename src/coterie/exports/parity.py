@@ -1,8 +1,5 @@
 """The comparison of an exported model with the trained model, in another process."""
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,7 +12,7 @@ from torch import Tensor
 from coterie.bases import context_token
 from coterie.errors import CoterieError
 from coterie.evaluation.generation import context_length
-from coterie.exports.format import Format
+from coterie.exports.format import Format, run_python
 from coterie.exports.source import Source
 
 TOKENS = 64
@@ -63,8 +60,7 @@ def reference(source: Source) -> tuple[Tensor, Tensor]:
     model = source.attach()
     count = min(TOKENS, context_length(model) or TOKENS)
     tokens: list[int] = source.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    start = context_token(source.tokenizer)
-    ids = torch.tensor([[start, *islice(cycle(tokens), count - 1)]])
+    ids = torch.tensor([[context_token(source.tokenizer), *islice(cycle(tokens), count - 1)]])
     return ids, model(ids).logits.float()
 
 
@@ -101,16 +97,9 @@ def measure(
     with TemporaryDirectory() as temporary:
         files = [Path(temporary) / name for name in ("ids", "logits")]
         save_file({"ids": ids}, files[0])
-        process = subprocess.run(
-            [sys.executable, "-c", program, *map(str, files)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            text=True,
-            cwd=temporary,
-        )
-        if process.returncode:
-            reason = (process.stderr.strip().splitlines() or ["it was killed"])[-1]
-            raise CoterieError(f"The exported model could not be loaded again: {reason}")
+        succeeded, last = run_python(["-c", program, *files], temporary)
+        if not succeeded:
+            raise CoterieError(f"The exported model could not be loaded again: {last}")
         exported = load_file(files[1])["logits"]
     return compared(exported, logits, format.library)
 

@@ -125,25 +125,6 @@ Inspect = Callable[[Reading], None]
 """A function that inspects the clients' texts before the texts are discarded."""
 
 
-def participants_of(
-    config: RunConfig, tokenizer: Tokenizer, inspect: Inspect = lambda _: None
-) -> list[Participant]:
-    """Read the data of a run, and return the run's clients but not its server.
-
-    Args:
-        config: The run.
-        tokenizer: The tokenizer of the run's base.
-        inspect: Called once with all clients' texts.
-
-    Returns:
-        The clients, sorted by name; in a pooled run, one client with the data of all clients.
-
-    Raises:
-        CoterieError: A text cannot be read or is too short.
-    """
-    return gathered(config, tokenizer, inspect).clients
-
-
 def gathered(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -222,8 +203,7 @@ def served(config: RunConfig) -> Participant | None:
     precision, window = config.precision, config.data.window
     base = load_base(config.base_of(SERVER), precision, window, config.root, config.device)
     public = _public(config, {SERVER: base.tokenizer}, _public_items(config, None))
-    server = _server(config, base.tokenizer, public[SERVER], None)
-    return replace(server, base=base)
+    return replace(_server(config, base.tokenizer, public[SERVER], None), base=base)
 
 
 def _tokenizers(
@@ -341,11 +321,7 @@ def _server(
 
 
 def client_context(
-    config: RunConfig,
-    base: Base,
-    participant: Participant,
-    log: Log,
-    ledger: Ledger | None = None,
+    config: RunConfig, base: Base, participant: Participant, log: Log, ledger: Ledger | None = None
 ) -> ClientContext:
     """Create the context that the client-side object of a method receives.
 

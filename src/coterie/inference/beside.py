@@ -65,6 +65,5 @@ def _neighbours(path: Path) -> Iterator[RunFolder]:
     """
     parent = path.resolve().parent
     for folder in (*sorted(path.glob("baselines/*")), parent.parent, *sorted(parent.glob("*"))):
-        is_self = folder.resolve() == path.resolve()
-        if not is_self and (folder / "run.json").is_file():
+        if folder.resolve() != path.resolve() and (folder / "run.json").is_file():
             yield RunFolder(folder)

@@ -88,15 +88,10 @@ class Harness:
         wrap: Any = HFLM
         with _quiet(), sandboxed():
             scored = wrap(pretrained=model, tokenizer=tokenizer, batch_size=BATCH)
+            options: Any = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
+            options |= {"task_dict": tasks, "limit": limit, "log_samples": False}
             try:
-                results: Any = evaluate(
-                    scored,
-                    task_dict=tasks,  # pyright: ignore[reportArgumentType]
-                    limit=limit,
-                    log_samples=False,
-                    apply_chat_template=chat,
-                    fewshot_as_multiturn=chat,
-                )
+                results: Any = evaluate(scored, **options)
             except (ValueError, TemplateError) as error:
                 raise CoterieError(f"lm-eval cannot score the task {name!r}: {error}") from error
         return list(_scores(results))

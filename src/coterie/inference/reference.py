@@ -64,19 +64,16 @@ def with_reference(config: RunConfig, base: Base, participant: Participant) -> P
     def reference(pairs: Pairs) -> Reference:
         batch = 2 * config.evaluation.batch
         logprobs = -answer_losses(base, model, pairs.rows, batch).view(-1, 2)
-        lengths = pairs.rows.lengths.view(-1, 2)
-        return reference_of(logprobs, lengths, base.precision, dpo)
+        return reference_of(logprobs, pairs.rows.lengths.view(-1, 2), base.precision, dpo)
 
     def add_reference(split: Split) -> Split:
         if id(split) not in referenced:
             referenced[id(split)] = split.referenced(reference)
         return referenced[id(split)]
 
-    splits, tests = vars(participant.data), participant.tests
-    data = ClientData(**{name: add_reference(split) for name, split in splits.items()})
-    return replace(
-        participant, data=data, tests={name: add_reference(test) for name, test in tests.items()}
-    )
+    data = {name: add_reference(split) for name, split in vars(participant.data).items()}
+    tests = {name: add_reference(test) for name, test in participant.tests.items()}
+    return replace(participant, data=ClientData(**data), tests=tests)
 
 
 def reference_digest(config: RunConfig) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,20 +85,14 @@ class Speaker:
         ids = self._prompt([*self._history, Turn("user", question)], context_length(model))
         ends, stops = ends_of(self.base.tokenizer, self.template.markers)
         stream = _Stream(StreamedText(self.base.tokenizer, ends, stops), show)
-        stopping = {"stop_strings": stops, "tokenizer": self.base.tokenizer} if stops else {}
+        options: Any = {"generation_config": self.sampling.config(ends), "streamer": stream}
+        options |= {"stop_strings": stops, "tokenizer": self.base.tokenizer} if stops else {}
         prompt = torch.tensor([ids], device=self.base.device)
         seed = generator(self.sampling.seed, "chat", len(self._history)).initial_seed()
         try:
             with enough_memory("an answer", lambda: [FEWER]), torch.random.fork_rng():
                 torch.manual_seed(seed)
-                generated(
-                    model,
-                    prompt,
-                    torch.ones_like(prompt),
-                    generation_config=self.sampling.config(ends),
-                    streamer=stream,
-                    **stopping,
-                )
+                generated(model, prompt, torch.ones_like(prompt), **options)
         finally:
             answer = stream.finish()
             if Turn("assistant", answer).answer:

@@ -58,12 +58,10 @@ def _bytes(run: ReportedRun, way: str) -> Column:
 
 def _traffic(experiment: Experiment, runs: Mapping[str, ReportedRun]) -> Picture:
     styles = looks(list(experiment.runs))
-    sizes_by_way: dict[str, Frame] = {
-        title: pd.DataFrame(
-            {label: _bytes(run, way).agg(["mean", "min", "max"]) for label, run in runs.items()}
-        ).T
-        for way, title in WAYS.items()
-    }
+    sizes_by_way: dict[str, Frame] = {}
+    for way, title in WAYS.items():
+        sizes = {n: _bytes(run, way).agg(["mean", "min", "max"]) for n, run in runs.items()}
+        sizes_by_way[title] = pd.DataFrame(sizes).T
 
     def draw(canvas: Canvas) -> Figure:
         figure, axes = canvas.panels(

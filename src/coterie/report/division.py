@@ -1,6 +1,7 @@
 """Figure of the data distribution: records by class label or tokens by split, for each client."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -49,9 +50,8 @@ def _bubbles(counts: Mapping[str, Mapping[str, int]], key: str, unit: str) -> Pi
         axis.set_xlim(-0.5, len(columns) - 0.5)
         axis.set_ylim(len(clients) - 0.5, -0.5)
         steep = len(columns) * max(map(len, columns)) > canvas.width * 9
-        axis.set_xticks(
-            range(len(columns)), columns, **({"rotation": 60, "ha": "right"} if steep else {})
-        )
+        turned: Any = {"rotation": 60, "ha": "right"} if steep else {}
+        axis.set_xticks(range(len(columns)), columns, **turned)
         axis.set_yticks(range(len(clients)), clients)
         axis.set_xlabel(f"bubble area: number of {unit} (largest: {number(values.max())})")
         return figure

@@ -113,20 +113,12 @@ def _section(experiment: Experiment, items: Sequence[Picture | LeftOut]) -> Sect
         outcomes = [run.result for run in experiment.all if run.result and not run.config["pooled"]]
         by_seed = {outcome["seed"]: floor_in(outcome) for outcome in outcomes}
         floor = [result for result in by_seed.values() if result["items"]["trained"]]
-        comparison = Comparison(
-            experiment.name,
-            experiment.finished,
-            experiment.split,
-            experiment.metric.name,
-            floor=floor,
-        )
+        metric, split = experiment.metric.name, experiment.split
+        comparison = Comparison(experiment.name, experiment.finished, split, metric, floor=floor)
         tables += [comparison.table(), *(t for run in experiment.all for t in scores_on_tasks(run))]
-    return Section(
-        experiment.name,
-        tables,
-        [item for item in items if isinstance(item, Picture)],
-        [item for item in items if isinstance(item, LeftOut)],
-    )
+    pictures = [item for item in items if isinstance(item, Picture)]
+    left_out = [item for item in items if isinstance(item, LeftOut)]
+    return Section(experiment.name, tables, pictures, left_out)
 
 
 def _runs_table(experiment: Experiment) -> Table:
@@ -155,14 +147,10 @@ def _html(sections: Sequence[Section], private: str) -> str:
     )
     environment.filters["marked_up"] = marked_up
     environment.globals |= {"source": _source, "is_text": lambda p: isinstance(p, TextPicture)}
-    return environment.get_template("page.html").render(
-        sections=sections,
-        title=f"Report on {listed(section.name for section in sections)}",
-        private=private,
-        light=LIGHT,
-        dark=DARK,
-        tints=TINTS,
-    )
+    environment.globals |= {"light": LIGHT, "dark": DARK, "tints": TINTS}
+    title = f"Report on {listed(section.name for section in sections)}"
+    template = environment.get_template("page.html")
+    return template.render(sections=sections, title=title, private=private)
 
 
 @cache

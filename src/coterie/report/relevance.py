@@ -3,13 +3,13 @@
 A point reveals something about a private sample, so a report includes the figure only on request.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from coterie.analysis.relevance import SAMPLES, LayerRelevance
+from coterie.analysis.relevance import SAMPLES, LayerRelevance, Relevances
 from coterie.analysis.tables import Table, listed
 from coterie.errors import CoterieError
 from coterie.files import path_part
@@ -19,9 +19,7 @@ from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
 TITLE = "Samples and experts"
 
 
-def relevance(
-    results: Mapping[str, Sequence[LayerRelevance] | CoterieError],
-) -> Iterator[Picture | LeftOut]:
+def relevance(results: Relevances) -> Iterator[Picture | LeftOut]:
     """Yield, for each label in `results`, a figure of the relevance of training samples to experts.
 
     A label is a method with its settings.

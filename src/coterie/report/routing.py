@@ -28,9 +28,8 @@ class Routing(ReportFigure):
     def pictures(self, experiment: Experiment) -> Iterator[Picture | LeftOut]:
         routed = [label for label, run in experiment.first if run.has_routers]
         if not routed:
-            yield LeftOut(
-                "Expert scores", "no run recorded routing weights over a fixed set of experts"
-            )
+            reason = "no run recorded routing weights over a fixed set of experts"
+            yield LeftOut("Expert scores", reason)
         for label in routed:
             yield _scores(label, [r for r in experiment.drawn[label] if r.has_routers])
 

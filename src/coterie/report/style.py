@@ -56,15 +56,8 @@ DARK = Theme(
 )  # fmt: skip
 THEMES = (LIGHT, DARK)
 
-FIXED = {
-    "pretrained": 0,
-    "centralized": 1,
-    "local": 2,
-    "fedavg": 3,
-    "comigs-1g1s": 4,
-    "comigs-2g": 5,
-    "comigs-2s": 6,
-}
+FREQUENT = ("pretrained", "centralized", "local", "fedavg", "comigs-1g1s", "comigs-2g", "comigs-2s")
+FIXED = {label: colour for colour, label in enumerate(FREQUENT)}
 """Indices in `Theme.colours` for frequent methods. Other methods get other colours."""
 MARKERS = "osD^vPXdp<>*hH8"
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
@@ -179,8 +172,7 @@ class Canvas:
         """Place one legend below all panels, with the entries of `axes`."""
         handles, names = axes.get_legend_handles_labels()
         columns = max(1, int(self.width * 11 / (max(map(len, names)) + 7)))
-        rows = ceil(len(names) / columns)
-        figure.set_figheight(figure.get_figheight() + 0.2 * rows)
+        figure.set_figheight(figure.get_figheight() + 0.2 * ceil(len(names) / columns))
         position: Any = "outside lower center"
         figure.legend(handles, names, loc=position, ncols=min(columns, len(names)))
 
@@ -203,8 +195,7 @@ class Canvas:
 
     def heat(self) -> Colormap:
         """Return the colour map of heat maps; low values are close to the background colour."""
-        light = self.theme is LIGHT
-        name, low, high = ("Blues", 0.0, 0.85) if light else ("viridis", 0.12, 0.95)
+        name, low, high = ("Blues", 0.0, 0.85) if self.theme is LIGHT else ("viridis", 0.12, 0.95)
         return ListedColormap(colormaps[name](np.linspace(low, high, 256)))
 
     def rc(self) -> Any:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from coterie.analysis.tables import Table
-from coterie.analysis.texts import LENGTH, Coloured
+from coterie.analysis.texts import LENGTH, Coloured, ColouredTexts
 from coterie.errors import CoterieError
 from coterie.files import path_part
 from coterie.report.style import SMALLEST_SEED, Canvas, LeftOut, Picture
@@ -42,13 +42,10 @@ class TextPicture(Picture):
     @property
     def experts(self) -> Sequence[str]:
         """The names of the experts of the client with the most experts."""
-        names = (text.experts for row in self.texts.values() for text in row.values())
-        return max(names, key=len)
+        return max((t.experts for row in self.texts.values() for t in row.values()), key=len)
 
 
-def texts(
-    results: Mapping[str, Sequence[Coloured] | CoterieError],
-) -> Iterator[TextPicture | LeftOut]:
+def texts(results: ColouredTexts) -> Iterator[TextPicture | LeftOut]:
     """Yield a figure of routed texts for each label and layer in `results`.
 
     A label is a method with its settings.

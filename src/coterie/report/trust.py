@@ -60,16 +60,10 @@ def trust_matrices(runs: Sequence[ReportedRun]) -> Matrices:
     clients = sorted({n for f in recorded for n in (*f.columns, *f.index.unique("client"))})
     rounds = sorted({round for frame in recorded for round in frame.index.unique("round")})
     every = pd.MultiIndex.from_product([clients, rounds], names=["client", "round"])
-    by_run = [
-        frame.reindex(columns=clients)
-        .fillna(0.0)
-        .groupby(["client", "round"])
-        .last()
-        .reindex(every)
-        .groupby("client")
-        .ffill()
-        for frame in recorded
-    ]
+    by_run: list[Frame] = []
+    for frame in recorded:
+        last = frame.reindex(columns=clients).fillna(0.0).groupby(["client", "round"]).last()
+        by_run.append(last.reindex(every).groupby("client").ffill())
     means: Frame = pd.concat(by_run).groupby(["round", "client"]).mean()
     return {round: means.loc[round].rename_axis(None) for round in rounds}
 

@@ -35,9 +35,8 @@ class Uploads(ReportFigure):
         if runs:
             yield _ratios(runs)
         else:
-            yield LeftOut(
-                TITLE, "no run recorded the differences between uploads and the preceding downloads"
-            )
+            reason = "no run recorded the differences between uploads and the preceding downloads"
+            yield LeftOut(TITLE, reason)
 
 
 def _changes(run: ReportedRun) -> Frame:
@@ -82,17 +81,14 @@ def _ratios(runs: Mapping[str, ReportedRun]) -> Picture:
         canvas.legend(figure, axes[0])
         return figure
 
-    rows = [
-        [
-            label,
-            client,
-            "" if uploads["ratio"].isna().all() else number(uploads["ratio"].max()),
-            "" if uploads["cosine"].isna().all() else f"{uploads['cosine'].min():.2f}",
-            ", ".join(map(str, uploads.index.unique("round")[uploads["excluded"]])),
-        ]
-        for label, frame in changes.items()
-        for client, uploads in frame.groupby("client")
-    ]
+    rows: list[list[str]] = []
+    for label, frame in changes.items():
+        for client, uploads in frame.groupby("client"):
+            ratios, cosines = uploads["ratio"].dropna(), uploads["cosine"].dropna()
+            largest = number(ratios.max()) if len(ratios) else ""
+            lowest = f"{cosines.min():.2f}" if len(cosines) else ""
+            excluded = uploads.index.unique("round")[uploads["excluded"]]
+            rows.append([label, client, largest, lowest, ", ".join(map(str, excluded))])
     return Picture(
         "uploads",
         TITLE,

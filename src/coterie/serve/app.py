@@ -23,14 +23,7 @@ from coterie.errors import CoterieError, plural
 from coterie.evaluation.generation import Sampling, ends_of
 from coterie.inference.streaming import StreamedText
 from coterie.network.accepting import PlainListener
-from coterie.serve.guards import (
-    admitting,
-    body_of,
-    errors_as_json,
-    only_known_hosts,
-    only_with_key,
-    report,
-)
+from coterie.serve import guards
 from coterie.serve.models import Models, ServedModel
 from coterie.serve.protocol import (
     ApiError,
@@ -130,8 +123,8 @@ def application(
     api = Api(models, limits)
     # A page of another site has no key, and a reverse proxy may pass on its own name.
     host = listener.listening.getsockname()[0]
-    check = only_with_key(keys) if keys else only_known_hosts(host)
-    middlewares = [errors_as_json, check, admitting(listener)]
+    check = guards.only_with_key(keys) if keys else guards.only_known_hosts(host)
+    middlewares = [guards.errors_as_json, check, guards.admitting(listener)]
     app = web.Application(middlewares=middlewares, client_max_size=BODY)
     app.router.add_get("/", page)
     app.router.add_get("/health", health)
@@ -161,7 +154,7 @@ class Api:
 
     def __init__(self, models: Models, limits: Limits) -> None:
         self.models, self.limits = models, limits
-        self.scheduler = Scheduler(limits.queue, report)
+        self.scheduler = Scheduler(limits.queue, guards.report)
         self.created = int(time.time())
 
     async def list_models(self, _: web.Request) -> web.Response:
@@ -175,7 +168,7 @@ class Api:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
-        wanted = parse_request(ChatRequest, await body_of(request))
+        wanted = parse_request(ChatRequest, await guards.body_of(request))
         model, turns = self._model(wanted.model), wanted.turns
         self._check_length([turn.content for turn in turns])
         try:
@@ -186,7 +179,7 @@ class Api:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Continue a text."""
-        wanted = parse_request(CompletionRequest, await body_of(request))
+        wanted = parse_request(CompletionRequest, await guards.body_of(request))
         model = self._model(wanted.model)
         [text] = wanted.prompt
         self._check_length([text])
@@ -215,16 +208,9 @@ class Api:
         def deliver(piece: Piece | Failure) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, piece)
 
-        job = Request(
-            model.weights,
-            ids,
-            sampling,
-            text,
-            deliver,
-            time.monotonic() + self.limits.seconds,
-            wanted.top,
-            wanted.coterie.routing and model.weights.routed,
-        )
+        deadline = time.monotonic() + self.limits.seconds
+        roles = wanted.coterie.routing and model.weights.routed
+        job = Request(model.weights, ids, sampling, text, deliver, deadline, wanted.top, roles)
         if not self.scheduler.submit(job):
             raise ApiError(429, "The server has too many requests; try again later.")
         try:
@@ -241,12 +227,8 @@ class Api:
     def _model(self, name: str) -> ServedModel:
         model = self.models.names.get(name)
         if model is None:
-            raise ApiError(
-                404,
-                f"There is no model {name[:100]!r}; GET /v1/models lists the models.",
-                "model",
-                "model_not_found",
-            )
+            message = f"There is no model {name[:100]!r}; GET /v1/models lists the models."
+            raise ApiError(404, message, "model", "model_not_found")
         return model
 
     def _check_length(self, texts: Sequence[str]) -> None:
@@ -257,20 +239,16 @@ class Api:
         """
         most, length = self.limits.prompt, sum(map(len, texts))
         if length > most * CHARACTERS or len(texts) > most:
-            raise ApiError(
-                400,
+            raise _too_long(
                 f"The prompt has {length} characters in {plural(len(texts), 'message')}, and the "
-                f"server accepts {most * CHARACTERS} characters and {plural(most, 'token')}.",
-                code="context_length_exceeded",
+                f"server accepts {most * CHARACTERS} characters and {plural(most, 'token')}."
             )
 
     def _answer_limit(self, wanted: Generation, model: ServedModel, prompt: int) -> int:
         """Return the maximum number of tokens of an answer to a prompt of a given length."""
         if prompt > self.limits.prompt:
-            raise ApiError(
-                400,
-                f"The prompt has {prompt} tokens, and the server accepts {self.limits.prompt}.",
-                code="context_length_exceeded",
+            raise _too_long(
+                f"The prompt has {prompt} tokens, and the server accepts {self.limits.prompt}."
             )
         limit = min(wanted.limit or self.limits.answer, self.limits.answer)
         context = model.weights.context
@@ -278,10 +256,8 @@ class Api:
             return limit
         remaining = context - prompt + 1  # the model does not read the last token
         if remaining < 1:
-            raise ApiError(
-                400,
-                f"The prompt has {prompt} tokens, but the context of the model has {context}.",
-                code="context_length_exceeded",
+            raise _too_long(
+                f"The prompt has {prompt} tokens, but the context of the model has {context}."
             )
         return min(limit, remaining)
 
@@ -296,13 +272,13 @@ class Api:
             "chat": model.chats,
             "routing": model.weights.routed,
         }
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "coterie",
-            "coterie": extension,
-        }
+        head = {"id": name, "object": "model", "created": self.created, "owned_by": "coterie"}
+        return {**head, "coterie": extension}
+
+
+def _too_long(message: str) -> ApiError:
+    """Return the reply to a request whose prompt is too long."""
+    return ApiError(400, message, code="context_length_exceeded")
 
 
 async def rest_of(first: Piece, queue: "asyncio.Queue[Piece | Failure]") -> AsyncIterator[Piece]:

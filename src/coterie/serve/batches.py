@@ -159,8 +159,7 @@ class Batch:
             self._cache, self._mask = row.cache, mask
         else:
             longest = max(length, self._mask.shape[1])
-            pairs = zip(self._cache.layers, row.cache.layers, strict=True)
-            for ours, new in pairs:
+            for ours, new in zip(self._cache.layers, row.cache.layers, strict=True):
                 for name in ("keys", "values"):
                     tensors = (getattr(ours, name), getattr(new, name))
                     padded = [F.pad(t, (0, 0, longest - t.shape[-2], 0)) for t in tensors]
@@ -190,8 +189,7 @@ class Batch:
     def step(self, forward: Forward, roles: bool) -> Scored:
         """Read the last token of each row, and return the scores for the next tokens."""
         self._mask = F.pad(self._mask, (0, 1), value=1)
-        mask = self._mask.to(forward.base.device)
-        return forward.step(self._cache, self.rows, mask, roles)
+        return forward.step(self._cache, self.rows, self._mask.to(forward.base.device), roles)
 
 
 @torch.inference_mode()

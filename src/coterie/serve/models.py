@@ -19,7 +19,7 @@ from coterie.evaluation.generation import context_length
 from coterie.federation.participants import EVERYONE
 from coterie.inference.asking import question_prompt
 from coterie.inference.finished import Loaded, Loader
-from coterie.inference.models import BASE, RunModels, adapter_digest
+from coterie.inference.models import BASE, RunModels, Step, adapter_digest
 
 Kind = Literal["base", "averaged", "personal"]
 """The kind of a model: the base, a model that all clients share, or a client's own model."""
@@ -128,9 +128,7 @@ class Models:
             the same name.
     """
 
-    def __init__(
-        self, runs: Sequence[Path], step: Callable[[str, int, int], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, runs: Sequence[Path], step: Step = lambda *_: None) -> None:
         self._loader, self._step = Loader(), step
         self._weights: dict[tuple[int, str], Weights] = {}
         self.by_name: dict[str, ServedModel] = {}

@@ -1,22 +1,11 @@
-"""Requests and replies of OpenAI's API: what is accepted, and how errors are reported."""
+"""Requests of OpenAI's API: what is accepted, and how errors are reported."""
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from coterie.bases import Tokenizer
 from coterie.data.items import Turn
-from coterie.serve.scheduler import Token
 
 IGNORED = {
     "annotations",
@@ -42,48 +31,23 @@ IGNORED = {
 }
 """Fields that do not change the answer, in any object of a request."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "mirostat": (0,),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
+    **dict.fromkeys(("frequency_penalty", "no_repeat_ngram_size", "presence_penalty"), (0,)),
+    **dict.fromkeys(("min_p", "min_tokens", "top_a"), (0,)),
+    **dict.fromkeys(("top_k", "top_n_sigma"), (0, -1)),
+    **dict.fromkeys(("length_penalty", "repeat_penalty", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("best_of", "n", "tfs_z", "typical_p"), (1,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("continue_final_message", "echo", "ignore_eos"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("bad_words", "functions", "stop_token_ids", "tool_calls", "tools"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
+    **dict.fromkeys(("grammar", "refusal", "suffix"), ("",)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     "modalities": (["text"],),
-    "n": (1,),
-    "no_repeat_ngram_size": (0,),
-    "presence_penalty": (0,),
     "reasoning_effort": ("none",),
-    "refusal": ("",),
-    "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "suffix": ("",),
-    "tfs_z": (1,),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_a": (0,),
-    "top_k": (0, -1),
-    "top_n_sigma": (0, -1),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "xtc_probability": (0,),
 }
 """Unsupported fields of OpenAI's API and of other servers, with the values that do not change the
 answer."""
@@ -113,13 +77,8 @@ class ApiError(Exception):
         """Return the body of the reply."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error")
-        error = {
-            "message": str(self),
-            "type": kind if self.status < 500 else "server_error",
-            "param": self.field,
-            "code": self.code,
-        }
-        return {"error": error}
+        error = {"message": str(self), "type": kind if self.status < 500 else "server_error"}
+        return {"error": {**error, "param": self.field, "code": self.code}}
 
 
 class Part(BaseModel):
@@ -299,70 +258,3 @@ def _refusal(error: ValidationError) -> ApiError:
     else:
         message = f"The field `{field}` is not supported; leave it out."
     return ApiError(400, message, field)
-
-
-def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the field `logprobs` of a chat's reply."""
-
-    def described(id: int, logprob: float) -> dict[str, Any]:
-        text = _token_text(tokenizer, id)
-        # A token that is a part of a character has no text of its own.
-        data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": data}
-
-    content = [
-        {
-            **described(token.id, token.logprob),
-            "top_logprobs": [described(*alternative) for alternative in token.top],
-        }
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def text_logprobs(
-    tokens: Sequence[Token], tokenizer: Tokenizer, offset: int
-) -> tuple[dict[str, Any], int]:
-    """Return the field `logprobs` of a completion's reply, and the offset of the next token.
-
-    Args:
-        tokens: The tokens.
-        tokenizer: The tokenizer.
-        offset: The number of characters of the tokens before these tokens.
-    """
-    texts = [_token_text(tokenizer, token.id) for token in tokens]
-    offsets = [offset + sum(map(len, texts[:number])) for number in range(len(texts))]
-    tops = [
-        {_token_text(tokenizer, id): _finite(logprob) for id, logprob in token.top}
-        for token in tokens
-    ]
-    described = {
-        "tokens": texts,
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
-    return described, offset + sum(map(len, texts))
-
-
-def routing(tokens: Sequence[Token], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return the weights of the roles of experts for each token, for the field `coterie`."""
-
-    def rounded(roles: Mapping[str, float]) -> dict[str, float]:
-        return {role: round(weight, 4) for role, weight in roles.items()}
-
-    return [{"token": _token_text(tokenizer, t.id), "weights": rounded(t.roles)} for t in tokens]
-
-
-def usage(prompt: int, answer: int) -> dict[str, int]:
-    """Return the field `usage` of a reply, from the numbers of tokens."""
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-
-
-def _token_text(tokenizer: Tokenizer, id: int) -> str:
-    text: Any = tokenizer.decode([id])
-    return text
-
-
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else -9999.0  # OpenAI's value for improbable tokens
