@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from coterie.registry import Section
+from coterie.registry import NamedSpec, Section
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -16,15 +16,13 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01
 """Default arguments of adamw; other optimisers have torch's defaults."""
 
 
-class OptimiserSpec(Section):
+class OptimiserSpec(NamedSpec):
     """Key `training.optimiser` of a run file.
 
     The value is the name of a class of `torch.optim` (case-insensitive), or a mapping of `name`
     and keyword arguments of the class. The learning rate is not an argument, because it follows the
     schedule. `optimiser.check` checks the arguments.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     name: str = "adamw"
 
@@ -45,11 +43,6 @@ class OptimiserSpec(Section):
         name = str(values.get("name", "adamw")).lower()
         arguments = {str(key): _converted(v) for key, v in values.items() if key != "name"}
         return {"name": name, **(ADAMW if name == "adamw" else {}), **arguments}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keyword arguments, without the learning rate."""
-        return dict(self.model_extra or {})
 
 
 def _converted(value: Any) -> Any:
