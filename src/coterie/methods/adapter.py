@@ -297,19 +297,18 @@ class AdapterServer(Server[V], Generic[M, V]):
     """A server that replaces each shared parameter with the clients' mean in every exchange."""
 
     def __init__(self, method: M, context: ServerContext) -> None:
-        self.method = method
+        self.method, self.context = method, context
         # The initial values depend on the run's seed alone, so the server can draw them as well.
         # If clients' ranks differ, the server holds the tensors of the highest rank.
-        self.start: dict[str, Tensor] = {}
-        """A mapping from the name of each shared tensor to the tensor's initial values."""
         self.parameters: dict[str, Parameter] = {}
         """A mapping from the name of each shared tensor to the parameter that describes it."""
         for client in method.representatives(context.clients) if method.shared_roles else ():
             adapter = method.adapter(context.base, context.seed, client)
             for name, parameter in adapter.parameters().items():
-                if method.shared(parameter) and name not in self.parameters:
-                    self.parameters[name] = parameter
-                    self.start[name] = parameter.tensor.detach()
+                if method.shared(parameter):
+                    self.parameters.setdefault(name, parameter)
+        self.start: dict[str, Tensor] = {n: p.tensor.detach() for n, p in self.parameters.items()}
+        """A mapping from the name of each shared tensor to the tensor's initial values."""
 
     def initial(self) -> V:
         return cast("V", Shared(self.start))
