@@ -19,17 +19,10 @@ from coterie.errors import CoterieError
 from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
-from coterie.methods.contract import (
-    ClientContext,
-    ClientId,
-    ClientSide,
-    Method,
-    RunFacts,
-    Server,
-    ServerContext,
-)
+from coterie.methods.contract import ClientContext, ClientId, Method, RunFacts, ServerContext
 from coterie.methods.exact import residual_shapes, residuals, with_residuals
 from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
+from coterie.methods.sides import ClientSide, Server
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.methods.value import PerClient, Value, from_hello
 from coterie.training.local import LocalTraining
