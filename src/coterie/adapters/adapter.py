@@ -63,6 +63,10 @@ class Trainable:
         """
         return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
+    def values(self) -> dict[str, Tensor]:
+        """Return detached views of all parameters, under the parameters' names."""
+        return {name: p.tensor.detach() for name, p in self.parameters().items()}
+
     def require_grad(self, selects: Selects) -> None:
         """Enable gradients for the selected parameters, and disable them for all others."""
         for parameter in self._parameters.values():

@@ -20,7 +20,7 @@ from coterie.messages import Message, Shapes, Tensors
 from coterie.messages.names import ASSIGNMENT
 from coterie.methods.contract import ClientId, Server, ServerContext
 from coterie.methods.fedamole.assignment import assign_all, relevance_of_known
-from coterie.methods.fedamole.experts import Held, expert_name, values_of
+from coterie.methods.fedamole.experts import Held, expert_name
 from coterie.methods.fedamole.settings import FedAMoLESettings
 from coterie.methods.tensors import shapes_of
 from coterie.methods.value import PerClient, Value, from_hello
@@ -54,7 +54,7 @@ class FedAMoLEServer(Server[Experts]):
         self.paths = list(chosen_linears(context.base, layout.targets))
         all_experts = dict.fromkeys(self.paths, range(self.count))
         adapter = AmoleAdapter(context.base, layout, context.seed, all_experts)
-        self.parameters, self.start = adapter.parameters(), values_of(adapter)
+        self.parameters, self.start = adapter.parameters(), adapter.values()
         self._choices = lru_cache(maxsize=1)(self.choices)  # values are compared by identity
 
     def initial(self) -> Experts:
