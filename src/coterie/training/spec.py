@@ -126,8 +126,8 @@ class TrainingSpec(Section):
     """settings of preference optimisation (data.preferences only); default: the defaults shown"""
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
-        """Raise ValueError if keys of the schedule contradict each other or have no effect."""
+    def _check_contradictions(self) -> Self:
+        """Raise ValueError if keys contradict each other or have no effect."""
         course = self.course
         if self.learning_rate_decay is not None and course != "constant":
             raise ValueError(
@@ -139,10 +139,6 @@ class TrainingSpec(Section):
             raise ValueError("initial_learning_rate has no effect without warmup; set warmup")
         if self.restart and course == "constant" and not self.warmup:
             raise ValueError("restart has no effect on a constant learning rate; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_memory(self) -> Self:
         if self.checkpointing and self.store_activations:
             raise ValueError(
                 "checkpointing and store_activations are mutually exclusive; remove one"
