@@ -18,8 +18,7 @@ from coterie.data.examples import Examples
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError, Tensors
-from coterie.methods.fedmkt.client import FedMKTClient
-from coterie.methods.fedmkt.server import FedMKTServer
+from coterie.methods.fedmkt.method import FedMKTClient, FedMKTServer
 from coterie.methods.fedmkt.vocabulary import decode_vocabulary, encode_vocabulary
 from coterie.runs import RunFolder
 from coterie.testing.rounds import down, joined, one_round, step

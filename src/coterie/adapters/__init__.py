@@ -7,10 +7,10 @@ from coterie.adapters.adapter import detach as detach
 from coterie.adapters.adapter import first_experts as first_experts
 from coterie.adapters.amole import AmoleAdapter as AmoleAdapter
 from coterie.adapters.amole import AmoleLayout as AmoleLayout
-from coterie.adapters.inference import fix_factors as fix_factors
 from coterie.adapters.layout import Layout as Layout
 from coterie.adapters.lease import LeaseAdapter as LeaseAdapter
 from coterie.adapters.lora import LoraLinear as LoraLinear
+from coterie.adapters.merging import fix_factors as fix_factors
 from coterie.adapters.merging import merge as merge
 from coterie.adapters.merging import mergeable as mergeable
 from coterie.adapters.mixture import Mixture as Mixture

@@ -19,7 +19,7 @@ from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraLinear, LoraPair, pairs_in
 from coterie.adapters.mixture import Mixture, Passed
 from coterie.adapters.parameter import Parameter, Selects, by_name, initialise
-from coterie.adapters.routed import Balance, Routed, Router
+from coterie.adapters.routed import Balance, Routed, Router, described
 from coterie.bases.sites import StandIn, chosen_linears, decoder_of, expert_sites, layers, width
 from coterie.errors import CoterieError
 
@@ -38,6 +38,8 @@ class Trainable:
     """
 
     _pairs: Sequence[LoraPair] = ()
+    _checked_layout: Layout | None = None
+    """A layout whose untrained adapter must not change the outputs of a base; None: no check."""
 
     def __init__(
         self,
@@ -61,6 +63,10 @@ class Trainable:
         """
         return {name: p.tensor for name, p in self._parameters.items() if selects(p)}
 
+    def values(self) -> dict[str, Tensor]:
+        """Return detached views of all parameters, under the parameters' names."""
+        return {name: p.tensor.detach() for name, p in self.parameters().items()}
+
     def require_grad(self, selects: Selects) -> None:
         """Enable gradients for the selected parameters, and disable them for all others."""
         for parameter in self._parameters.values():
@@ -75,6 +81,8 @@ class Trainable:
         Raises:
             CoterieError: The base's architecture is not supported.
         """
+        if self._checked_layout is not None:
+            check_unchanged(base, self._checked_layout)
         attach(base, self._stand_ins)
         _attached[base] = ref(self)
         return base
@@ -158,23 +166,11 @@ class Adapter(Trainable):
         client: str,
         common: Selects,
     ) -> None:
-        self.layout = layout
+        self.layout = self._checked_layout = layout
         stand_ins = _stand_ins(base, layout)
-        self._pairs = [pair for module in stand_ins.values() for pair in pairs_in(module)]
-        parameters = [parameter for pair in self._pairs for parameter in pair.described()]
-        routers: dict[str, Routed] = {}
-        for path, m in stand_ins.items():
-            if isinstance(m, Routed) and m.router is not None:
-                parameters.append(
-                    Parameter(f"router/{m.path}.weight", "router", m.router, "normal", m.path)
-                )
-                routers[path] = m
+        self._pairs, parameters, routers = described(stand_ins, "normal")
         super().__init__(parameters, stand_ins, routers)
         initialise(parameters, seed, client, common)
-
-    def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        check_unchanged(base, self.layout)
-        return super().attach(base)
 
     def load_balance(self, form: Balance) -> Tensor:
         """Return the load-balance loss of the last forward pass as a scalar, averaged over layers.

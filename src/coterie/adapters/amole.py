@@ -21,9 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
-from coterie.adapters.adapter import Trainable, check_unchanged
+from coterie.adapters.adapter import Trainable
 from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair
@@ -297,6 +296,7 @@ class AmoleAdapter(Trainable):
         self, base: nn.Module, layout: AmoleLayout, seed: int, held: Mapping[str, Sequence[int]]
     ) -> None:
         self.layout = layout
+        self._checked_layout = Layout(0, 0, attention_rank=1, targets=layout.targets)
         linears = chosen_linears(base, layout.targets)
         _refuse_held(held, linears, layout)
         self.linears = {
@@ -313,10 +313,6 @@ class AmoleAdapter(Trainable):
         return by_name(
             parameter for m in self.linears.values() for parameter in m.described(stacked=False)
         )
-
-    def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        check_unchanged(base, Layout(0, 0, attention_rank=1, targets=self.layout.targets))
-        return super().attach(base)
 
     def load_balance(self) -> Tensor:
         """Return the load-balance loss of the last forward pass as a scalar, summed over layers.

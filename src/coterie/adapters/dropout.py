@@ -4,28 +4,24 @@ Models pass no random generator to their linear layers. In training, the generat
 in a context around each forward pass. In evaluation, no generator is set, so there is no dropout.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from coterie.scoped import scoped
+
 _chance: ContextVar[torch.Generator | None] = ContextVar("chance", default=None)
 
 
-@contextmanager
-def drawing_masks(chance: torch.Generator) -> Iterator[None]:
+def drawing_masks(chance: torch.Generator) -> AbstractContextManager[None]:
     """Enable dropout for all forward passes inside the `with` block.
 
     Args:
         chance: Random generator that draws the masks.
     """
-    before = _chance.set(chance)
-    try:
-        yield
-    finally:
-        _chance.reset(before)
+    return scoped(_chance, chance)
 
 
 def repeating_masks() -> AbstractContextManager[None]:

@@ -7,8 +7,8 @@ products of rank r. `storing_activations` stores the experts' activations instea
 time and more memory. Results are bit-identical.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,19 +17,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coterie.adapters.activations import Activation
+from coterie.scoped import scoped
 
 stores_activations: ContextVar[bool] = ContextVar("stores_activations", default=False)
 """Whether mixtures store the experts' activations for the backward pass."""
 
 
-@contextmanager
-def storing_activations(stores: bool) -> Iterator[None]:
+def storing_activations(stores: bool) -> AbstractContextManager[None]:
     """Set whether mixtures store the experts' activations, for forward passes in the block."""
-    before = stores_activations.set(stores)
-    try:
-        yield
-    finally:
-        stores_activations.reset(before)
+    return scoped(stores_activations, stores)
 
 
 class WideExperts(torch.autograd.Function):

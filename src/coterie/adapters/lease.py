@@ -13,14 +13,12 @@ token, with 0 to M - 1 other experts (adaptive top-M routing).
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from coterie.adapters.adapter import Trainable, check_unchanged
+from coterie.adapters.adapter import Trainable
 from coterie.adapters.beside import BLOCK, Beside
 from coterie.adapters.layout import Layout
-from coterie.adapters.lora import pairs_in
-from coterie.adapters.parameter import Parameter, initialise
-from coterie.adapters.routed import Routed
+from coterie.adapters.parameter import initialise
+from coterie.adapters.routed import Routed, described
 from coterie.bases.sites import Linear, chosen_linears, sizes
 
 
@@ -86,18 +84,9 @@ class LeaseAdapter(Trainable):
 
     def __init__(self, base: nn.Module, layout: Layout, seed: int, own: int = 0) -> None:
         self.layout, self.own = layout, own
+        self._checked_layout = Layout(0, 0, attention_rank=1, targets=layout.targets)
         linears = chosen_linears(base, layout.targets)
         modules = {path: LeaseLinear(m, path, layout, own) for path, m in linears.items()}
-        pairs = [pair for module in modules.values() for pair in pairs_in(module)]
-        routers = {path: module for path, module in modules.items() if module.router is not None}
-        parameters = [parameter for pair in pairs for parameter in pair.described()]
-        for path, module in modules.items():
-            if module.router is not None:
-                name = f"router/{path}.weight"
-                parameters.append(Parameter(name, "router", module.router, "kaiming", path))
+        _, parameters, routers = described(modules, "kaiming")
         super().__init__(parameters, modules, routers)
         initialise(parameters, seed, "", common=lambda parameter: True)
-
-    def attach(self, base: PreTrainedModel) -> PreTrainedModel:
-        check_unchanged(base, Layout(0, 0, attention_rank=1, targets=self.layout.targets))
-        return super().attach(base)

@@ -22,7 +22,7 @@ def packed(adapter: Trainable) -> State:
     Raises:
         CoterieError: The adapter is of a class that a plugin defines.
     """
-    groups = {"adapter": _tensors(adapter), "residual": adapter.residual()}
+    groups = {"adapter": adapter.values(), "residual": adapter.residual()}
     if (start := _start(adapter)) is not None:
         groups["start"] = {"start": start}
     copies = {g: {n: t.detach().cpu().clone() for n, t in ts.items()} for g, ts in groups.items()}
@@ -66,7 +66,7 @@ def unpacked(state: State, base: nn.Module) -> Trainable:
         adapter = _rebuilt(state.values, base)
     except (KeyError, TypeError, ValueError) as error:
         raise CoterieError(f"The adapter's layout is damaged: {error}.") from None
-    tensors = _tensors(adapter)
+    tensors = adapter.values()
     check_shapes(state["adapter"], {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         tensor.copy_(state["adapter"][name])
@@ -92,10 +92,6 @@ def _rebuilt(values: Mapping[str, Any], base: nn.Module) -> Trainable:
         case "prompt encoder":
             return prompt_encoder(base, values["tokens"], values["hidden"], 0)
     raise ValueError(f"there is no kind {values['kind']!r}")
-
-
-def _tensors(adapter: Trainable) -> dict[str, Tensor]:
-    return {name: p.tensor.detach() for name, p in adapter.parameters().items()}
 
 
 def _start(adapter: Trainable) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from coterie.adapters.dropout import dropout, drops
 from coterie.adapters.layout import Layout
 from coterie.adapters.lora import LoraPair, pairs_in
+from coterie.adapters.parameter import Parameter
 from coterie.bases.padding import collected, only_real
 from coterie.bases.sites import StandIn
 from coterie.errors import CoterieError
@@ -215,6 +216,30 @@ class Routed(Router):
         # On a GPU, bincount would force a synchronisation.
         f = F.one_hot(chosen, n).sum((0, 1)).to(logits.dtype) / chosen.numel()
         return f, logits.softmax(-1).mean(0)
+
+
+def described(
+    stand_ins: Mapping[str, StandIn], start: Literal["kaiming", "normal"]
+) -> tuple[list[LoraPair], list[Parameter], dict[str, Routed]]:
+    """Describe the parameters of stand-ins.
+
+    Args:
+        stand_ins: A mapping from paths to stand-ins.
+        start: The distribution of the routers' initial values.
+
+    Returns:
+        All LoRA pairs; the parameters of the pairs, followed by the parameters of the routers; and
+        the stand-ins that have a router.
+    """
+    pairs = [pair for module in stand_ins.values() for pair in pairs_in(module)]
+    parameters = [parameter for pair in pairs for parameter in pair.described()]
+    routers: dict[str, Routed] = {}
+    for path, m in stand_ins.items():
+        if isinstance(m, Routed) and m.router is not None:
+            name = f"router/{m.path}.weight"
+            parameters.append(Parameter(name, "router", m.router, start, m.path))
+            routers[path] = m
+    return pairs, parameters, routers
 
 
 def expert_roles(model: nn.Module) -> tuple[str, ...]:

@@ -5,8 +5,7 @@ only sums over tokens have to exclude padding. Models do not pass a mask to thei
 the mask is set in a context around the forward pass.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from coterie.bases.devices import moved
+from coterie.scoped import scoped
 
 
 class _Pass(NamedTuple):
@@ -48,15 +48,6 @@ NO_PADDING = _Pass({})
 _now: ContextVar[_Pass] = ContextVar("now", default=NO_PADDING)
 
 
-@contextmanager
-def _set(forward: _Pass) -> Iterator[None]:
-    before = _now.set(forward)
-    try:
-        yield
-    finally:
-        _now.reset(before)
-
-
 def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextManager[None]:
     """Set the padding mask of forward passes inside the `with` block.
 
@@ -66,7 +57,7 @@ def real_tokens(mask: Tensor | None, goes_on: bool = False) -> AbstractContextMa
             If true, a module that stores one row of values for each token of a batch appends its
             new rows to the rows from the batch's previous passes; see `collected`.
     """
-    return _set(_now.get()._replace(mask=mask, goes_on=goes_on, copies={}))
+    return scoped(_now, _now.get()._replace(mask=mask, goes_on=goes_on, copies={}))
 
 
 def repeating_batch() -> AbstractContextManager[None]:
@@ -75,7 +66,7 @@ def repeating_batch() -> AbstractContextManager[None]:
     Modules do not include the repeated pass in their statistics. Gradient checkpointing recomputes
     forward passes in this context.
     """
-    return _set(_now.get()._replace(goes_on=False, repeats=True))
+    return scoped(_now, _now.get()._replace(goes_on=False, repeats=True))
 
 
 def real_mask(device: torch.device) -> Tensor | None:

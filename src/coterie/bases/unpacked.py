@@ -5,8 +5,7 @@ position ids and reads the result, which synchronises a GPU. Each row of a batch
 one sequence, so the search is unnecessary.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
@@ -14,18 +13,15 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from coterie.scoped import scoped
+
 _unpacked: ContextVar[bool] = ContextVar("unpacked", default=False)
 
 
-@contextmanager
-def one_sequence_per_row() -> Iterator[None]:
+def one_sequence_per_row() -> AbstractContextManager[None]:
     """Let Transformers skip the search for packed sequences inside the `with` block."""
     _install()
-    before = _unpacked.set(True)
-    try:
-        yield
-    finally:
-        _unpacked.reset(before)
+    return scoped(_unpacked, True)
 
 
 @cache

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from coterie.config.run import RunConfig
 
 DEMO_TEXT = DEMO.parent / "demo-writers" / "poet.txt"
-SAMPLE_KEYS = ("instructions", "messages", "preferences", "kind", "chat_template")
-"""Keys of `data` that require structured records; the demo's text is plain."""
-ANSWER_KEYS = ("generate", "metric", "questions")
-"""Keys of `evaluation` that require structured records."""
+RECORD_KEYS = {
+    "data": ("instructions", "messages", "preferences", "kind", "chat_template"),
+    "training": ("dpo",),
+    "evaluation": ("generate", "metric", "questions"),
+}
+"""For each section, the keys that require structured records; the demo's text is plain."""
 
 
 def load_deployment(values: Mapping[str, Any], registered: Sequence[str]) -> "RunConfig":
@@ -131,12 +133,9 @@ def load_with_any_text(values: Mapping[str, Any]) -> "RunConfig":
     """
     filled = _with_text(values, str(DEMO_TEXT))
     if filled != values and isinstance(filled.get("data"), dict):
-        filled["data"] = {k: v for k, v in filled["data"].items() if k not in SAMPLE_KEYS}
-        if isinstance(filled.get("training"), dict):
-            filled["training"] = {k: v for k, v in filled["training"].items() if k != "dpo"}
-        if isinstance(filled.get("evaluation"), dict):
-            scored = filled["evaluation"].items()
-            filled["evaluation"] = {k: v for k, v in scored if k not in ANSWER_KEYS}
+        for name, keys in RECORD_KEYS.items():
+            if isinstance(section := filled.get(name), dict):
+                filled[name] = {k: v for k, v in section.items() if k not in keys}
     return bind(validated(RunFile, filled))
 
 

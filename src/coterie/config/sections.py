@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from coterie.bases.spec import BaseSpec
 from coterie.data.divide_spec import DivideSpec
@@ -17,7 +17,7 @@ from coterie.exchanges.spec import AggregationSpec
 from coterie.files import expanded
 from coterie.methods.registry import POOLED, check_name
 from coterie.names import RunName, check_distinct
-from coterie.registry import Section
+from coterie.registry import NamedSpec, Section
 from coterie.training.spec import EvaluationSpec, TrainingSpec
 
 METHOD = "auto"
@@ -33,13 +33,11 @@ REQUIREMENTS = {
 M = TypeVar("M")
 
 
-class MethodSpec(Section):
+class MethodSpec(NamedSpec):
     """Key `method` of a run file: a method's name, or a mapping of `name` and settings.
 
     This model checks the name. The method's class checks the settings.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     name: str = METHOD
 
@@ -51,11 +49,6 @@ class MethodSpec(Section):
         name = str(mapping.get("name", METHOD))
         check_name(name)
         return {**{str(key): value for key, value in mapping.items()}, "name": name}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The method's settings, which have not been checked."""
-        return dict(self.model_extra or {})
 
 
 class DeploymentSpec(Section):

@@ -1,11 +1,11 @@
 """Prompts with answers, and conversations, as tokens; only answers count towards the loss."""
 
 import builtins
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from coterie.bases import Base
 from coterie.data.chat import ChatTemplate, parts_of
+from coterie.data.item_split import ItemSplit
 from coterie.data.items import Conversation, Instruction
 from coterie.data.measured import Choices, Measured
 from coterie.data.parts import PartEncoder, bare_encoder
@@ -23,7 +24,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class Examples:
+class Examples(ItemSplit):
     """A split of n samples with N tokens in total.
 
     The encoding of a prompt with an answer begins with the base's context token, which is the
@@ -53,10 +54,6 @@ class Examples:
     """The number of conversations that were cut into several samples."""
     template: ChatTemplate | None = None
     """The chat template of conversations; None for instructions."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.items)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -106,27 +103,6 @@ class Examples:
         """The samples that the model reads without preceding text: in this split, all samples."""
         return self
 
-    @property
-    def needs_reference(self) -> bool:
-        """False, because the loss of samples does not use a reference model."""
-        return False
-
-    def referenced(self, make: Callable[[Any], Any]) -> "Examples":
-        """Return the split itself, which needs no reference model."""
-        return self
-
-    def samples(self, window: int, step: int) -> "Examples":
-        """Return the split itself, because batches consist of whole samples, not of windows."""
-        return self
-
-    def without(self, taken: Tensor, window: int) -> "Examples":
-        """Return all samples in order, except those with the indices `taken`."""
-        return self.only(left_of(taken, len(self)))
-
-    def few(self, most: int, window: int, context: int) -> "Examples":
-        """Return at most `most` samples, evenly spaced."""
-        return self.only(even(len(self), most).tolist())
-
     def sample_tokens(self, window: int) -> float:
         """Return the mean number of tokens of a sample."""
         return len(self.ids) / len(self)
@@ -138,10 +114,6 @@ class Examples:
         """
         cut = {"cut": self.cut} if self.template else {}
         return {"samples": len(self), "too_long": self.too_long, **cut}
-
-    def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the split's samples as text for the search for duplicates; ignore `items`."""
-        return self.items
 
     def digested(self) -> Iterator[builtins.bytes]:
         """Yield the tokens, sample boundaries and answer choices, which identify the split."""
@@ -177,8 +149,7 @@ class Examples:
         texts = scorer.texts(self)
         return Measured(nats[:count], self.lengths, answers, texts, choices), {"samples": count}
 
-    def only(self, chosen: Sequence[int]) -> "Examples":
-        """Return the samples with the indices `chosen`, in that order."""
+    def only(self, chosen: Sequence[int]) -> Self:
         rows, tokens = torch.as_tensor(chosen), self.tokens.tolist()
         ids, counted = self.ids.split(tokens), self.counted.split(tokens)
         return replace(
@@ -384,16 +355,3 @@ class Scorer(Protocol):
     def texts(self, rows: Examples) -> Sequence[str]:
         """Return the generated answer to each row's prompt, or () if generation is off."""
         ...
-
-
-def even(count: int, most: int) -> Tensor:
-    """Return at most `most` of the indices 0 .. count-1, evenly spaced."""
-    size = min(count, most)
-    return torch.arange(size) * count // size
-
-
-def left_of(taken: Tensor, count: int) -> list[int]:
-    """Return the indices 0 .. count-1 that are not in `taken`."""
-    left = torch.ones(count, dtype=torch.bool)
-    left[taken] = False
-    return left.nonzero().flatten().tolist()

@@ -1,7 +1,7 @@
 """Groups of samples: several answers to each prompt, for losses that compare answers."""
 
 import builtins
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coterie.data.chat import parts_of
-from coterie.data.examples import Encoding, Examples, Sample, Scorer, even, left_of, samples_of
+from coterie.data.examples import Encoding, Examples, Sample, Scorer, samples_of
+from coterie.data.item_split import ItemSplit
 from coterie.data.items import Conversation, Instruction, Ranking
 from coterie.data.measured import Measured
 from coterie.data.parts import PartEncoder
@@ -93,7 +94,7 @@ class GroupBatch:
 
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(ItemSplit):
     """A split of n items with several answers each. A subclass defines `batch` and `measured`."""
 
     rows: Examples
@@ -108,10 +109,6 @@ class Groups:
     """The items as text."""
     too_long: int = 0
     """The number of items left out because one of their samples did not fit the window."""
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return len(self.items)
 
     @property
     def ids(self) -> Tensor:
@@ -141,34 +138,6 @@ class Groups:
         """
         return self.best
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the log-likelihoods of a reference model are still missing. By default, False."""
-        return False
-
-    def referenced(self, make: Callable[[Any], Any]) -> Self:
-        """Return the split itself, because by default the loss uses no reference model.
-
-        If the loss of a subclass uses a reference model, the subclass returns a copy of the split
-        with the reference model's log-likelihoods.
-
-        Args:
-            make: A function that computes the reference model's log-likelihoods of a split.
-        """
-        return self
-
-    def samples(self, window: int, step: int) -> Self:
-        """Return the split itself, because batches consist of whole items, not of windows."""
-        return self
-
-    def without(self, taken: Tensor, window: int) -> Self:
-        """Return all items in order, except those with the indices `taken`."""
-        return self.only(left_of(taken, len(self)))
-
-    def few(self, most: int, window: int, context: int) -> Self:
-        """Return at most `most` items, evenly spaced."""
-        return self.only(even(len(self), most).tolist())
-
     def sample_tokens(self, window: int) -> float:
         """Return the mean number of tokens per item, counting all of the item's samples."""
         return len(self.ids) / len(self)
@@ -177,17 +146,12 @@ class Groups:
         """Return the number of items, and the number of items left out because of their length."""
         return {"samples": len(self), "too_long": self.too_long}
 
-    def compared(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return the texts in which duplicates are searched for; the argument is not used."""
-        return self.items
-
     def digested(self) -> Iterator[builtins.bytes]:
         """Yield the contents that identify the split, including the number of samples per item."""
         yield from self.rows.digested()
         yield self.sizes.numpy().tobytes()
 
     def only(self, chosen: Sequence[int]) -> Self:
-        """Return the items with the indices `chosen`, in that order."""
         numbers = torch.as_tensor(chosen)
         return replace(
             self,

@@ -20,6 +20,8 @@ from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from coterie.scoped import scoped
+
 MAX_SOURCE = 100_000
 """The maximum length of a template in characters; published templates have up to 20,000."""
 MAX_STEPS = 1_000_000
@@ -116,13 +118,12 @@ def limited(*inputs: Any) -> Iterator[None]:
     Raises:
         TooCostly: The template exceeds a limit.
     """
-    token = _WORK.set(_Work(inputs))
+    work = _Work(inputs)
     try:
-        yield
+        with scoped(_WORK, work):
+            yield
     except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's compiler
         raise TooCostly("is nested too deeply, or needs too much memory") from error
-    finally:
-        _WORK.reset(token)
 
 
 def _size(value: Any, limit: float) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from coterie.data.split import AnyBatch, Split
 
@@ -51,24 +50,8 @@ def epoch_batch(
             order.
     """
     samples = tokens.samples(window, window)  # overlapping by one token
-    return samples.batch(_in_epochs(len(samples), batch, number, chance))
-
-
-def _in_epochs(
-    count: int, batch: int, number: int, chance: Callable[[int], torch.Generator]
-) -> Tensor:
-    """Return the indices of the samples in the batch with a given number.
-
-    The sample orders of all epochs are joined into one sequence, which is cut into batches.
-
-    Args:
-        count: The number of samples per epoch.
-        batch: The number of samples per batch.
-        number: The number of the batch, counted from 0 at the start of the first epoch.
-        chance: A function that maps the number of an epoch to the generator of the epoch's random
-            order.
-    """
-    first = number * batch
+    # The sample orders of all epochs are joined into one sequence, which is cut into batches.
+    count, first = len(samples), number * batch
     epochs = range(first // count, (first + batch - 1) // count + 1)
     order = torch.cat([torch.randperm(count, generator=chance(epoch)) for epoch in epochs])
-    return order[first % count :][:batch]
+    return samples.batch(order[first % count :][:batch])

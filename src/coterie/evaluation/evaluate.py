@@ -164,9 +164,7 @@ def evaluate(
     shares = _shares(measured, metric)
     means = {name: fmean(v for v in values if v is not None) for name, values in shares.items()}
     figures = {**counts, **means}
-    return Score(
-        measured.nats, measured.tokens, tokens.bytes, shares, figures, learnt=measured.loss
-    )
+    return Score(measured.nats, measured.tokens, tokens.bytes, shares, figures, measured.loss)
 
 
 def _shares(measured: Measured, extra: str | None) -> dict[str, Sequence[float | None]]:

@@ -19,17 +19,10 @@ from coterie.errors import CoterieError
 from coterie.exchanges.exchange import Exchange
 from coterie.messages import Field as MessageField
 from coterie.messages import Message, MessageError, Schema, Shapes, State, Tensors, check_shapes
-from coterie.methods.contract import (
-    ClientContext,
-    ClientId,
-    ClientSide,
-    Method,
-    RunFacts,
-    Server,
-    ServerContext,
-)
+from coterie.methods.contract import ClientContext, ClientId, Method, RunFacts, ServerContext
 from coterie.methods.exact import residual_shapes, residuals, with_residuals
 from coterie.methods.settings import Attention, Lora, Mlp, Router, Settings, check_names, for_client
+from coterie.methods.sides import ClientSide, Server
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.methods.value import PerClient, Value, from_hello
 from coterie.training.local import LocalTraining
@@ -297,19 +290,18 @@ class AdapterServer(Server[V], Generic[M, V]):
     """A server that replaces each shared parameter with the clients' mean in every exchange."""
 
     def __init__(self, method: M, context: ServerContext) -> None:
-        self.method = method
+        self.method, self.context = method, context
         # The initial values depend on the run's seed alone, so the server can draw them as well.
         # If clients' ranks differ, the server holds the tensors of the highest rank.
-        self.start: dict[str, Tensor] = {}
-        """A mapping from the name of each shared tensor to the tensor's initial values."""
         self.parameters: dict[str, Parameter] = {}
         """A mapping from the name of each shared tensor to the parameter that describes it."""
         for client in method.representatives(context.clients) if method.shared_roles else ():
             adapter = method.adapter(context.base, context.seed, client)
             for name, parameter in adapter.parameters().items():
-                if method.shared(parameter) and name not in self.parameters:
-                    self.parameters[name] = parameter
-                    self.start[name] = parameter.tensor.detach()
+                if method.shared(parameter):
+                    self.parameters.setdefault(name, parameter)
+        self.start: dict[str, Tensor] = {n: p.tensor.detach() for n, p in self.parameters.items()}
+        """A mapping from the name of each shared tensor to the tensor's initial values."""
 
     def initial(self) -> V:
         return cast("V", Shared(self.start))

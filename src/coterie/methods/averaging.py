@@ -8,7 +8,6 @@ The two methods therefore have as many trained parameters as a mixture of two ex
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from coterie.methods.contract import ClientId
 from coterie.methods.exact import SETTING
 from coterie.methods.registry import fine_tuned
 from coterie.methods.settings import Attention, Lora, OwnSets, SharedSets
+from coterie.methods.tensors import squared_distance
 from coterie.training.schedule import Penalty
 
 
@@ -81,10 +81,8 @@ class FedProx(FedAvg):
     def penalty(self, client: AdapterClient) -> Penalty:
 
         def proximal() -> Tensor:
-            start, trained = client.training.start, client.shared
-            device = client.context.base.device
-            distances = [(p - start[n]).square().sum().to(device) for n, p in trained.items()]
-            return self.mu / 2 * torch.stack(distances).sum()
+            start, device = client.training.start, client.context.base.device
+            return self.mu / 2 * squared_distance(client.shared, start, device)
 
         return proximal
 

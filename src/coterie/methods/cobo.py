@@ -36,7 +36,7 @@ from coterie.messages.names import TRUST
 from coterie.methods.adapter import AdapterClient, AdapterServer, Shared
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext, ClientId, ServerContext
-from coterie.methods.tensors import closest, copied, copy, shapes_of
+from coterie.methods.tensors import closest, copied, copy, shapes_of, squared_distance
 from coterie.methods.value import PerClient
 from coterie.privacy.ledger import Budget
 from coterie.seeding import generator
@@ -158,8 +158,8 @@ class CoBoClient(AdapterClient[CoBo]):
         device = self.context.base.device
         if not self.weight:
             return torch.zeros((), device=device)
-        squares = [(x - self.mean[n]).square().sum().to(device) for n, x in self.shared.items()]
-        return self.method.proximity / 2 * self.weight * torch.stack(squares).sum()
+        distance = squared_distance(self.shared, self.mean, device)
+        return self.method.proximity / 2 * self.weight * distance
 
     def upload(self, turn: Turn) -> Message:
         message = super().upload(turn)
@@ -179,10 +179,6 @@ class Known(Shared):
 
 class CoBoServer(AdapterServer[CoBo, Known]):
     """A server that learns which clients help one another, and averages adapters accordingly."""
-
-    def __init__(self, method: CoBo, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.seed, self.steps = context.seed, context.training.steps
 
     def initial(self) -> Known:
         return Known(self.start)
@@ -210,7 +206,7 @@ class CoBoServer(AdapterServer[CoBo, Known]):
 
         def drawn(other: ClientId) -> bool:
             pair = sorted((client, other))
-            chance = generator(self.seed, "pair", exchange.turn.exchange, *pair)
+            chance = generator(self.context.seed, "pair", exchange.turn.exchange, *pair)
             return bool(torch.rand((), generator=chance) < self.method.pair_share)
 
         members = exchange.clients if client in exchange.clients else ()
@@ -251,7 +247,8 @@ class CoBoServer(AdapterServer[CoBo, Known]):
                 products[i][j] = products[j][i] = product
         for i, of_partners in products.items():
             if of_partners:
-                row, step = self.row(value, i), self.method.weight_step * self.steps
+                step = self.method.weight_step * self.context.training.steps
+                row = self.row(value, i)
                 for j, product in of_partners.items():
                     row[j] += step * product
                 weights[i] = PerClient(self._projected(row))

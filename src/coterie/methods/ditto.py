@@ -9,7 +9,6 @@ received in this round.
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +18,7 @@ from coterie.messages import State
 from coterie.methods.adapter import AdapterClient, M
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ClientContext
-from coterie.methods.tensors import copied, copy
+from coterie.methods.tensors import copied, copy, squared_distance
 from coterie.training.local import LocalTraining
 from coterie.training.schedule import Penalty
 from coterie.turn import Turn
@@ -95,5 +94,4 @@ class DittoClient(PersonalClient[Ditto]):
 
     def _distance(self) -> Tensor:
         device, personal = self.context.base.device, self.personal.tensors()
-        squares = [(v - self.received[n]).square().sum().to(device) for n, v in personal.items()]
-        return self.method.proximity / 2 * torch.stack(squares).sum()
+        return self.method.proximity / 2 * squared_distance(personal, self.received, device)

@@ -254,18 +254,14 @@ class FedLeaseServer(Server[Clustered]):
 
     def _first_values(self, count: int, means: Mapping[str, Tensors]) -> tuple[Tensors, ...]:
         """Return the expert and the router of each cluster after the clients' training alone."""
-        single = self._adapter(1, 0)
-        pairs = {(p.path, p.factor): name for name, p in single.parameters().items()}
+        single = self._adapter(1, 0).parameters()
+        pairs = {(p.path, p.factor): name for name, p in single.items()}
         first: list[Tensors] = []
         for number in range(count):
-            mean = means.get(cluster_name(number), {})
-            adapter = self._adapter(count, number)
-            parameters, values = adapter.parameters(), own_tensors(adapter)
-            for name in values:
-                # The router is in no pair, and keeps its initial values.
-                source = pairs.get((parameters[name].path, parameters[name].factor), "")
-                values[name] = mean.get(source, values[name])
-            first.append(values)
+            mean, adapter = means.get(cluster_name(number), {}), self._adapter(count, number)
+            # The router is in no pair, and keeps its initial values.
+            names = {n: pairs.get((p.path, p.factor), "") for n, p in adapter.parameters().items()}
+            first.append({n: mean.get(names[n], t) for n, t in own_tensors(adapter).items()})
         return tuple(first)
 
 

@@ -131,10 +131,8 @@ class Value:
         return replace(self, **less)
 
 
-@cache
-def _types(cls: type[Value]) -> dict[str, Any]:
-    """Return the type of each field of a class."""
-    return get_type_hints(cls)
+_types = cache(get_type_hints)
+"""The type of each field of a class."""
 
 
 @cache

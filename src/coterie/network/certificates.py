@@ -54,12 +54,7 @@ def authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     """Return a self-signed certificate of a certificate authority."""
     name = _common_name("Coterie certificate authority")
     expires = datetime.now(UTC) + AUTHORITY_LASTS
-    builder = _builder(key, name, expires, name, key).add_extension(
-        x509.BasicConstraints(ca=True, path_length=0), critical=True
-    )
-    return builder.add_extension(_key_usage(authority=True), critical=True).sign(
-        key, hashes.SHA256()
-    )
+    return _signed(key, name, expires, name, key, authority=True)
 
 
 def server_certificate(
@@ -81,14 +76,10 @@ def server_certificate(
     """
     names = dict.fromkeys(map(_general_name, hosts))
     expires = min(datetime.now(UTC) + CERTIFICATE_LASTS, authority.not_valid_after_utc)
-    builder = (
-        _builder(key, _common_name("Coterie server"), expires, authority.subject, authority_key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-    )
-    return builder.sign(authority_key, hashes.SHA256())
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+    extensions = usage, x509.SubjectAlternativeName(names)
+    subject = _common_name("Coterie server")
+    return _signed(key, subject, expires, authority.subject, authority_key, *extensions)
 
 
 def client_certificate(name: str, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
@@ -100,51 +91,37 @@ def client_certificate(name: str, key: ec.EllipticCurvePrivateKey) -> x509.Certi
     """
     subject = _common_name(f"Coterie client {name}")
     expires = datetime.now(UTC) + CERTIFICATE_LASTS
-    builder = (
-        _builder(key, subject, expires, subject, key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(authority=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
-    )
-    return builder.sign(key, hashes.SHA256())
+    usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
+    return _signed(key, subject, expires, subject, key, usage)
 
 
-def _builder(
+def _signed(
     key: ec.EllipticCurvePrivateKey,
     subject: x509.Name,
     expires: datetime,
     issuer: x509.Name,
     issuer_key: ec.EllipticCurvePrivateKey,
-) -> x509.CertificateBuilder:
-    """Return a certificate builder with the fields and extensions that all certificates have.
+    *extensions: x509.ExtensionType,
+    authority: bool = False,
+) -> x509.Certificate:
+    """Return a signed certificate with the fields and extensions that all certificates have.
 
     The validity begins a day ago, so that machines whose clocks are slow accept the certificate.
+    An authority's key signs only certificates, and all other keys sign only TLS handshakes.
+
+    Args:
+        key: The private key that belongs to the certificate.
+        subject: The owner of the certificate.
+        expires: The end of the certificate's validity.
+        issuer: The owner of the key that signs.
+        issuer_key: The private key that signs.
+        *extensions: Further extensions, which are not critical.
+        authority: Whether the certificate belongs to a certificate authority.
     """
     public_key = key.public_key()
     issuer_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
-    return (
-        x509.CertificateBuilder()
-        .issuer_name(issuer)
-        .subject_name(subject)
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.now(UTC) - DAY)
-        .not_valid_after(expires)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
-        .add_extension(issuer_identifier, critical=False)
-    )
-
-
-def _common_name(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _key_usage(authority: bool) -> x509.KeyUsage:
-    """Return the permitted uses of a key.
-
-    An authority's key signs only certificates, and all other keys sign only TLS handshakes.
-    """
-    return x509.KeyUsage(
+    constraints = x509.BasicConstraints(ca=authority, path_length=0 if authority else None)
+    key_usage = x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
         crl_sign=authority,
@@ -155,6 +132,26 @@ def _key_usage(authority: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    builder = (
+        x509.CertificateBuilder()
+        .issuer_name(issuer)
+        .subject_name(subject)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.now(UTC) - DAY)
+        .not_valid_after(expires)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(issuer_identifier, critical=False)
+        .add_extension(constraints, critical=True)
+        .add_extension(key_usage, critical=True)
+    )
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _common_name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self, TypeVar
 
 from aiohttp import web
@@ -120,12 +119,7 @@ class MailboxServer:
         self.started.wait()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the server and close all connections."""
         if (loop := self.mailbox.loop) is not None:
             with suppress(RuntimeError):  # the loop has closed meanwhile

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
-from coterie.registry import Section
+from coterie.registry import NamedSpec, Section
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -16,15 +16,13 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01
 """Default arguments of adamw; other optimisers have torch's defaults."""
 
 
-class OptimiserSpec(Section):
+class OptimiserSpec(NamedSpec):
     """Key `training.optimiser` of a run file.
 
     The value is the name of a class of `torch.optim` (case-insensitive), or a mapping of `name`
     and keyword arguments of the class. The learning rate is not an argument, because it follows the
     schedule. `optimiser.check` checks the arguments.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     name: str = "adamw"
 
@@ -45,11 +43,6 @@ class OptimiserSpec(Section):
         name = str(values.get("name", "adamw")).lower()
         arguments = {str(key): _converted(v) for key, v in values.items() if key != "name"}
         return {"name": name, **(ADAMW if name == "adamw" else {}), **arguments}
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keyword arguments, without the learning rate."""
-        return dict(self.model_extra or {})
 
 
 def _converted(value: Any) -> Any:
@@ -133,8 +126,8 @@ class TrainingSpec(Section):
     """settings of preference optimisation (data.preferences only); default: the defaults shown"""
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> Self:
-        """Raise ValueError if keys of the schedule contradict each other or have no effect."""
+    def _check_contradictions(self) -> Self:
+        """Raise ValueError if keys contradict each other or have no effect."""
         course = self.course
         if self.learning_rate_decay is not None and course != "constant":
             raise ValueError(
@@ -146,10 +139,6 @@ class TrainingSpec(Section):
             raise ValueError("initial_learning_rate has no effect without warmup; set warmup")
         if self.restart and course == "constant" and not self.warmup:
             raise ValueError("restart has no effect on a constant learning rate; remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_memory(self) -> Self:
         if self.checkpointing and self.store_activations:
             raise ValueError(
                 "checkpointing and store_activations are mutually exclusive; remove one"

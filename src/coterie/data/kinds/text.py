@@ -15,8 +15,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from coterie.data.examples import Encoding, Scorer, even, joined
+from coterie.data.examples import Encoding, Scorer, joined
 from coterie.data.files import Record
+from coterie.data.item_split import even
 from coterie.data.items import Instruction
 from coterie.data.measured import Measured, finite
 from coterie.data.spec import PIECE, TextSpec

@@ -12,7 +12,7 @@ from coterie.adapters import AmoleAdapter, Parameter, of_roles
 from coterie.bases.sites import chosen_linears
 from coterie.messages import Message, MessageError, State, check_shapes
 from coterie.methods.contract import ClientContext, ClientSide
-from coterie.methods.fedamole.experts import Held, expert_name, values_of
+from coterie.methods.fedamole.experts import Held, expert_name
 from coterie.methods.fedamole.settings import FedAMoLESettings, Privacy
 from coterie.methods.tensors import copied, copy, log_routing, shapes_of
 from coterie.privacy.mechanisms import noise_for, only_noise, private_mean
@@ -60,8 +60,8 @@ class FedAMoLEClient(ClientSide):
     def receive(self, download: Message) -> None:
         self.held, count = self._assignment(download)
         self.adapter = self._adapter_with(self.held, count)
-        check_shapes(download["adapter"], shapes_of(values_of(self.adapter)))
-        copy(download["adapter"], values_of(self.adapter))
+        check_shapes(download["adapter"], shapes_of(self.adapter.values()))
+        copy(download["adapter"], self.adapter.values())
 
     def _assignment(self, download: Message) -> tuple[Held, int]:
         """Return the experts that a download assigns, and the total number of experts per layer."""
@@ -86,7 +86,7 @@ class FedAMoLEClient(ClientSide):
         self.means = self._means(turn.exchange) if self.settings.chooses else {}
 
     def upload(self, turn: Turn) -> Message:
-        return Message(turn.exchange, {"adapter": copied(values_of(self.adapter)), **self.means})
+        return Message(turn.exchange, {"adapter": copied(self.adapter.values()), **self.means})
 
     def _load_balance(self) -> Tensor:
         return self.settings.router.load_balance_weight * self.adapter.load_balance()
@@ -146,12 +146,12 @@ class FedAMoLEClient(ClientSide):
         values: dict[str, Any] = {"count": self.adapter.layout.experts, "held": self.held}
         if self.settings.embeddings.privacy is not None:
             values["secrets"] = self.secrets.state()
-        return State({"adapter": copied(values_of(self.adapter))}, values)
+        return State({"adapter": copied(self.adapter.values())}, values)
 
     def restore(self, state: State) -> None:
         self.held = state.values["held"]
         self.adapter = self._adapter_with(self.held, state.values["count"])
-        copy(state["adapter"], values_of(self.adapter))
+        copy(state["adapter"], self.adapter.values())
         self.secrets.restore(state.values.get("secrets", self.secrets.state()))
 
 

@@ -1,16 +1,7 @@
-"""Names and tensors of FedAMoLE's experts in messages, used by clients and the server."""
-
-from torch import Tensor
-
-from coterie.adapters import AmoleAdapter
+"""Names of FedAMoLE's experts in messages, used by clients and the server."""
 
 Held = dict[str, list[int]]
 """For the path of each adapted layer, the ascending numbers of a client's domain experts."""
-
-
-def values_of(adapter: AmoleAdapter) -> dict[str, Tensor]:
-    """Return detached views of an adapter's parameters, under the parameters' names."""
-    return {name: p.tensor.detach() for name, p in adapter.parameters().items()}
 
 
 def expert_name(path: str, number: int) -> str:

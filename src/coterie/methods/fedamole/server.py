@@ -7,6 +7,7 @@ tokens. One exact linear programme per layer computes the choices (arXiv 2411.19
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from coterie.messages import Message, Shapes, Tensors
 from coterie.messages.names import ASSIGNMENT
 from coterie.methods.contract import ClientId, Server, ServerContext
 from coterie.methods.fedamole.assignment import assign_all, relevance_of_known
-from coterie.methods.fedamole.experts import Held, expert_name, values_of
+from coterie.methods.fedamole.experts import Held, expert_name
 from coterie.methods.fedamole.settings import FedAMoLESettings
 from coterie.methods.tensors import shapes_of
 from coterie.methods.value import PerClient, Value, from_hello
@@ -53,9 +54,8 @@ class FedAMoLEServer(Server[Experts]):
         self.paths = list(chosen_linears(context.base, layout.targets))
         all_experts = dict.fromkeys(self.paths, range(self.count))
         adapter = AmoleAdapter(context.base, layout, context.seed, all_experts)
-        self.parameters, self.start = adapter.parameters(), values_of(adapter)
-        self._chosen: tuple[tuple[object, ...], Mapping[ClientId, Held]] = (), {}
-        """The arguments and the result of the last call of `choices`, which is slow."""
+        self.parameters, self.start = adapter.parameters(), adapter.values()
+        self._choices = lru_cache(maxsize=1)(self.choices)  # values are compared by identity
 
     def initial(self) -> Experts:
         return Experts(self.start)
@@ -72,15 +72,7 @@ class FedAMoLEServer(Server[Experts]):
         members = exchange.clients or tuple(sorted(value.members or value.joined))
         if client not in members:
             members = tuple(sorted(value.joined))
-        return self._choose(value, members, exchange)[client]
-
-    def _choose(
-        self, value: Experts, members: Sequence[ClientId], exchange: Exchange
-    ) -> Mapping[ClientId, Held]:
-        given = (value, members, exchange.turn.exchange)  # values are compared by identity
-        if self._chosen[0] != given:
-            self._chosen = given, self.choices(*given)
-        return self._chosen[1]
+        return self._choices(value, members, exchange.turn.exchange)[client]
 
     def download(self, value: Experts, client: ClientId, exchange: Exchange) -> Message:
         held = self.held(value, client, exchange)
@@ -96,7 +88,7 @@ class FedAMoLEServer(Server[Experts]):
         return shapes
 
     def aggregate(self, value: Experts, exchange: Exchange) -> Experts:
-        assigned = self._choose(value, exchange.clients, exchange)
+        assigned = self._choices(value, exchange.clients, exchange.turn.exchange)
         for path in self.paths:
             self.log(f"{ASSIGNMENT}{path}", {c: layers[path] for c, layers in assigned.items()})
         # Tensors that no client sent keep their values.
