@@ -123,6 +123,9 @@ class RunConfig(Sections[Method]):
         Args:
             accepted: The number of the client's last turn that was accepted, if there is one.
             number: The number of the turn.
+
+        Returns:
+            Whether the server has accepted it.
         """
         while number and self.turn(number - 1).after:
             number -= 1

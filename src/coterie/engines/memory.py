@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 
 from coterie.config.run import RunConfig
 from coterie.errors import enough_memory
-from coterie.exchanges.exchange import SMALLER
+from coterie.exchanges.mean import SMALLER
 from coterie.training.context import ClientId
 
 EVALUATION = "the evaluation"

@@ -11,8 +11,9 @@ from torch.linalg import LinAlgError  # pyright: ignore
 from coterie.config.run import RunConfig
 from coterie.engines.client_host import TRANSFORMS, due, scored
 from coterie.errors import CoterieError, Unwritable
-from coterie.exchanges.exchange import Exchange, memory_for_aggregation
+from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.lazy import PART, server_state, unread
+from coterie.exchanges.mean import memory_for_aggregation
 from coterie.exchanges.waiting import restored_waiting, waiting_state
 from coterie.federation.participants import Participant, server_context
 from coterie.federation.pipeline import pipeline_of

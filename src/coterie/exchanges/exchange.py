@@ -2,16 +2,15 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coterie.errors import CoterieError, Unwritable, enough_memory, ran_out_of_memory
+from coterie.errors import CoterieError, Unwritable, ran_out_of_memory
 from coterie.exchanges import bounds
 from coterie.exchanges.codec import EXCHANGE, ServerTransforms
 from coterie.exchanges.lazy import Computed, InFile, PerClient, Upload, in_file
-from coterie.exchanges.mean import means_of, selected, weighted_mean
+from coterie.exchanges.mean import means_of, memory_for_aggregation, selected, weighted_mean
 from coterie.exchanges.optimiser import stepped
 from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import AggregationSpec
@@ -27,15 +26,8 @@ from coterie.runs.store import Store
 from coterie.transforms.context import Contribution, Rows
 from coterie.turn import FIRST, TRAIN, Turn
 
-SMALLER = ("`base` to a smaller one", "the LoRA rank to a smaller number")
-"""Changes that reduce the memory of every task."""
 Reference = Callable[[Message, "Exchange"], Groups]
 """A function that returns the tensors from which the training for an upload started."""
-
-
-def memory_for_aggregation() -> AbstractContextManager[None]:
-    """Raise CoterieError if the server runs out of memory in the body of the `with` statement."""
-    return enough_memory("the aggregation", lambda: SMALLER)
 
 
 class Exchange:

@@ -6,14 +6,24 @@ does not grow with the number of clients.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coterie.errors import enough_memory
 from coterie.messages import Groups
 from coterie.transforms.context import Rows
 from coterie.transforms.contract import Contribution
+
+SMALLER = ("`base` to a smaller one", "the LoRA rank to a smaller number")
+"""Changes that reduce the memory of every task."""
+
+
+def memory_for_aggregation() -> AbstractContextManager[None]:
+    """Raise CoterieError if the server runs out of memory in the body of the `with` statement."""
+    return enough_memory("the aggregation", lambda: SMALLER)
 
 
 def weighted_mean(contributions: Iterable[Contribution]) -> Groups:
