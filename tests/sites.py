@@ -343,9 +343,9 @@ def taped(folder: Path) -> None:
                 time.sleep(0.02)
         return upload
 
-    def send_on_tape(self: Mailbox, client: str, data: bytes, round: int, seconds: float) -> str:
+    def send_on_tape(self: Mailbox, client: str, data: bytes, turn: int, seconds: float) -> str:
         note(data)
-        return send(self, client, data, round, seconds)
+        return send(self, client, data, turn, seconds)
 
     def take_on_tape(self: Order) -> bytes:
         data = take(self)

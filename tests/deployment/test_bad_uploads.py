@@ -37,15 +37,14 @@ def wrong(message: Message, change: Callable[[torch.Tensor], torch.Tensor]) -> M
         group: {n: change(t) if t.is_floating_point() else t for n, t in tensors.items()}
         for group, tensors in message.groups.items()
     }
-    return Message(message.round, groups, message.values)
+    return Message(message.exchange, groups, message.values)
 
 
 def heavy(message: Message) -> Message:
     """More tokens than there are, in the hello and with every upload."""
     values = {**message.values, TOKENS.name: 2**62}
-    return Message(
-        message.round, message.groups, values if TOKENS.name in message.values else message.values
-    )
+    changed = values if TOKENS.name in message.values else message.values
+    return Message(message.exchange, message.groups, changed)
 
 
 def noisy(tensor: torch.Tensor) -> torch.Tensor:

@@ -138,8 +138,8 @@ SPOILED = ("nan", "shape", "bytes", "other run", "other client", "none", "entrie
 class Hasty(Loop):
     """Clients do at once what they are told, and leave with the last reply."""
 
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
-        ticket = super().send(client, data, round, seconds)
+    def send(self, client: str, data: bytes, turn: int, seconds: float) -> str:
+        ticket = super().send(client, data, turn, seconds)
         self.pending[ticket] = client, self.workers[client].answer(data)
         if unseal(Order, data)[0].kind == "finish":
             self.away.add(client)
@@ -225,7 +225,7 @@ def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, 
                 header["entries"] = [{"round": 1, "name": "test/trained", "value": "x"}]
                 text = json.dumps(header).encode()
                 return len(text).to_bytes(4, "big") + text + body
-        return seal(reply, Message(message.round, {"adapter": tensors}).encode())
+        return seal(reply, Message(message.exchange, {"adapter": tensors}).encode())
 
     notes: list[str] = []
 
@@ -253,7 +253,7 @@ def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, mon
         message = Message.decode(body)
         first = min(message["adapter"])
         tensors = {**message["adapter"], first: message["adapter"][first][:1]}
-        return seal(reply, Message(message.round, {"adapter": tensors}).encode())
+        return seal(reply, Message(message.exchange, {"adapter": tensors}).encode())
 
     loop = deploy(run, tmp_path, change=spoil)
     assert steps(loop)["poet", 1] == 2

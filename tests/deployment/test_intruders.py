@@ -123,7 +123,7 @@ def with_tensors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[by
         message = Message.decode(body)
         first = min(message["adapter"])
         tensors = {**message["adapter"], first: change(message["adapter"][first])}
-        return seal(header, Message(message.round, {"adapter": tensors}).encode())
+        return seal(header, Message(message.exchange, {"adapter": tensors}).encode())
 
     return changed
 

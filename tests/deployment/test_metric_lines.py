@@ -162,7 +162,7 @@ def spoilt_once(run: int) -> Callable[[str, bytes], bytes]:
         first = min(message["adapter"])
         tensors = {**message["adapter"], first: message["adapter"][first][:1]}
         groups = {**message.groups, "adapter": tensors}
-        return seal(reply, Message(message.round, groups, message.values).encode())
+        return seal(reply, Message(message.exchange, groups, message.values).encode())
 
     return change
 

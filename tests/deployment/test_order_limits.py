@@ -66,7 +66,7 @@ def perturbed(data: bytes, number: int) -> bytes:
         group: {name: tensor + 0.001 * number for name, tensor in tensors.items()}
         for group, tensors in message.groups.items()
     }
-    return seal(header, Message(message.round, groups, message.values).encode())
+    return seal(header, Message(message.exchange, groups, message.values).encode())
 
 
 def test_a_round_is_trained_a_few_times_for_different_downloads(sent, config, tmp_path) -> None:

@@ -18,10 +18,10 @@ NAMES = ("diarist", "poet", "whaler")
 class Recorded(Loop):
     """A network that keeps the orders to one client."""
 
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+    def send(self, client: str, data: bytes, turn: int, seconds: float) -> str:
         if client == "poet":
             self.sent = [*getattr(self, "sent", []), data]
-        return super().send(client, data, round, seconds)
+        return super().send(client, data, turn, seconds)
 
 
 def with_other_values(data: bytes) -> bytes:
@@ -32,7 +32,7 @@ def with_other_values(data: bytes) -> bytes:
         group: {name: tensor + 0.01 for name, tensor in tensors.items()}
         for group, tensors in message.groups.items()
     }
-    return seal(order, Message(message.round, groups, message.values).encode())
+    return seal(order, Message(message.exchange, groups, message.values).encode())
 
 
 def test_a_step_is_undone_when_its_round_is_opened_again(config, tmp_path) -> None:

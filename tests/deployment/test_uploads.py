@@ -51,20 +51,22 @@ def narrow(message: Message) -> bytes:
     adapter = dict(message["adapter"])
     first = min(adapter)
     adapter[first] = adapter[first][:1]
-    return Message(message.round, {**message.groups, "adapter": adapter}, message.values).encode()
+    groups = {**message.groups, "adapter": adapter}
+    return Message(message.exchange, groups, message.values).encode()
 
 
 def lacking(message: Message) -> bytes:
     """A tensor of the averaged group is not there."""
     adapter = dict(message["adapter"])
     del adapter[min(adapter)]
-    return Message(message.round, {**message.groups, "adapter": adapter}, message.values).encode()
+    groups = {**message.groups, "adapter": adapter}
+    return Message(message.exchange, groups, message.values).encode()
 
 
 def heavy(message: Message) -> bytes:
     """More tokens than the hello told of."""
     more = {**message.values, "tokens": message.values["tokens"] + 1}
-    return Message(message.round, message.groups, more).encode()
+    return Message(message.exchange, message.groups, more).encode()
 
 
 def garbage(message: Message) -> bytes:

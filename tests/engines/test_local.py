@@ -140,8 +140,8 @@ answer(schema.send("hello", side.hello()))
 while size := sys.stdin.buffer.read(8):
     message = schema.receive("down", sys.stdin.buffer.read(struct.unpack("<Q", size)[0]))
     side.receive(message)
-    side.train(config.turn(message.round))
-    upload = side.upload(config.turn(message.round))
+    side.train(config.turn(message.exchange))
+    upload = side.upload(config.turn(message.exchange))
     store.write_bytes(side.state().encode())
     answer(schema.send("up", upload))
 """

@@ -116,7 +116,7 @@ def test_whoever_is_not_asked_again_counts_as_in_the_first_attempt(
         groups = {
             g: {n: t.flatten()[:1] for n, t in ts.items()} for g, ts in message.groups.items()
         }
-        return seal(reply, Message(message.round, groups).encode())
+        return seal(reply, Message(message.exchange, groups).encode())
 
     deploy(run, tmp_path, change=spoil)
     assert spoilt

@@ -344,7 +344,7 @@ def test_weights_are_the_training_tokens_that_clients_tell() -> None:
         hello = schema.send("hello", with_tokens(Message(values={"shapes": {}}), tokens))
         exchange.join(name, schema.receive("hello", hello))
         own = with_tokens(upload(i), tokens)
-        assert (own.values["tokens"], own.values["note"], own.round) == (tokens, "hello", 4)
+        assert (own.values["tokens"], own.values["note"], own.exchange) == (tokens, "hello", 4)
         uploads[name] = schema.receive("up", schema.send("up", own))
     put(exchange, **uploads)
     assert [exchange.weight(name) for name in exchange.counted] == [300.0, 100.0]

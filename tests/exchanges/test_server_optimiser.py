@@ -197,7 +197,7 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
         message = Message.decode(body)
         first = min(message["adapter"])
         tensors = {**message["adapter"], first: message["adapter"][first][:1]}
-        return seal(reply, Message(message.round, {"adapter": tensors}).encode())
+        return seal(reply, Message(message.exchange, {"adapter": tensors}).encode())
 
     deploy(run, tmp_path / "deployed", change=spoil)
     assert spoilt

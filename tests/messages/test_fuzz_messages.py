@@ -135,7 +135,7 @@ def build(_data: bytes, rng: random.Random) -> bytes:
             parts[rng.choice(list(parts))] = "@"
         text = json.dumps(parts).replace('"@"', rng.choice(HOSTILE))
         entries.append(f"{json.dumps(rng.choice(KEYS))}:{text}")
-    values = json.dumps({"format": FORMAT, "round": 1, "values": {rng.choice(NAMES): "@"}})
+    values = json.dumps({"format": FORMAT, "exchange": 1, "values": {rng.choice(NAMES): "@"}})
     inner = values.replace('"@"', rng.choice(HOSTILE)) if rng.random() < 0.5 else values
     entries.insert(0, f'"__metadata__":{{"coterie":{json.dumps(inner)}}}')
     rng.shuffle(entries)
@@ -196,7 +196,7 @@ def check_inputs(seed: int, count: int) -> None:
         if message is not None:
             taken[mutate.__name__] += 1
             again = SCHEMA.receive("up", SCHEMA.send("up", message))
-            assert (again.round, again.values) == (message.round, message.values), data
+            assert (again.exchange, again.values) == (message.exchange, message.values), data
             assert contents(again).keys() == contents(message).keys(), data
     deep = {mutate.__name__ for mutate in MUTATIONS} - {"resize", "noise"}
     assert deep <= taken.keys()  # mutants that are all refused at the door would test nothing
@@ -218,7 +218,7 @@ def entry(dtype: str, shape: str, size: int) -> str:
 
 
 def message(*entries: str, values: str = "{}", round: str = "1") -> bytes:
-    inner = json.dumps(f'{{"format":{FORMAT},"round":{round},"values":{values}}}')
+    inner = json.dumps(f'{{"format":{FORMAT},"exchange":{round},"values":{values}}}')
     size = 4 if entries else 0
     header = f'"__metadata__":{{"coterie":{inner}}}'
     return pack("{" + ",".join([header, *entries]) + "}", bytes(size))

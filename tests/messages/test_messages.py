@@ -42,7 +42,7 @@ def assert_same(groups: Groups, others: Groups) -> None:
 @given(st.integers(0, 10**6), GROUPS, MAPPINGS, st.dictionaries(WORDS, GROUPS, max_size=3))
 def test_a_message_survives_its_bytes(round, groups, values, peers) -> None:
     back = Message.decode(Message(round, groups, values, peers).encode())
-    assert (back.round, back.values) == (round, values)
+    assert (back.exchange, back.values) == (round, values)
     assert_same(back.groups, groups)
     for peer in peers.keys() | back.peers.keys():
         assert_same(back.peers.get(peer, {}), peers[peer])
@@ -89,16 +89,16 @@ def test_groups_peers_and_tensors_are_found_by_their_names() -> None:
     assert message["a"]["x"] is one
     assert message["nothing"] == {}
     assert message.from_peer("bob")["a"]["x"] is two
-    assert message.from_peer("bob").round == 4
+    assert message.from_peer("bob").exchange == 4
     found = [(peer, group, name) for peer, group, name, _ in message.tensors()]
     assert found == [(None, "a", "x"), (None, "b", "y"), ("bob", "a", "x")]
     kept = message.only({"b", "other"})
-    assert (list(kept.groups), kept.values, kept.round) == (["b"], {"n": 1}, 4)
+    assert (list(kept.groups), kept.values, kept.exchange) == (["b"], {"n": 1}, 4)
 
 
 def raw(*keys: str, **header: Any) -> bytes:
     """Bytes with tensors under these keys; what is None is left out of the header."""
-    whole = version_fields() | {"round": 0, "values": {}} | header
+    whole = version_fields() | {"exchange": 0, "values": {}} | header
     text = json.dumps({key: value for key, value in whole.items() if value is not None})
     return save({key: torch.ones(1) for key in keys}, {"coterie": text})
 

@@ -86,7 +86,7 @@ def branch(client: Any, download: Message, start: str) -> list[tuple[str, Any]]:
     Returns:
         The metrics of the training.
     """
-    round, tensors = download.round, {**client.shared}
+    round, tensors = download.exchange, {**client.shared}
     tensors |= download["adapter"] if start == "mean" else {}
     client.row = {client.context.name: 1.0}  # the client then does not compare
     client.receive(whole(client, copies(tensors), round))

@@ -104,7 +104,7 @@ def test_a_copied_upload_has_the_weight_of_its_original(run) -> None:
     local = run()
 
     def repeated(upload: Message) -> Message:
-        original = local.clients["ann"].upload(nth(upload.round))["adapter"]
+        original = local.clients["ann"].upload(nth(upload.exchange))["adapter"]
         return altered(upload, lambda n, t: original[n])
 
     for r in range(2):

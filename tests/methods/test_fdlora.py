@@ -216,7 +216,7 @@ def test_a_late_client_first_trains_alone_then_as_the_others(config, unfused) ->
     local = sides(config(rounds=6), FDLora())
     list(rounds(local, 2))
     download = local.message("diarist")
-    assert download.round == 2
+    assert download.exchange == 2
     late = local.clients["diarist"]
     upload = step(local, "diarist", 2, download)["adapter"]
     early = sides(config(rounds=6), FDLora())

@@ -66,7 +66,7 @@ def changed(message: Message, rng: random.Random) -> Message:
                 mine[name], mine[other] = mine[other].clone(), mine[name].clone()
             case _:
                 groups[group][name] = rng.choice(SHAPES)(groups[group][name]).clone()
-    return Message(message.round, groups, values)
+    return Message(message.exchange, groups, values)
 
 
 def wrong(message: Message, rng: random.Random) -> bytes | None:

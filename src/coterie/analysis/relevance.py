@@ -107,7 +107,7 @@ def _layer_relevances(run: ReportedRun, layer: str | None) -> list[LayerRelevanc
 
 
 def _server(config: RunConfig, folder: RunFolder) -> FedAMoLEServer:
-    names, skeleton = list(folder.description["clients"]), load_skeleton(config.base, config.root)
+    names, skeleton = sorted(folder.description["clients"]), load_skeleton(config.base, config.root)
     server = config.method.server(server_context(config, skeleton, names, None, lambda *_: None))
     assert isinstance(server, FedAMoLEServer), "the run's method is FedAMoLE"
     return server

@@ -108,8 +108,8 @@ class GridLink(Link):
                 self.ignored.add(node)
         return {name: str(node) for name, node in self.nodes.items()}
 
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
-        return self._push(self.nodes[client], "train", data, seconds, str(round))
+    def send(self, client: str, data: bytes, turn: int, seconds: float) -> str:
+        return self._push(self.nodes[client], "train", data, seconds, str(turn))
 
     def replies(self, tickets: Iterable[str]) -> Iterator[tuple[str, bytes | None]]:
         tickets = list(tickets)

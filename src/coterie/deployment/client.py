@@ -378,10 +378,7 @@ class SiteRun:
         return newest
 
     def _commit(self, newest: read.About) -> None:
-        """Append the metrics of the client's newest step to metrics.jsonl.
-
-        A step is this client's part of a turn. All checkpoints except the newest are deleted.
-        """
+        """Append the newest step's metrics to metrics.jsonl; keep only the newest checkpoint."""
         lines = list(self.folder.metrics())
         if newest.entries and newest.entries[-1] not in lines:
             self.folder.rewrite([*lines, *newest.entries])

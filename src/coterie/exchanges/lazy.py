@@ -42,7 +42,7 @@ class Upload:
     @classmethod
     def put(cls, store: Store, message: Message) -> "Upload":
         """Write an upload to a store."""
-        values = {"round": message.round, "values": dict(message.values)}
+        values = {"exchange": message.exchange, "values": dict(message.values)}
         return cls(store.put(State(message.groups)), store.put(State(values=values)))
 
     def read(self) -> Message:

@@ -45,5 +45,5 @@ def restored_waiting(state: State, store: Store) -> Waiting:
 def _restored(
     held: Mapping[str, Any], parts: Mapping[str, Any], store: Store
 ) -> tuple[Upload, float]:
-    message = Message(held["round"], loaded(parts[held["part"]]).groups, held["values"])
+    message = Message(held["exchange"], loaded(parts[held["part"]]).groups, held["values"])
     return Upload.put(store, message), held["weight"]

@@ -12,7 +12,7 @@ from typing import Any
 from coterie.errors import CoterieError
 
 FORMAT = 2
-PROTOCOL = 4
+PROTOCOL = 5
 VERSION = version("coterie")
 """The installed version of Coterie."""
 

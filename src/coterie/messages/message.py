@@ -192,10 +192,9 @@ class Message:
     then sends an upload. In most methods, a round consists of one exchange.
 
     Args:
-        round: The number of the method's exchange to which the method's download or upload belongs;
-            the first is 0. It is the number of the round only if each round has one exchange. In
-            the download after the last exchange, it is the total number of exchanges. In a hello,
-            it is 0.
+        exchange: The number of the exchange to which the download or upload belongs; the first is
+            0. In the download after the last exchange, it is the total number of exchanges. In a
+            hello, it is 0.
         groups: A mapping from names to groups of tensors. Each group is a mapping from the names of
             tensors to tensors.
         values: A mapping from names to JSON values.
@@ -203,7 +202,7 @@ class Message:
             clients uploaded. The mapping is empty except in downloads that forward uploads.
     """
 
-    round: int = 0
+    exchange: int = 0
     groups: Groups = field(default_factory=dict)
     values: Mapping[str, Json] = field(default_factory=dict)
     peers: Mapping[str, Groups] = field(default_factory=dict)
@@ -221,7 +220,7 @@ class Message:
         Args:
             name: The other client's name, a key of `peers`.
         """
-        return Message(self.round, self.peers[name])
+        return Message(self.exchange, self.peers[name])
 
     def tensors(self) -> Iterator[tuple[str | None, str, str, Tensor]]:
         """Yield every tensor as (peer, group, name, tensor).
@@ -255,7 +254,7 @@ class Message:
         """Return a copy that keeps only some groups.
 
         Args:
-            groups: Names of the groups to keep; the round, values and peers are always kept.
+            groups: Names of the groups to keep; the number, values and peers are always kept.
         """
         names = set(groups)
         return replace(self, groups={n: g for n, g in self.groups.items() if n in names})
@@ -266,13 +265,13 @@ class Message:
         The method `Schema.send` checks and encodes a message.
 
         Returns:
-            A safetensors file whose header contains the round and the values.
+            A safetensors file whose header contains the number of the exchange and the values.
 
         Raises:
             ValueError: A value contains NaN or infinity, or is not JSON.
         """
         groups = {(): self.groups} | {(name,): groups for name, groups in self.peers.items()}
-        return _pack(groups, {"round": self.round, "values": dict(self.values)})
+        return _pack(groups, {"exchange": self.exchange, "values": dict(self.values)})
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
@@ -294,9 +293,9 @@ class Message:
         if _header_size(data) > LARGEST_HEADER:
             raise MessageError(f"The message's header has more than {LARGEST_HEADER:,} bytes.")
         by_path, header = _unpack(data, "A message", "Install the same version on both sides.")
-        number = header.get("round")
+        number = header.get("exchange")
         if type(number) is not int or not 0 <= number <= LAST_ROUND:
-            raise MessageError("The message has no valid round number.")
+            raise MessageError("The message has no valid number of an exchange.")
         groups = by_path.pop((), {})
         if any(len(path) > 1 for path in by_path):
             raise MessageError(

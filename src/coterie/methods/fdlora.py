@@ -119,8 +119,8 @@ class FDLoraClient(AdapterClient[FDLora]):
     def receive(self, download: Message) -> None:
         _nevergrad()  # fail before training if the package is missing
         super().receive(download)
-        if download.round == self.method.exchanges(self.context.rounds):
-            self._fuse(download.round)
+        if download.exchange == self.method.exchanges(self.context.rounds):
+            self._fuse(download.exchange)
 
     def train(self, turn: Turn) -> None:
         # In exchange 0, every client trains alone; exchange 1 is the paper's round 0. A client that

@@ -76,7 +76,7 @@ class RankClient(AdapterClient[R], Generic[R]):
 
     def receive(self, download: Message) -> None:
         shared = {**download["adapter"], **download["experts"]}
-        super().receive(Message(download.round, {"adapter": shared}))
+        super().receive(Message(download.exchange, {"adapter": shared}))
 
     def upload(self, turn: Turn) -> Message:
         rest = dict(super().upload(turn)["adapter"])

@@ -44,7 +44,7 @@ class ClientSide:
         """Apply a download from the server. The call may run for minutes.
 
         Args:
-            download: The server's message; `download.round` is the number of completed exchanges.
+            download: The server's message; `download.exchange` counts the completed exchanges.
 
         Raises:
             MessageError: The download is not valid for this client. In this case, `receive` must
@@ -183,7 +183,7 @@ class Server(Generic[V]):
                 it has no clients.
 
         Returns:
-            A message whose `round` is the number of completed exchanges. The message may contain
+            A message whose `exchange` is the number of completed exchanges. The message may contain
             only fields in `Schema.down`.
         """
         return Message(exchange.turn.exchange)

@@ -24,15 +24,13 @@ class Link(Protocol):
         """
         ...
 
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+    def send(self, client: str, data: bytes, turn: int, seconds: float) -> str:
         """Send an order to a client.
 
         Args:
             client: The client's name.
             data: The order.
-            round: The number of the exchange to which the order belongs, counted from 0 over the
-                whole run. If a method has several exchanges per round, this number differs from the
-                number of the round in the run file. Orders and logs also call it `round`.
+            turn: The number of the turn to which the order belongs; see `Turn`.
             seconds: The time after which the order expires if it has not been delivered.
 
         Returns:

@@ -79,10 +79,10 @@ class Mailbox:
             self._expire()
             return {name: inbox.session for name, inbox in self.inboxes.items() if inbox.present}
 
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+    def send(self, client: str, data: bytes, turn: int, seconds: float) -> str:
         """Store an order for a client, and withdraw the client's earlier order.
 
-        This method implements `coterie.network.link.Link.send`. The argument `round` is not used.
+        This method implements `coterie.network.link.Link.send`. The argument `turn` is not used.
         """
         order = self.files.write(data, seconds)
         with self.lock:

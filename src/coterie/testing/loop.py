@@ -60,7 +60,7 @@ class Loop(Link):
         connected = self.workers.keys() - self.away
         return {name: str(self.connections.get(name, 0)) for name in connected}
 
-    def send(self, client: str, data: bytes, round: int, seconds: float) -> str:
+    def send(self, client: str, data: bytes, turn: int, seconds: float) -> str:
         ticket = f"{client}-{self.turns}"
         self.pending[ticket] = client, data
         self.orders.append((client, unseal(Order, data)[0]))

@@ -66,8 +66,8 @@ class AutoClient(AdapterClient[AutoSettings]):
             self.stage = "undecided"
         copy(download["adapter"], sent)
         self.buffers |= {"mean": copied(self.shared), "own": own}
-        last = download.round == self.context.rounds
-        if self.stage == "undecided" or (download.round and (last or complete)):
+        last = download.exchange == self.context.rounds
+        if self.stage == "undecided" or (download.exchange and (last or complete)):
             self._compare()
 
     def _compare(self) -> None:

@@ -175,7 +175,7 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
     def receive(self, download: Message) -> None:
         # If the last exchange averaged adapters, the download contains their mean; otherwise it
         # contains the server's predictions. The first download has no predictions.
-        if self.method.averages(download.round - 1):
+        if self.method.averages(download.exchange - 1):
             super().receive(download)
         if not download["knowledge"]:
             return
@@ -183,7 +183,7 @@ class FedMKTClient(AdapterClient[FedMKTSettings]):
         knowledge = Knowledge.received(download["knowledge"], size, self.method.logits)
         distiller.begin(distiller.knowledge())
         distiller.offer(0, knowledge)
-        rounds = download.round // self.method.per_round
+        rounds = download.exchange // self.method.per_round
         loss, quality = distiller.distil(rounds), distiller.quality()
         self.context.log(TAUGHT, {"after": rounds, "loss": loss, **quality})
 

@@ -135,10 +135,10 @@ class PCLClient(AdapterClient[PCL]):
 
     def receive(self, download: Message) -> None:
         if not download.peers:
-            if self.method.due(download.round):  # no other client took part in the last exchange
+            if self.method.due(download.exchange):  # no other client took part in the last exchange
                 self.buffers["start"] = copied(self.shared)
             return
-        name, rounds = self.context.name, download.round
+        name, rounds = self.context.name, download.exchange
         peers = {peer: download.from_peer(peer) for peer in download.peers}
         own = self._exchanged(rounds).on_host()
         uploads = dict(sorted({name: own, **peers}.items()))
