@@ -172,6 +172,15 @@ def test_needs_grow_with_the_number_of_clients(method, values) -> None:
     assert many.receiving >= few.receiving
 
 
+def test_the_servers_memory_grows_with_the_clients_in_a_download(values) -> None:
+    """A download of auto contains the pairs of at most 16 other clients."""
+    servers = [
+        needed(parse(values(method="auto", clients=clients(n)))).exchange for n in (3, 16, 40)
+    ]
+    few, most, more = (sizes.server for sizes in servers if sizes is not None)
+    assert few < most == more
+
+
 def test_residuals_of_exact_averages_are_counted(config) -> None:
     exact, mean = needed(config(method=METHODS["fedavg, exact"])), needed(config(method="fedavg"))
     assert exact.exchange is not None

@@ -3,9 +3,10 @@
 A few exchanges are executed with two and with three clients: the server sends downloads, and each
 client uploads its untrained parameters. The adapters have values; the base is on the meta device.
 
-The sizes of the server and of its state are extrapolated linearly to the number of clients. Uploads
-and downloads are those of the larger run. The size of the other clients' uploads in a download is
-multiplied by the number of other clients, which a method may limit (setting `peers`).
+The sizes of the server's tensors, of its work and of its state are extrapolated linearly to the
+number of clients. Uploads and downloads are those of the larger run. The size of the other clients'
+uploads in a download is multiplied by the number of other clients, which a method may limit
+(setting `peers`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,10 +56,17 @@ class Sizes:
     """A download, without other clients' uploads."""
     peers: float = 0
     """Other clients' uploads in a download."""
-    server: float = 0
-    """The peak memory of the server, without Python and its libraries."""
+    held: float = 0
+    """The server's tensors in memory between its tasks."""
+    work: float = 0
+    """The memory in which the server aggregates, and writes and reads a state."""
     state: float = 0
     """The server's state in a checkpoint."""
+
+    @property
+    def server(self) -> float:
+        """The peak memory of the server, without Python and its libraries."""
+        return self.held + max(self.work, SENT * (self.down + self.peers))
 
 
 def client_names(config: RunConfig) -> list[ClientId]:
@@ -101,12 +109,12 @@ def sizes_of(config: RunConfig, skeleton: PreTrainedModel, side_of: SideOf) -> S
     if not more:
         return first
     [second] = more
-    server, state = (
-        getattr(first, key) + (count - 2) * (getattr(second, key) - getattr(first, key))
-        for key in ("server", "state")
-    )
+    grown = {
+        key: getattr(first, key) + (count - 2) * (getattr(second, key) - getattr(first, key))
+        for key in ("held", "work", "state")
+    }
     others = min(count - 1, getattr(config.method, "peers", count - 1))
-    return replace(second, peers=first.peers * others, server=server, state=state)
+    return replace(second, peers=first.peers * others, **grown)
 
 
 def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> Sizes | None:
@@ -115,8 +123,9 @@ def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> 
     if sizes is None or not isinstance(method, AdapterMethod) or not method.averages_exactly:
         return sizes
     residual = 4 * message_sizes(config, side.parameters(), len(client_names(config))).grown()
-    server = sizes.server + (1 + SENT) * residual
-    return replace(sizes, down=sizes.down + residual, server=server, state=sizes.state + residual)
+    held, work = sizes.held + residual, sizes.work + SENT * residual
+    state, down = sizes.state + residual, sizes.down + residual
+    return replace(sizes, down=down, held=held, work=work, state=state)
 
 
 def _rehearse(
@@ -229,10 +238,13 @@ def _with_server(sizes: Sizes, server: object, state: State, means: int) -> Size
         means: The size of the means that are in memory at once, in bytes.
     """
     held, *in_files = (replace(part, parts={}).nbytes for _, part in state.walk())
-    messages = SENT * (sizes.down + sizes.peers)
-    work = max(SUMS * means + SENT * sizes.up, messages, SENT * max([held, *in_files]))
-    peak, size = bytes_in(server) + held + work, held + sum(in_files)
-    return replace(sizes, server=max(sizes.server, peak), state=max(sizes.state, size))
+    work = max(SUMS * means + SENT * sizes.up, SENT * max([held, *in_files]))
+    return replace(
+        sizes,
+        held=max(sizes.held, bytes_in(server) + held),
+        work=max(sizes.work, work),
+        state=max(sizes.state, held + sum(in_files)),
+    )
 
 
 def _size(message: Message) -> int:
@@ -253,7 +265,7 @@ T = TypeVar("T")
 
 
 def instances_in(value: object, kind: type[T]) -> Iterator[T]:
-    """Yield the instances of a class that an object holds in its attributes and items."""
+    """Yield the instances of a class that an object holds in memory, in attributes and items."""
     seen: dict[int, object] = {}
     left = [value]
     while left:
@@ -263,7 +275,7 @@ def instances_in(value: object, kind: type[T]) -> Iterator[T]:
         seen[id(item)] = item
         if isinstance(item, kind):
             yield item
-        if isinstance(item, Tensor):
+        if isinstance(item, Tensor | PerClient):  # clients' tensors are in files
             continue
         left += vars(item).values() if hasattr(item, "__dict__") else ()
         if isinstance(item, Mapping):
