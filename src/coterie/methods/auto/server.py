@@ -42,7 +42,6 @@ class AutoServer(PersonalServer[AutoSettings, Chosen]):
 
     def __init__(self, method: AutoSettings, context: ServerContext) -> None:
         super().__init__(method, context)
-        self.context = context
         self._compared: tuple[Chosen, Mapping[ClientId, list[ClientId]]] | None = None
         """A value, and the clients with similar pairs for each client in its `uploads`."""
 

@@ -200,10 +200,6 @@ class Forwarded(Shared):
 class PCLServer(AdapterServer[PCL, Forwarded]):
     """A server that forwards every client's upload to the other clients and aggregates nothing."""
 
-    def __init__(self, method: PCL, context: ServerContext) -> None:
-        super().__init__(method, context)
-        self.context = context
-
     def initial(self) -> Forwarded:
         return Forwarded()
 
