@@ -112,7 +112,7 @@ def run(
 
     arguments = None
     options: dict[str, Any] = {"address": address, "gpus": gpus, "jobs": jobs}
-    options |= {"callbacks": progress(), "report": terminal.say}
+    options |= {"engine": engine, "report": terminal.say}
     if resume is None:
         require_resume(from_round)
         arguments = _arguments(file, settings or ())
@@ -125,7 +125,7 @@ def run(
         folder = out or Path("runs") / config.name
         with terminal.stoppable(folder):
             options["engine"] = engine or "local"
-            finished = coterie.run(config, out=folder, force=force, **options)
+            finished = coterie.run(config, out=folder, force=force, callbacks=progress(), **options)
     else:
         if file is not None or settings or out is not None or force:
             raise CoterieError(
@@ -134,7 +134,8 @@ def run(
             )
         check_run(resume)
         with terminal.stoppable(resume):
-            finished = coterie.resume(resume, engine=engine, from_round=from_round, **options)
+            options["from_round"] = from_round
+            finished = coterie.resume(resume, callbacks=progress(), **options)
     _show(finished, arguments)
 
 
