@@ -44,6 +44,8 @@ class MaskedSum(Reduction):
             memory.values.clear()
             return None
         if phase == "unmask":
+            if len(clients) < self.least:
+                raise CoterieError(f"masked_sum needs uploads of at least {self.least} clients.")
             return sorted(clients)
         # A repeated exchange restores the memory that was saved after the phase `keys`.
         attempt = memory.values.setdefault("attempt", secrets.draw().hex())
@@ -59,6 +61,8 @@ class MaskedSum(Reduction):
 
     def encode(self, update: Groups, context: Context) -> Groups:
         attempt, keys = context.server_value["attempt"], context.server_value["keys"]
+        if context.client not in keys:
+            raise CoterieError("The server has no key of this client for masks of this exchange.")
         nonce = f"{context.turn.number}:{attempt}"
         if not context.masks_once(nonce, update):
             raise CoterieError("The server asks for another upload with masks that are used up.")

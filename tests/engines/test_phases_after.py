@@ -11,6 +11,7 @@ import torch
 import coterie
 from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import forget
+from coterie.errors import CoterieError
 from coterie.messages import Groups, Json, Message, MessageError
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.privacy import secrets
@@ -177,15 +178,17 @@ def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
     assert sorted(line["client"] for line in lines if turn_of(line) == ASK) == ["diarist", "poet"]
 
 
-def test_an_invalid_answer_is_asked_for_again(run, tmp_path) -> None:
+@pytest.mark.parametrize("turn", [0, ASK])
+def test_an_invalid_reply_is_asked_for_again(turn, run, tmp_path) -> None:
+    """What the server has told the others is still valid."""
     spoilt: list[str] = []
 
     def spoil(name: str, data: bytes) -> bytes:
         reply, _ = unseal(Reply, data)
-        if (name, reply.kind, reply.turn) != ("poet", "step", ASK) or spoilt:
+        if (name, reply.kind, reply.turn) != ("poet", "step", turn) or spoilt:
             return data
         spoilt.append(name)
-        return seal(reply, Message(ASK, values={"counted": "yes"}).encode())
+        return seal(reply, Message(turn, values={"counted": "yes"}).encode())
 
     two = run(deployment={"quorum": 3})
     local = RunFolder(coterie.run(two, out=tmp_path / "local").path)
@@ -216,21 +219,74 @@ def test_whoever_is_expelled_after_its_upload_leaves_when_the_exchange_is_over(
     assert "whaler" not in str(RunFolder(server).load("transforms").values)
 
 
-def test_a_waiting_upload_is_forgotten(run, tmp_path) -> None:
-    two, out = run(deployment={"quorum": 3}), tmp_path / "server"
+def stopped(two: coterie.RunConfig, out: Path) -> loop.Loop:
+    """A deployment whose server has stopped while uploads wait."""
 
     def stop(name: str, order: Order) -> bool:
         if order.kind == "step" and order.turn == ASK:
             raise KeyboardInterrupt
         return False
 
-    network = loop.Loop(loop.workers(two, tmp_path), lose=stop)
+    network = loop.Loop(loop.workers(two, out), lose=stop)
     with pytest.raises(KeyboardInterrupt):
-        loop.server(two, out, network).rounds()
+        loop.server(two, out / "server", network).rounds()
     waiting = {f"server-waiting uploads-{client.name}" for client in two.clients}
-    assert waiting <= {*loop.sides(RunFolder(out))}
-    del network
-    forget(RunFolder(out), "poet")
-    left = {*loop.sides(RunFolder(out))}
-    assert waiting & left == waiting - {"server-waiting uploads-poet"}
-    assert "poet" not in str(RunFolder(out).load("server").values)
+    assert waiting <= {*loop.sides(RunFolder(out / "server"))}
+    network.lose = lambda *_: False
+    for name in network.workers:
+        network.reconnect(name)
+    return network
+
+
+def test_a_client_is_forgotten_when_its_upload_no_longer_waits(run, tmp_path) -> None:
+    two, out = run(deployment={"quorum": 3}), tmp_path / "server"
+    network = stopped(two, tmp_path)
+    with pytest.raises(CoterieError, match="An upload of poet waits for the end of an exchange"):
+        forget(RunFolder(out), "poet")
+    assert not RunFolder(out).expelled()
+    loop.server(two, out, network).rounds()
+    assert forget(RunFolder(out), "poet").rounds == [1, 2]
+
+
+def test_a_server_that_starts_again_has_no_upload_of_whoever_is_expelled(run, tmp_path) -> None:
+    two, out = run(deployment={"quorum": 2}), tmp_path / "server"
+    network = stopped(two, tmp_path)
+    RunFolder(out).expel("whaler")
+    server = loop.server(two, out, network)
+    server.rounds()
+    assert RunFolder(out).result is not None
+    assert "whaler" not in str(RunFolder(out).load("transforms"))
+
+
+def test_a_server_does_not_wait_for_answers_that_nobody_can_give(run, tmp_path) -> None:
+    two, out = run(deployment={"quorum": 1}), tmp_path / "server"
+    network = loop.Loop(loop.workers(two, tmp_path), away={"diarist", "poet"})
+
+    def expel(name: str, order: Order) -> bool:
+        if order.kind == "step" and order.turn == ASK:
+            network.away.clear()
+            RunFolder(out).expel("whaler")
+            return True
+        return False
+
+    network.lose = expel
+    with pytest.raises(CoterieError, match=r"All clients whose uploads wait .* have been expelled"):
+        loop.server(two, out, network).rounds()
+
+
+def test_a_masked_sum_refuses_what_it_cannot_hide(run, tmp_path) -> None:
+    """A client without a key for this exchange trains in vain; a single upload ends the run."""
+    two = run("masked_sum", deployment={"quorum": 2, "deadline": 1})
+    waits = dict.fromkeys(range(1000), lambda _: time.sleep(0.01))
+
+    def lose(name: str, order: Order) -> bool:
+        return (name, order.kind, order.turn) == ("whaler", "step", two.turns_in(1))
+
+    loop.deploy(two, tmp_path / "key", lose=lose, events=waits)
+    assert all(tensor.abs().max() < 10 for tensor in adapter(tmp_path / "key" / "server").values())
+
+    def change(name: str, data: bytes) -> bytes:
+        return diverges(name, 1)(name, data) if name != "poet" else data
+
+    with pytest.raises(CoterieError, match="masked_sum needs uploads of at least 2 clients"):
+        loop.deploy(two, tmp_path / "one", change=change)

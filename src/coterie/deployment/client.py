@@ -45,7 +45,7 @@ from coterie.network.link import Seen
 from coterie.privacy.ledger import Ledger
 from coterie.runs import Recorder, RunFolder, describe, read
 from coterie.runs.result import result
-from coterie.turn import Turn
+from coterie.turn import TRAIN, Turn
 
 log = logging.getLogger(__name__)
 Entries = list[dict[str, Any]]
@@ -278,13 +278,14 @@ class SiteRun:
         if (newest.turn, newest.digest) == (turn.number, digest):
             log.info("round %d: sent the stored upload again", turn.round + 1)
             return self.folder.read("upload"), newest.entries
-        orders.count_training(turn, self.folder)
+        if turn.phase == TRAIN:
+            orders.count_training(turn, self.folder)
         with self._transaction(turn) as began:
             counted = self.config.counts(order.counted, turn.number)
             upload = self.host.step(turn, download, counted=counted)
             entries = self._complete(turn.number, digest, began, upload=upload)
         self.seen("step", turn)
-        if self.ends_with(order):
+        if turn.closes and self.ends_with(order):
             self.seen("stopped", self.config.evaluation.patience)
         return upload, entries
 
@@ -305,8 +306,9 @@ class SiteRun:
         return about.entries
 
     def ends_with(self, order: Order) -> bool:
-        """Return whether this client stops training after the turn to which an order belongs."""
-        return self.host.stops(self.config.turn(order.turn + 1).round)
+        """Return whether this client stops training after the exchange of an order."""
+        turn = self.config.turn(order.turn)
+        return self.host.stops(turn.round + turn.last)
 
     @contextmanager
     def _transaction(self, turn: Turn) -> Iterator[float]:

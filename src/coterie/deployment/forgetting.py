@@ -9,6 +9,7 @@ from typing import Any
 from coterie.engines.client_host import TRANSFORMS
 from coterie.errors import CoterieError, plural
 from coterie.exchanges.lazy import PART
+from coterie.exchanges.waiting import WAITING
 from coterie.files import read_inside, write_text
 from coterie.messages import Json, State, without
 from coterie.messages.names import BYTES_UP, LEFT_OUT, TEST
@@ -81,13 +82,21 @@ def forget(folder: RunFolder, client: str) -> Forgotten:
     """Delete the data about a client from the run folder of a stopped server; expel the client.
 
     Raises:
-        CoterieError: The server is running, or a checkpoint is damaged.
+        CoterieError: The server is running, a checkpoint is damaged, or an upload of the client
+            waits for a phase after training.
     """
     check_participant(folder, client)
     with folder.lock():
+        saved = folder.load("server") if folder.checkpoints() else None
+        if saved is not None and client in saved.values.get(WAITING, {}):
+            raise CoterieError(
+                f"An upload of {client} waits for the end of an exchange. Resume the run until the "
+                "round is complete, or return to an earlier round with --from-round; then repeat "
+                "this command."
+            )
         folder.expel(client)
-        if folder.checkpoints():
-            parts = {*_texts(folder.load("server").without(client).values)}
+        if saved is not None:
+            parts = {*_texts(saved.without(client).values)}
             folder.change(lambda name, state: _state_without(name, state, client, parts))
         if folder.result is not None:
             remaining = {k: without(folder.result[k], client) for k in BY_CLIENT & {*folder.result}}

@@ -92,8 +92,8 @@ class Quorum:
         """Return whether a round can end.
 
         A round can end when every client has replied. A round that has enough uploads can also end
-        without the other replies: at the deadline, or earlier if all clients that have not replied
-        have disconnected or failed.
+        without the other replies: at the deadline or, up to the training, earlier if all clients
+        that have not replied have disconnected or failed.
 
         Args:
             members: The clients of the round.
@@ -104,7 +104,8 @@ class Quorum:
         if not waiting:
             return True
         seats = [self.seats[name] for name in waiting]
-        gone = all(seat.present is None or seat.failed for seat in seats)
+        # After training, a client that has disconnected may be needed, and may come back.
+        gone = self.eligible is None and all(s.present is None or s.failed for s in seats)
         return self._enough(members, waiting, diverged) and (gone or time.monotonic() > end)
 
     def begins_again(
@@ -165,9 +166,14 @@ class Quorum:
             )
 
     def check_open(self) -> None:
-        """Raise CoterieError if no client can take part in the run any more."""
+        """Raise CoterieError if no client can take part in the run, or in the turn, any more."""
         if not (self.spec.anyone or self.seats):
             raise CoterieError("All clients of the run have been expelled; start a new run.")
+        if self.eligible is not None and not any(map(self._takes_part, self.seats)):
+            raise CoterieError(
+                "All clients whose uploads wait for the end of the exchange have been expelled; "
+                "return to an earlier round with --from-round, or start a new run."
+            )
 
     def suffice(
         self,

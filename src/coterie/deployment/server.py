@@ -165,15 +165,15 @@ class ServerRun(ServerHost):
         self._record_entries(counted)
         for name in counted:
             self.seats[name].counted = self.turn.number
-        for name in sorted({*counted} | diverged):
+        for name in sorted({*counted, *diverged} if self.turn.closes else diverged):
             if self.seats[name].stops:
                 self.seats[name].stopped = True
                 rounds = plural(self.config.evaluation.patience or 0, "round")
                 self._note(f"{name} stopped: no better validation score for {rounds}")
+        used, self.quorum.eligible = self.exchange.uploaded or counted, None
         self.close()
-        self.quorum.eligible = None
         self.score(self.turn)
-        return len(counted)
+        return len(used)
 
     def _is_over(self) -> bool:
         """Return whether all clients stopped, or a quorum stopped and no other client is ready."""
@@ -385,7 +385,7 @@ class ServerRun(ServerHost):
     def _save(self, turns: int) -> None:
         values = seats_state(self.seats, self.joins.base)
         states = [("engine", State({"hellos": self.joins.tensors()}, values))]
-        keep = self.config.deployment.checkpoints
+        keep = self.config.deployment.checkpoints * len(self.config.phases)
         self.folder.save(turns, chain(self.states(), states), keep=keep)
 
     def _restore(self) -> int:

@@ -153,7 +153,7 @@ class Rounds(ServerHost, Generic[C]):
         self.folder.append(entries)
         self.clients.new.complete()
         if ends or (turn.round + 1) % self.config.checkpoint.every == 0:
-            self.folder.save(number, self._states())
+            self.folder.save(number, self._states(), keep=2 * len(self.config.phases))
         self.entries += entries
         if turn.ends_round or ends:
             scores, self.entries = score_summary(self.config, turn.round, self.entries), []

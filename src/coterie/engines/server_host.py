@@ -141,7 +141,8 @@ class ServerHost:
             with memory_for_aggregation():
                 value = self.server.aggregate(self.value, self.exchange)
                 value = value.stored(self.exchange.store)
-                states = (replace(value.state(), parts={}), self.transforms.state())
+                memories = self.transforms.memories.values()
+                states = (replace(value.state(), parts={}), *(m.state() for m in memories))
                 finite = all(state.is_finite() for state in states)
         except (LinAlgError, OverflowError) as error:
             raise unusable from error
@@ -182,7 +183,8 @@ class ServerHost:
         """Restore the server's state from the newest checkpoint."""
         state, store = server_state(self.folder), self.exchange.store
         self.value = self.value.restored(state).stored(store)
-        self.exchange.waiting = restored_waiting(state, store)
+        waiting, expelled = restored_waiting(state, store), self.folder.expelled()
+        self.exchange.waiting = {n: held for n, held in waiting.items() if n not in expelled}
         self.transforms.restore(self.folder.load(TRANSFORMS))
         self._await(self.folder.turns())
 

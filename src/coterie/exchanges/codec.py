@@ -121,8 +121,8 @@ class ServerTransforms:
         self.pipeline, self.store = pipeline, store
         self.memories = {key: Memory() for key in (EXCHANGE, *(s.key for s in pipeline.stages))}
         """The states that belong to no client: of the exchange, and of each transform."""
-        self._final = self.memories
-        """The value of `memories` after the last completed exchange."""
+        self._final = self._begun = self.memories
+        """The values of `memories` after the last completed turn, and after `tell` in this turn."""
         self.turn, self.clients = FIRST, tuple[str, ...]()
         self.client_memories: dict[str, ClientMemory] = {}
         self._pending: dict[str, ClientMemory] = {}
@@ -135,11 +135,12 @@ class ServerTransforms:
         """Start or restart a turn, and discard states that `commit` has not yet accepted."""
         self.turn, self.clients = turn, tuple(clients)
         self._pending, self._sent = {}, {}
+        self._begun = _copied(self._final)
         self.repeat()
 
     def repeat(self) -> None:
         """Restart the aggregation of uploads, which are already decoded."""
-        self.memories = _copied(self._final)
+        self.memories = _copied(self._begun)
 
     def download(self, client: str, message: Message) -> Message:
         """Encode a download.
@@ -152,9 +153,10 @@ class ServerTransforms:
         if client not in self._sent:
             groups, phase = self._encoded(client, message.groups), self.turn.phase
             server_values = {
-                s.transform.name: s.call("tell", phase, client, self.clients, self.memories[s.key])
+                s.transform.name: s.call("tell", phase, client, self.clients, self._begun[s.key])
                 for s in self.pipeline.stages
             }
+            self.repeat()
             values = {name: value for name, value in server_values.items() if value is not None}
             self._sent[client] = self.store.put(State(groups)), values
         stored, values = self._sent[client]

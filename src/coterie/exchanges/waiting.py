@@ -7,9 +7,9 @@ from coterie.exchanges.lazy import Lazy, Upload, loaded, unread
 from coterie.messages import Message, State
 from coterie.runs.store import Store
 
-Waiting = Mapping[str, tuple[Upload, float] | None]
+Waiting = dict[str, tuple[Upload, float] | None]
 """The upload and the weight of each client that trained; None if the upload is excluded."""
-FIELD = "waiting uploads"
+WAITING = "waiting uploads"
 """The key of the uploads in the state; no field of a server's value can have this name."""
 
 
@@ -23,10 +23,10 @@ def waiting_state(waiting: Waiting) -> State:
     for client, held in waiting.items():
         values[client] = None
         if held is not None:
-            (upload, weight), part = held, f"{FIELD}-{client}"
+            (upload, weight), part = held, f"{WAITING}-{client}"
             values[client] = {"part": part, "weight": weight, **upload.values.load().values}
             parts[part] = upload.tensors
-    return State(values={FIELD: values} if values else {}, parts=Lazy(parts))
+    return State(values={WAITING: values} if values else {}, parts=Lazy(parts))
 
 
 def restored_waiting(state: State, store: Store) -> Waiting:
@@ -38,7 +38,7 @@ def restored_waiting(state: State, store: Store) -> Waiting:
     """
     return {
         client: None if held is None else _restored(held, unread(state.parts), store)
-        for client, held in state.values.get(FIELD, {}).items()
+        for client, held in state.values.get(WAITING, {}).items()
     }
 
 

@@ -63,8 +63,8 @@ def up(local: LocalRun, name: str, turn: int) -> Message:
         name: The client's name.
         turn: The number of the turn, counted from 0. In most methods, a round is one turn.
     """
-    host = local.clients.host(name)
-    return local.schema.receive("up", host._serialise("up", host.upload(local.config.turn(turn))))
+    host, at = local.clients.host(name), local.config.turn(turn)
+    return local.schema.receive("up", host._serialise("up", host.upload(at), at))
 
 
 def step(local: LocalRun, name: str, turn: int, download: Message | None = None) -> Message:

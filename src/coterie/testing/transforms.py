@@ -139,4 +139,6 @@ class TransformContract(RunContract):
             with pytest.raises(MessageError):
                 close(local, turn.number, {names[0]: message})
         close(local, turn.number, uploads)
+        for later in map(run.turn, range(turn.number + 1, len(run.phases))):
+            local.step(later, names)
         assert local.value.state().is_finite()
