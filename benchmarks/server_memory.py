@@ -23,6 +23,7 @@ from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.lazy import PART
 from coterie.exchanges.pipeline import Pipeline
 from coterie.exchanges.spec import AggregationSpec
+from coterie.memory import return_freed_memory
 from coterie.messages import Message
 from coterie.methods.adapter import AdapterMethod, AdapterServer
 from coterie.methods.contract import Method, Server, ServerContext
@@ -52,6 +53,7 @@ class Peak:
 def measure(name: str, base_name: str, count: int, threads: int) -> Peak:
     """Two rounds; to be called once per process."""
     torch.set_num_threads(threads)
+    return_freed_memory()  # as `coterie server` does
     clients = tuple(f"client-{number:03d}" for number in range(count))
     ranks = {client: (16, 8, 4)[number % 3] for number, client in enumerate(clients)}
     groups = {client: f"group-{number % 4}" for number, client in enumerate(clients)}

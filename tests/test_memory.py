@@ -1,5 +1,9 @@
 """The size of the main memory."""
 
+import platform
+import subprocess
+import sys
+
 import psutil
 import pytest
 
@@ -32,3 +36,23 @@ def test_a_system_s_free_memory_is_what_it_can_give(tmp_path, monkeypatch) -> No
     assert memory.free_memory() == psutil.virtual_memory().total // 2  # it is unknown
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:     123 kB\nHugePages: 0\n")
     assert memory.free_memory() == 123 * 1024
+
+
+FREES = """
+import psutil, torch
+from coterie.memory import return_freed_memory
+return_freed_memory()
+def resident():
+    return psutil.Process().memory_info().rss
+torch.zeros(2**16) + 1
+before = resident()
+tensors = [torch.ones(2**16 + 1) for _ in range(800)]
+assert resident() - before > 190 * 2**20
+del tensors[:-1]
+assert resident() - before < 20 * 2**20, resident() - before
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_tensors_are_returned_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", FREES], check=True)

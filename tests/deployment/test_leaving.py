@@ -219,36 +219,6 @@ def test_a_checkpoint_is_rewritten_whole_or_not_at_all(done, monkeypatch) -> Non
         assert {path.name: path.read_bytes() for path in done.checkpoint(3).iterdir()} == before
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_a_killed_forget_can_be_repeated(renamed, done, monkeypatch) -> None:
-    """Killed before or after the new checkpoint has replaced the only one."""
-    forget(done, "diarist")
-    rename = Path.rename  # on POSIX, the same as `replace`
-
-    def killed(path: Path, to: Path) -> Path:
-        if path.is_dir() and not done.checkpoints():
-            raise KeyboardInterrupt
-        return rename(path, to)
-
-    def dropped(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if renamed:
-            patch.setattr(RunFolder, "drop", dropped)
-        else:
-            patch.setattr(Path, "replace", killed)
-            patch.setattr(Path, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            forget(done, "poet")
-    assert (done.path / "checkpoints/.00003.old").exists()
-    assert len(done.checkpoints()) == renamed
-    forget(done, "poet")
-    assert [path.name for path in (done.path / "checkpoints").iterdir()] == ["00003"]
-    assert b"poet" not in done.load("server").encode()
-    assert b"whaler" in done.load("server").encode()
-
-
 @pytest.fixture
 def done(config, tmp_path) -> RunFolder:
     """A server's folder after a run that shared scores, with a log."""

@@ -261,6 +261,41 @@ def test_a_state_that_is_as_before_is_not_written_again(linked, folder, monkeypa
     assert folder.find("kept-ann") is None
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_killed_change_can_be_repeated(renamed, folder, monkeypatch) -> None:
+    """Killed before or after the new checkpoint has replaced the only one."""
+    folder.save(3, [("anna", State()), ("ben", State(values={"x": 1}))])
+    (folder.path / "checkpoints/.00004.tmp").mkdir()  # another process was killed in `save`
+    rename = Path.rename  # on POSIX, the same as `replace`
+
+    def killed(path: Path, to: Path) -> Path:
+        if path.is_dir() and not folder.checkpoints():
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    def dropped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def forget_anna() -> None:
+        folder.change(lambda name, state: None if name == "anna" else state)
+
+    with monkeypatch.context() as patch:
+        if renamed:
+            patch.setattr(RunFolder, "drop", dropped)
+        else:
+            patch.setattr(Path, "replace", killed)
+            patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            forget_anna()
+    assert (folder.path / "checkpoints/.00003.old").exists()
+    assert len(folder.checkpoints()) == renamed
+    with folder.lock():
+        assert folder.states("") == (["ben"] if renamed else ["anna", "ben"])
+        forget_anna()
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["00003"]
+    assert folder.states("") == ["ben"]
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_and_no_rubbish(folder, full_disk) -> None:
     folder.save(1, [("server", State())])
     before = content(folder.path)

@@ -238,7 +238,8 @@ def _with_server(sizes: Sizes, server: object, state: State, means: int) -> Size
         means: The size of the means that are in memory at once, in bytes.
     """
     held, *in_files = (replace(part, parts={}).nbytes for _, part in state.walk())
-    work = max(SUMS * means + SENT * sizes.up, SENT * max([held, *in_files]))
+    uploads = (SENT + 1) * sizes.up  # one is read while the previous one is in memory
+    work = max(SUMS * means + uploads, SENT * max([held, *in_files]))
     return replace(
         sizes,
         held=max(sizes.held, bytes_in(server) + held),

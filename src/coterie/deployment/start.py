@@ -24,6 +24,7 @@ from coterie.federation.checks import check
 from coterie.federation.participants import Participant, served
 from coterie.files import write_json
 from coterie.inference.finished import recorded
+from coterie.memory import return_freed_memory
 from coterie.methods.contract import SERVER
 from coterie.network.address import listen
 from coterie.network.link import Link
@@ -205,6 +206,7 @@ def _run_to_end(
     folder: RunFolder, config: RunConfig, own: Participant | None, serving: Serving
 ) -> RunFolder:
     log.setLevel(logging.INFO)
+    return_freed_memory()
     remarks = serving.remarks()
     skeleton = load_skeleton(config.base, config.root)
     file = folder.path / "server.log"
