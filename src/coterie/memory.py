@@ -23,7 +23,7 @@ def return_freed_memory() -> None:
     them for another tensor, so a server's memory grew to several times the size of its tensors. A
     training step would be slower without these blocks.
     """
-    with suppress(OSError, AttributeError):  # the C library is another one
+    with suppress(OSError, AttributeError, TypeError):  # the C library is another one
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**17)
 
 
