@@ -40,10 +40,13 @@ EXCHANGES = 3
 SUMS = 3
 """The memory of an aggregate while it is computed, relative to its size: sums are in float64."""
 SENT = 2
-"""The memory of a message that is sent or received, relative to the size of its tensors.
+"""The memory of a message that is received or read, relative to the size of its tensors.
 
 The tensors and the encoded payload are in memory at the same time.
 """
+
+ENCODED = 3
+"""The memory of a message or a state that is encoded: safetensors has two copies at the end."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Sizes:
     @property
     def server(self) -> float:
         """The peak memory of the server, without Python and its libraries."""
-        return self.held + max(self.work, SENT * (self.down + self.peers))
+        return self.held + max(self.work, ENCODED * (self.down + self.peers))
 
 
 def client_names(config: RunConfig) -> list[ClientId]:
@@ -123,7 +126,7 @@ def with_residuals(config: RunConfig, side: ClientSide, sizes: Sizes | None) -> 
     if sizes is None or not isinstance(method, AdapterMethod) or not method.averages_exactly:
         return sizes
     residual = 4 * message_sizes(config, side.parameters(), len(client_names(config))).grown()
-    held, work = sizes.held + residual, sizes.work + SENT * residual
+    held, work = sizes.held + residual, sizes.work + ENCODED * residual
     state, down = sizes.state + residual, sizes.down + residual
     return replace(sizes, down=down, held=held, work=work, state=state)
 
@@ -239,11 +242,11 @@ def _with_server(sizes: Sizes, server: object, state: State, means: int) -> Size
     """
     held, *in_files = (replace(part, parts={}).nbytes for _, part in state.walk())
     uploads = (SENT + 1) * sizes.up  # one is read while the previous one is in memory
-    work = max(SUMS * means + uploads, SENT * max([held, *in_files]))
+    saving = max([(ENCODED - 1) * held, *(ENCODED * size for size in in_files)])
     return replace(
         sizes,
         held=max(sizes.held, bytes_in(server) + held),
-        work=max(sizes.work, work),
+        work=max(sizes.work, SUMS * means + uploads, saving),
         state=max(sizes.state, held + sum(in_files)),
     )
 
