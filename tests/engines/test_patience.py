@@ -199,7 +199,7 @@ def test_patience_needs_a_best_model() -> None:
 def test_patience_counts_rounds_and_not_the_phases_of_transforms(
     free, config, tmp_path, monkeypatch
 ) -> None:
-    """With a phase before each round's training, eight turns are four rounds."""
+    """With a phase before and a phase after training, twelve turns are four rounds."""
     load_plugin(PLUGIN)
     monkeypatch.setattr("coterie.engines.local.free_memory", lambda: free)
     run = config(
@@ -208,9 +208,9 @@ def test_patience_counts_rounds_and_not_the_phases_of_transforms(
         evaluation={"patience": 4},
         aggregation={"transforms": ["masked_sum"]},
     )
-    assert (run.exchanges, run.turns) == (4, 8)
+    assert (run.exchanges, run.turns) == (4, 12)
     done = coterie.run(run, out=tmp_path / "run")
     uploads = Counter(
         m["client"] for m in RunFolder(done.path).metrics() if m["name"] == "bytes/up"
     )
-    assert set(uploads.values()) == {8}
+    assert set(uploads.values()) == {12}
