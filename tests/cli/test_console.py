@@ -12,11 +12,13 @@ from rich.console import Console
 from coterie.cli import console as module
 from coterie.cli.console import Board, ClientBoard, Estimate, JsonLines
 from coterie.config.run import RunConfig
+from coterie.deployment.client import Worker
 from coterie.deployment.seats import Seat
 from coterie.deployment.status import Monitor
 from coterie.messages import Field, Schema
 from coterie.messages.envelope import Order
 from coterie.runs import RunFolder
+from coterie.testing import loop
 from coterie.turn import FIRST, Turn
 
 
@@ -99,9 +101,9 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console, monkeypatch) -> N
             Field("b", "what a transform adds"),
         ),
     )
-    part = SimpleNamespace(schema=schema, covered=("experts inside A in all 2 layers", "LoRA on B"))
+    host = SimpleNamespace(schema=schema, covered=("experts inside A in all 2 layers", "LoRA on B"))
     run = SimpleNamespace(
-        config=SimpleNamespace(name="us", label="fedavg", rounds=2, turns=2), part=part
+        config=SimpleNamespace(name="us", label="fedavg", rounds=2, turns=2), host=host
     )
     with ClientBoard(console) as board:
         board("warning", "Data: texts duplicated within a split: 3")
@@ -125,6 +127,18 @@ def test_a_client_shows_what_leaves_and_how_far_it_is(console, monkeypatch) -> N
     assert text.endswith("is unreachable; retrying\n")
 
 
+def test_a_client_shows_a_real_run(console, config, tmp_path) -> None:
+    run = config(method="fedavg", rounds=1)
+    with ClientBoard(console) as board:
+        of = {c.name: loop.site(run, c.name, tmp_path) for c in run.clients}
+        workers = {name: Worker(site, board) for name, site in of.items()}
+        loop.server(run, tmp_path / "server", loop.Loop(workers)).rounds()
+    text = shown(console)
+    assert text.count("joined the run") == len(run.clients)
+    assert "  trained on this machine: LoRA on" in text
+    assert "leaves this machine every exchange: LoRA pairs" in text
+
+
 def test_a_client_that_is_connected_does_not_show_that_it_connects(console) -> None:
     with ClientBoard(console) as board:
         assert board.live.status == "connecting to the server"
@@ -138,9 +152,9 @@ def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> Non
     monkeypatch.setattr(module, "protection", lambda _: [])
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    part = SimpleNamespace(schema=Schema((), ()), covered=())
+    host = SimpleNamespace(schema=Schema((), ()), covered=())
     run = SimpleNamespace(
-        config=SimpleNamespace(name="us", label="fedavg", rounds=5, turns=5), part=part
+        config=SimpleNamespace(name="us", label="fedavg", rounds=5, turns=5), host=host
     )
     with ClientBoard(console) as board:
         board("joined", run)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.filesize import decimal as size
@@ -30,6 +30,9 @@ from coterie.federation.statements import protection, statements
 from coterie.messages.envelope import Order
 from coterie.messages.names import BYTES_DOWN, BYTES_UP, JUMPED, LOSS
 from coterie.turn import Turn
+
+if TYPE_CHECKING:
+    from coterie.deployment.client import SiteRun
 
 WIDEST = 40
 """The greatest width of the subjects of a description, in characters."""
@@ -159,16 +162,7 @@ class ClientBoard(LiveDisplay[Status]):
                 self._say(f"{value}; retrying")
                 self.live.update("connecting to the server")
             case "joined":
-                self.config, self.done = value.config, 0
-                self.began, self.durations = None, []
-                self._say(f"joined the run {value.config.name}: {value.config.label}")
-                for adapter in value.part.covered:
-                    self._say(f"  trained on this machine: {adapter}")
-                for when, texts in value.part.schema.described().items():
-                    for text in texts:
-                        self._say(f"  leaves this machine {when}: {text}")
-                for subject, text in protection(value.config):
-                    self._say(f"  {subject}: {text}")
+                self._joins(value)
             case "warning":
                 self._say(value)
             case "fault":
@@ -189,6 +183,18 @@ class ClientBoard(LiveDisplay[Status]):
             case _ if event.startswith(LOSS):
                 self.losses.append(value)
                 self.live.update(f"training: loss {value:.3f}")
+
+    def _joins(self, run: "SiteRun") -> None:
+        self.config, self.done = run.config, 0
+        self.began, self.durations = None, []
+        self._say(f"joined the run {run.config.name}: {run.config.label}")
+        for adapter in run.host.covered:
+            self._say(f"  trained on this machine: {adapter}")
+        for when, texts in run.host.schema.described().items():
+            for text in texts:
+                self._say(f"  leaves this machine {when}: {text}")
+        for subject, text in protection(run.config):
+            self._say(f"  {subject}: {text}")
 
     def agrees(self, order: Order, config: RunConfig) -> bool:
         """Show the run that the client is asked to join, and prompt the user for agreement."""
