@@ -193,7 +193,7 @@ def exchange(folder: Path) -> Work:
         stored = files.write(seal(order, message.encode()), 60)
         _, body = unseal(Order, stored.path.read_bytes())
         stored.delete()
-        assert Message.decode(body).round == 0
+        assert Message.decode(body).exchange == 0
 
     return run
 
