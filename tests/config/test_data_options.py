@@ -16,8 +16,8 @@ from coterie.testing.loop import site
 
 
 def tokens(run) -> dict[str, tuple[int, ...]]:
-    found = gathered(run, load_tokenizer("tiny-gpt2")).clients
-    return {p.name: tuple(len(split.ids) for split in vars(p.data).values()) for p in found}
+    clients = gathered(run, load_tokenizer("tiny-gpt2")).clients
+    return {p.name: tuple(len(split.ids) for split in vars(p.data).values()) for p in clients}
 
 
 LIMITS = {"train": 500, "validation": 100, "test": 90}

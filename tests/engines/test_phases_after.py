@@ -98,9 +98,9 @@ def test_a_masked_sum_survives_a_client_whose_upload_is_missing(who, run, tmp_pa
     masked, plain = run("masked_sum", rounds=1), run("", rounds=1)
     loop.deploy(masked, tmp_path / "masked", change=diverges(who, 1))
     loop.deploy(plain, tmp_path / "plain", change=diverges(who, 0))
-    found, expected = (adapter(tmp_path / name / "server") for name in ("masked", "plain"))
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual, expected = (adapter(tmp_path / name / "server") for name in ("masked", "plain"))
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
     result = RunFolder(tmp_path / "masked" / "server").result
     assert result is not None
@@ -180,7 +180,7 @@ def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
 
 @pytest.mark.parametrize("turn", [0, ASK])
 def test_an_invalid_reply_is_asked_for_again(turn, run, tmp_path) -> None:
-    """What the server has told the others is still valid."""
+    """The downloads of the other clients stay valid."""
     spoilt: list[str] = []
 
     def spoil(name: str, data: bytes) -> bytes:

@@ -296,3 +296,14 @@ def test_a_dtype_that_is_not_declared_is_not_sent() -> None:
     ends = Ends(Broken(how="dtype"), clients=1)
     with pytest.raises(MessageError, match="float32"):
         ends.wire("up", ends.clients["c0"].send(adapter(1), turn_of(0)))
+
+
+@pytest.mark.parametrize(("name", "kind", "writes"), [("median", "Median", 0), ("int8", "Int8", 1)])
+def test_a_download_is_written_once_and_only_if_it_is_encoded(name, kind, writes) -> None:
+    ends, message = Ends(getattr(example(name), kind)(), clients=1), adapter(0)
+    put, calls = ends.server.store.put, []
+    ends.server.store.put = lambda state: (calls.append(state), put(state))[1]
+    ends.down(0, message)
+    ends.up(0, {"c0": adapter(1)}, message)
+    assert len(calls) == writes
+    assert a(ends.server.download("c0", message)).dtype == (torch.int8 if writes else torch.float32)

@@ -107,7 +107,8 @@ class Rounds(ServerHost, Generic[C]):
             Diverged: If all clients diverged.
         """
         if turn.after:
-            names = [name for name in names if name in self.exchange.uploaded]
+            uploaded = self.exchange.uploaded
+            names = [name for name in names if name in uploaded]
         self.open(turn, sorted(names))
         self.exchange.begin()
         errors: list[Diverged] = []

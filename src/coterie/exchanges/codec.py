@@ -128,8 +128,9 @@ class ServerTransforms:
         self._pending: dict[str, ClientMemory] = {}
         """New states, keyed by client. In `commit`, the states of clients whose uploads are
         accepted become permanent."""
-        self._sent: dict[str, tuple[Stored, dict[str, Json]]] = {}
-        """The tensors of each client's download, and the values that transforms added to it."""
+        self._sent: dict[str, tuple[Stored | None, dict[str, Json]]] = {}
+        """The encoded tensors of each client's download (None if tensors are not encoded), and the
+        values that transforms added to it."""
 
     def begin(self, turn: Turn, clients: Iterable[str]) -> None:
         """Start or restart a turn, and discard states that `commit` has not yet accepted."""
@@ -150,34 +151,42 @@ class ServerTransforms:
         """
         if not self.pipeline.active:
             return message
-        if client not in self._sent:
-            groups, phase = self._encoded(client, message.groups), self.turn.phase
-            server_values = {
-                s.transform.name: s.call("tell", phase, client, self.clients, self._begun[s.key])
-                for s in self.pipeline.stages
-            }
-            self.repeat()
-            values = {name: value for name, value in server_values.items() if value is not None}
-            self._sent[client] = self.store.put(State(groups)), values
+        self._prepare(client, message)
         stored, values = self._sent[client]
-        return replace(message, groups=stored.load().groups, values={**message.values, **values})
+        groups = message.groups if stored is None else stored.load().groups
+        return replace(message, groups=groups, values={**message.values, **values})
 
-    def _encoded(self, client: str, groups: Groups) -> Groups:
-        """Encode the tensors of a download, of which there are none in additional phases."""
+    def _prepare(self, client: str, message: Message) -> None:
+        """Encode a download, unless the client has one in this turn."""
+        if client in self._sent:
+            return
         old = self.client_memories.get(client, ClientMemory())
         new = self._pending[client] = ClientMemory(_copied(old.memories), old.received)
-        if self.turn.phase != TRAIN:
-            return groups
+        encodes = self.pipeline.down and self.turn.phase == TRAIN
+        stored = self.store.put(self._encoded(client, message, old, new)) if encodes else None
+        server_values = {
+            s.transform.name: s.call(
+                "tell", self.turn.phase, client, self.clients, self._begun[s.key]
+            )
+            for s in self.pipeline.stages
+        }
+        self.repeat()
+        values = {name: value for name, value in server_values.items() if value is not None}
+        self._sent[client] = stored, values
+
+    def _encoded(
+        self, client: str, message: Message, old: ClientMemory, new: ClientMemory
+    ) -> State:
+        """Encode the tensors of a download, and decode them as the client will."""
         contexts = self._contexts(client, "down", new.memories)
-        encoded = self.pipeline.encode(groups, old.received, "down", contexts)
-        if self.pipeline.down:  # decode as the client will
-            contexts = self._contexts(client, "down", _copied(old.memories))
-            new.received = self.pipeline.decode(encoded, old.received, "down", contexts)
-            stages = self.pipeline.stages_encoding("down")
-            names = ", ".join(repr(stage.transform.name) for stage in stages)
-            prefix = f"The transforms {names} failed: a decoded download has"
-            check_same_shapes(prefix, new.received, shapes_of(groups))
-        return encoded
+        encoded = self.pipeline.encode(message.groups, old.received, "down", contexts)
+        contexts = self._contexts(client, "down", _copied(old.memories))
+        new.received = self.pipeline.decode(encoded, old.received, "down", contexts)
+        stages = self.pipeline.stages_encoding("down")
+        names = ", ".join(repr(stage.transform.name) for stage in stages)
+        prefix = f"The transforms {names} failed: a decoded download has"
+        check_same_shapes(prefix, new.received, shapes_of(message.groups))
+        return State(encoded)
 
     def upload(self, client: str, upload: Message, download: Message) -> Message:
         """Decode an upload.
@@ -192,7 +201,7 @@ class ServerTransforms:
         """
         if not self.pipeline.active:
             return upload
-        self.download(client, download)  # not sent yet if the exchange was restarted
+        self._prepare(client, download)  # not sent yet if the exchange was restarted
         pending = self._pending[client]
         memories = _copied(self.client_memories.get(client, ClientMemory()).memories)
         reference = pending.received if self.pipeline.down else download.groups
@@ -207,7 +216,7 @@ class ServerTransforms:
         Raises:
             MessageError: If the upload is invalid.
         """
-        self.download(client, Message())  # not sent yet if the exchange was restarted
+        self._prepare(client, Message())  # not sent yet if the exchange was restarted
         phase = self.turn.phase
         stage = self.pipeline.stage_of(phase)
         answer, memory = message.values.get(stage.transform.name), self.memories[stage.key]

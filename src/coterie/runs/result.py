@@ -19,9 +19,8 @@ def result(folder: RunFolder, label: str, reports: str) -> dict[str, object]:
         The last scores of each text, the traffic in bytes and the time in seconds. If clients keep
         their best models, `kept[client]` is the number of rounds after which `client` had its best
         model. The scores under the key `reports` are then those of the best models, not of the last
-        models. If clients were excluded from rounds,
-        `left_out[client][round]` is the reason why `client` was excluded from `round`, where the
-        first round is 1.
+        models. If clients were excluded from rounds, `left_out[client][round]` is the reason why
+        `client` was excluded from `round`, where the first round is 1.
     """
     last: dict[str, dict[str | None, Any]] = defaultdict(dict)
     left_out: dict[str, dict[int, str]] = {}
