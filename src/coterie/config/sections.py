@@ -65,7 +65,7 @@ class DeploymentSpec(Section):
     """whether clients send their metrics (losses, scores, routing weights, times, ...) to the
     server; otherwise, metrics stay on the clients"""
     checkpoints: int = Field(default=3, ge=1)
-    """number of checkpoints that the server keeps; --from-round can resume from any of them"""
+    """number of exchanges whose checkpoints the server keeps; --from-round can resume from them"""
     largest_message: int = Field(default=256, ge=1)
     """maximum size of an upload in MiB; a run whose uploads may be larger is refused"""
 
