@@ -135,6 +135,8 @@ class Rounds(ServerWatch):
         self.idle, self.processes, self.worker, self.observed = 0, 1, 0, 0
 
     def show(self, status: Status) -> None:
+        if any(client.poll() for client in self.clients):
+            raise RuntimeError("a client's process has failed; see its output")
         if not self.idle:
             Path("/proc/self/clear_refs").write_text("5")
             self.idle = resident("VmRSS")

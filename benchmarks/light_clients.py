@@ -1,12 +1,13 @@
 """Many clients of a deployment in one process, which send uploads without training.
 
 One real worker executes the first order of each kind. All clients, including this one, reply to
-their orders with copies of its replies, in which only the client's name and the round differ.
+their orders with copies of its replies, in which only the client's name and the exchange differ.
 """
 
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,8 @@ class Copies:
                 self.replies[order.kind] = reply
         reply, body = self.replies[order.kind]
         if order.kind == "step":
-            body = replace(Message.decode(body), round=order.turn).encode()
+            exchange = Message.decode(download).exchange
+            body = replace(Message.decode(body), exchange=exchange).encode()
         changes = {"client": order.client, "turn": order.turn, "entries": None}
         return seal(reply.model_copy(update=changes), body)
 
@@ -72,14 +74,14 @@ def run(server: str, folder: Path, text: Path, names: Sequence[str]) -> None:
     """
     site = Site(names[0], {"path": str(text)}, folder / "light")
     copies = Copies(Worker(site), names[0])
-    threads = []
-    for name in names:
+
+    def client(name: str) -> None:
         credentials = Credentials.load(folder / f"{name}.key")
-        arguments = (server, credentials, LightWorker(copies), threading.Event(), lambda *_: None)
-        threads.append(threading.Thread(target=keep_serving, args=arguments))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
+        keep_serving(server, credentials, LightWorker(copies), threading.Event(), lambda *_: None)
+
+    with ThreadPoolExecutor(len(names)) as threads:
+        for _ in threads.map(client, names):  # raises the error of a client
+            pass
 
 
 if __name__ == "__main__":
