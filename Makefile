@@ -28,7 +28,7 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 test: setup  ## run all tests that are neither slow nor thorough; 15 to 30 minutes on 2 cores
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
-papers-test: setup  ## run the tests of papers/; 2 minutes on 2 cores
+papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
 	$(PYTEST) -n 2 papers/tests
 
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
