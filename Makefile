@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo assistants quick test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
+.PHONY: demo assistants quick test papers-test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
   dist try-wheel setup clean \
   thorough thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm
 
@@ -27,6 +27,9 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 
 test: setup  ## run all tests that are neither slow nor thorough; 15 to 30 minutes on 2 cores
 	$(PYTEST) -n 2 -m "not slow and not thorough"
+
+papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
+	$(PYTEST) -n 2 papers/tests
 
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
   intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
@@ -102,4 +105,4 @@ setup: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv $(VLLM) runs build dist
+	rm -rf .venv $(VLLM) runs papers/runs build dist

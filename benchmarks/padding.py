@@ -1,7 +1,7 @@
 """How much of what models read is padding, and what that costs, with FedAMoLE's adapter.
 
-On the ten tasks of recipes/small/instructions.yaml, whose texts are needed (give the parent of
-their folder `instructions` as --data), or on the conversations of the demo four-assistants.
+On the ten tasks of papers/recipes/small/instructions.yaml, whose texts are needed (give the parent
+of their folder `instructions` as --data), or on the conversations of the demo four-assistants.
 Four ways to make a step's batch of samples of unlike lengths:
 
 - padded: as drawn, all padded to the longest;
@@ -36,7 +36,7 @@ from coterie.federation.participants import gathered
 from coterie.losses.tokens import PIECE_COST, Batch, language_model_loss
 from coterie.seeding import generator
 
-RECIPE = Path(__file__).parent.parent / "recipes/small/instructions.yaml"
+RECIPE = Path(__file__).parent.parent / "papers/recipes/small/instructions.yaml"
 CHATS = "four-assistants"
 MEGA = 50
 """Batches that are sorted together."""

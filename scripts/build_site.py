@@ -22,10 +22,10 @@ import coterie
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "site"
 PROJECT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-LINK = re.compile(r"(?<=\]\()(?!https?:|#)[^)#\s]+")
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)(#[^)\s]*)?")
 ITEM = re.compile(r"^- \**\[([^\]]*)\]\((?!\.\./|https?:)([^)#\s]+\.md)\)", re.MULTILINE)
 COMMANDS = re.compile(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n")
-INDEXES = ("index.md", "results/README.md")
+INDEXES = ("index.md",)
 LEXERS = {".py": "python", ".yaml": "yaml", ".service": "ini"}
 INTERFACES = {
     "Methods": (
@@ -85,12 +85,14 @@ class Source:
         place = self.place(file)
 
         def relinked(match: re.Match[str]) -> str:
-            target = Path(os.path.normpath(file.parent / match[0]))
+            target = Path(os.path.normpath(file.parent / match[1]))
             if not target.exists():
-                raise SystemExit(f"{file.relative_to(ROOT)}: {match[0]} does not exist.")
+                raise SystemExit(f"{file.relative_to(ROOT)}: {match[1]} does not exist.")
             if not (self.folder / self.place(target)).exists():
                 self.show(target)
-            return os.path.relpath(self.place(target), place.parent)
+            shown = self.place(target).parts[0] == "source"  # as text, without anchors
+            anchor = "" if shown else match[2] or ""
+            return os.path.relpath(self.place(target), place.parent) + anchor
 
         text = LINK.sub(relinked, file.read_text(encoding="utf-8"))
         text += SITE_ONLY.get(str(place), "")

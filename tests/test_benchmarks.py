@@ -13,7 +13,7 @@ from ports import free_port
 from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-GPU_PAGE = FOLDER.parent / "docs" / "results" / "gpu.md"
+GPU_PAGE = FOLDER.parent / "docs" / "develop" / "gpu.md"
 SMALL = ["gpu.py", "--device", "cpu", "--small"]
 
 

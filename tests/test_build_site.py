@@ -13,7 +13,7 @@ def repository(tmp_path, monkeypatch) -> Path:
     """Return a repository with a page, an index, a source file and a folder of recipes."""
     files = {
         "docs/use/index.md": "# Use\n\n- [Page](page.md): first.\n- [Decision](why/one.md)\n",
-        "docs/use/page.md": "# Page\n\n[code](../../src/a.py) [all](../../recipes) [up](#page)\n",
+        "docs/use/page.md": "# Page\n\n[code](../../src/a.py#a) [all](../../recipes) [up](#page)\n",
         "docs/use/why/one.md": "# One\n\n[overview](../../../README.md#top) [host](https://a.b/c)\n",
         "README.md": "# Read me\n\n[Page](docs/use/page.md#page)\n",
         "src/a.py": "print('````')\n",

@@ -24,7 +24,10 @@ from coterie.runs import RunFolder, RunStart
 from coterie.testing.rounds import joined, one_round
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(p for name in ("docs", "papers") for p in (ROOT / name).rglob("*.md")),
+]
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
     path
-    for folder in ("src", "reproduce", "tests", "benchmarks", "scripts")
+    for folder in ("src", "papers", "tests", "benchmarks", "scripts")
     for path in (ROOT / folder).rglob("*.py")
 )
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CHAIN = 400, 60, 14

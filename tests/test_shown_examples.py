@@ -24,7 +24,6 @@ import yaml
 from typer.testing import CliRunner
 
 import coterie
-import reproduce.__main__
 from coterie.cli import app
 from coterie.config.deployed import load_with_any_text
 from coterie.config.plugins import load_plugin
@@ -35,7 +34,6 @@ ROOT = Path(__file__).parents[1]
 LISTED = yaml.safe_load((ROOT / "tests/shown_examples.yaml").read_text(encoding="utf-8"))
 """The examples that are not executed here: by reason and page, patterns of their first lines."""
 COMMANDS: Any = typer.main.get_command(app)
-REPRODUCE: Any = typer.main.get_command(reproduce.__main__.app)
 CLIENTS = ("ada", "alice", "anna", "ben")
 SHORT = " --set rounds=1 --set training.steps=1"
 DEMOS = ("who-wrote-this", "teach-one-another", "four-assistants")
@@ -77,12 +75,12 @@ class Example(NamedTuple):
 
 
 def of_pages() -> Iterator[Example]:
-    """Yield the fenced blocks of all pages except the generated pages of results."""
+    """Yield the fenced blocks of all pages except the generated page on GPUs."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         name, text = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         for block in re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE):
             line = text.count("\n", 0, block.start()) + 1
-            if not name.startswith("docs/results/"):
+            if name != "docs/develop/gpu.md":
                 yield Example(name, line, block[2], textwrap.dedent(block[3]))
 
 
@@ -135,10 +133,6 @@ def test_a_shell_can_read_the_commands_and_coterie_can_parse_its_own(example) ->
         if "runs/demo" in words:
             clients = yaml.safe_load(DEMO.read_text(encoding="utf-8"))["divide"]["mixtures"]
             assert words[words.index("--client") + 1] in clients
-    for line in example.lines():
-        words = shlex.split(line, comments=True)
-        if words[:3] == ["python", "-m", "reproduce"]:
-            REPRODUCE.make_context("", words[3:])
 
 
 @examples("python", listed=True)

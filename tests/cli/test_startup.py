@@ -50,7 +50,7 @@ def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[st
         ("run --set training.batch=few", "training.batch should be a whole number"),
         ("run --set method=fedavgg", "no method 'fedavgg'"),
         ("methods fedavgg", "no method 'fedavgg'"),
-        ("compare table.yaml", "run it with `python -m reproduce table.yaml`."),
+        ("compare table.yaml", "run it with `python -m reproduce` in papers/ of the repository."),
         ("run --resume nowhere", "nowhere"),
         ("generate nowhere --client a --prompt b", "nowhere"),
         ("chat --help", "Chat with a client's model"),

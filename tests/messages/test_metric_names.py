@@ -7,7 +7,9 @@ from pathlib import Path
 from coterie.messages import names
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = [p for folder in ("src", "reproduce", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+FILES = [
+    p for folder in ("src", "papers/reproduce", "benchmarks") for p in (ROOT / folder).rglob("*.py")
+]
 BEGIN = tuple(v for k, v in vars(names).items() if k.isupper() and v.endswith("/"))
 """How some of the names begin, in which a slash tells them from other words."""
 TAKE = {"log", "names", "by_client", "by_round", "recorded"}

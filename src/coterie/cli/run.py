@@ -174,7 +174,8 @@ def compare(
     values, trials = read_values(file, settings or ()), read_tune(tune or ())
     if {"rows", "shows"} & values.keys():
         raise CoterieError(
-            f"{file} describes a table of results; run it with `python -m reproduce {file}`."
+            f"{file} describes a table of results; run it with `python -m reproduce` in "
+            "papers/ of the repository."
         )
     config = load_here(values, trials)
     folder = out or Path("runs") / f"compare-{config.name}"

@@ -69,7 +69,7 @@ class FedAMoLESettings(Settings):
     """Settings of FedAMoLE.
 
     The defaults are from the paper (such as 30 domain experts for 10 clients), or from the code
-    that the paper's authors released. docs/research/fedamole.md lists the exceptions.
+    that the paper's authors released. papers/fedamole.md lists the exceptions.
     """
 
     attention: Attention = Attention(targets=QUERY_VALUE)

@@ -12,7 +12,7 @@ class FedMKTSettings(AdapterMethod):
     """Settings of FedMKT.
 
     The defaults are from the paper, or from the code that the paper's authors released, except for
-    `own` and `align`. docs/research/fedmkt.md lists the differences.
+    `own` and `align`. papers/fedmkt.md lists the differences.
     """
 
     teaches: ClassVar[bool] = True

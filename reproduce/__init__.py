@@ -1,1 +1,0 @@
-"""The four papers' tables, figures and claims: `python -m reproduce TABLE.yaml`."""
