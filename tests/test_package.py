@@ -152,7 +152,7 @@ def test_pages_name_the_version_that_is_built() -> None:
     assert citation["version"] == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
     wheels = []
-    for page in (ROOT / "docs/use/install.md", ROOT / "docs/deploy/deployment.md"):
+    for page in (ROOT / "docs/use/install.md", ROOT / "docs/deploy/set-up.md"):
         wheels += re.findall(r"coterie-([0-9.]+)-py3-none-any", page.read_text(encoding="utf-8"))
     assert set(wheels) == {PROJECT["version"]}
 
