@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: demo assistants quick test papers-test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
-  dist try-wheel setup clean \
+  dist try-wheel setup clean help \
   thorough thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm
 
 demo: setup  ## run the demo: four writers learn together; under 3 minutes on 2 cores
@@ -96,7 +96,7 @@ ENVIRONMENTS := newest oldest
 try-wheel: dist  ## try the wheel in empty environments, with the newest and the oldest dependencies
 	$(BIN)/python scripts/try_wheel.py dist/*.whl $(ENVIRONMENTS)
 
-setup: .venv/.done
+setup: .venv/.done  ## create .venv with all dependencies
 
 .venv/.done: pyproject.toml requirements.txt
 	$(PYTHON) -m venv .venv
@@ -104,5 +104,8 @@ setup: .venv/.done
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-clean:
+clean:  ## remove .venv, runs/, papers/runs/, build/ and dist/
 	rm -rf .venv $(VLLM) runs papers/runs build dist
+
+help:  ## list these targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | expand -t 15

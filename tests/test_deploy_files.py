@@ -1,4 +1,4 @@
-"""Deployments as documented: the units, the image, and the commands of the page."""
+"""Deployments as documented: the units, the image, and the commands of the pages."""
 
 import configparser
 import json
@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,10 @@ from coterie.deployment.status import State
 from coterie.errors import CoterieError
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "deploy" / "deployment.md").read_text(encoding="utf-8")
+NAMES = ("set-up", "operate", "hostile", "container")
+PAGE = "\n".join(
+    (ROOT / "docs" / "deploy" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES
+)
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
 PROGRAM = "/opt/coterie/bin/coterie"
@@ -37,7 +39,7 @@ USAGE: Any = typer.BadParameter.__mro__[1]
 
 
 def blocks(language: str) -> list[str]:
-    """The page's code in a language; it may be indented."""
+    """The pages' code in a language; it may be indented."""
     found = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
     return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in found]
 
@@ -73,29 +75,8 @@ def options(words: list[str]) -> set[str]:
     return {name for option in find(words)[0].params for name in option.opts}
 
 
-@pytest.mark.slow
-def test_what_stands_for_one_machine_runs_as_it_stands(tmp_path: Path) -> None:
-    [script] = blocks("bash")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    script = script.replace("localhost:9092", f"localhost:{port}")
-    script = script.replace("us.yaml >", f"us.yaml --address 127.0.0.1:{port} >")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-e", "-c", script],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,  # five minutes, as promised
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "The run is finished and saved in runs/us." in done.stdout
-    assert "The sea" in done.stdout.partition("saved in runs/us.")[2]
-
-
 def inline_commands() -> list[str]:
-    """What the page's prose calls `coterie ...`."""
+    """What the pages' prose calls `coterie ...`."""
     return sorted(set(re.findall(r"(?<!`)`(coterie [^`]+)`(?!`)", PAGE)))
 
 

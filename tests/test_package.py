@@ -152,8 +152,9 @@ def test_pages_name_the_version_that_is_built() -> None:
     assert citation["version"] == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
     wheels = []
-    for page in (ROOT / "docs/use/install.md", ROOT / "docs/deploy/deployment.md"):
-        wheels += re.findall(r"coterie-([0-9.]+)-py3-none-any", page.read_text(encoding="utf-8"))
+    for page in ("use/install.md", "deploy/set-up.md", "deploy/operate.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        wheels += re.findall(r"coterie-([0-9.]+)-py3-none-any", text)
     assert set(wheels) == {PROJECT["version"]}
 
 

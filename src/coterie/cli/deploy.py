@@ -123,7 +123,7 @@ def server(
         deployment: {quorum: 3, deadline: 600}
 
     A round then needs the uploads of three clients, and waits for the other clients for at most
-    600 seconds. docs/deploy/deployment.md is a step-by-step guide.
+    600 seconds. docs/deploy/set-up.md is a step-by-step guide.
 
     For example:
 
