@@ -8,6 +8,7 @@ blank lines, comments and docstrings; tests/test_counts.py holds the largest cou
 
 import ast
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -19,7 +20,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parent.parent
 CODE = ("src", "tests", "papers", "benchmarks", "scripts", "examples")
 PAGES = ("*.md", "docs/**/*.md")
-IGNORED = ("__pycache__", "runs", "build", "dist", "keys", "coterie.egg-info")
+IGNORED = ("runs", "papers/runs", "build", "dist", "keys", "src/coterie.egg-info")
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -67,15 +68,15 @@ def counts(root: Path) -> dict[str, int]:
 
 
 def _files(root: Path, pattern: str) -> list[Path]:
+    ignored = tuple(f"{root / folder}{os.sep}" for folder in IGNORED)
     return [
         path
         for path in root.glob(pattern)
-        if path.is_file() and not any(map(_ignored, path.relative_to(root).parts))
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and not str(path).startswith(ignored)
+        and not path.relative_to(root).parts[0].startswith(".")
     ]
-
-
-def _ignored(part: str) -> bool:
-    return part.startswith(".") or part in IGNORED
 
 
 def counts_of(commit: str) -> dict[str, int]:
