@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coterie.adapters import Adapter, Layout
 from coterie.adapters.coverage import coverage
-from coterie.bases.sites import QUERY_VALUE
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -107,15 +106,14 @@ def small_model(name: str, **settings: Any) -> PreTrainedModel:
 
 def table() -> str:
     """In Markdown: where adapters stand in each architecture."""
-    head = ["architecture", "experts (`mlp`)", "LoRA (`attention`)", "FedIT, FDLoRA, FedAMoLE"]
+    head = ["architecture", "experts (`mlp`)", "LoRA (`attention`)"]
     rows = [head, ["---"] * len(head)]
     for name in ARCHITECTURES:
         config = AutoConfig.for_model(name, **ARCHITECTURES[name])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         everything = stands(model, Layout())
-        targets = stands(model, Layout(generalists=0, specialists=0, targets=QUERY_VALUE))
-        rows.append([name, *(everything[what] for what in ("experts", "LoRA")), targets["LoRA"]])
+        rows.append([name, *(everything[what] for what in ("experts", "LoRA"))])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -150,8 +150,8 @@ def test_the_example_of_lm_eval_scores_a_clients_model(
     method, values, tmp_path, monkeypatch, capsys
 ) -> None:
     """Without lm-eval, which is no dependency: its place has what it needs of a model."""
-    page = (ROOT / "docs" / "use" / "trained-models.md").read_text(encoding="utf-8")
-    first, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
+    _, first, *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     texts = ["The sea is wide", "Call me"]
 
     def simple_evaluate(model: Harness, tasks: list[str]) -> dict[str, Any]:
@@ -166,6 +166,7 @@ def test_the_example_of_lm_eval_scores_a_clients_model(
     monkeypatch.chdir(tmp_path)
     coterie.run(values(method=method, rounds=1), out="runs/us")
     capsys.readouterr()
-    exec(first.replace("anna", "poet") + code, {})
+    first = first.replace("runs/writers", "runs/us").replace("whaler", "poet")
+    exec(first + code, {"coterie": coterie})
     found = ast.literal_eval(capsys.readouterr().out)
     assert found["batch"] == pytest.approx(found["alone"], rel=1e-4)
