@@ -1,5 +1,6 @@
 """Small random models of the architectures that people bring, by transformers' names."""
 
+import re
 from typing import Any
 
 import torch
@@ -105,16 +106,21 @@ def small_model(name: str, **settings: Any) -> PreTrainedModel:
 
 
 def table() -> str:
-    """In Markdown: where adapters stand in each architecture."""
-    head = ["architecture", "experts (`mlp`)", "LoRA (`attention`)"]
-    rows = [head, ["---"] * len(head)]
+    """In Markdown: where adapters stand, in a row for all architectures in which it is the same."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for name in ARCHITECTURES:
         config = AutoConfig.for_model(name, **ARCHITECTURES[name])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        everything = stands(model, Layout())
-        rows.append([name, *(everything[what] for what in ("experts", "LoRA"))])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        places = stands(model, Layout())
+        experts = re.sub(r"beside \w+", "beside the block", places["experts"])
+        experts = re.sub(r"inside \w+", "inside", experts)
+        lora = re.sub(r"\w+ \((.*?)\)", r"\1", places["LoRA"])
+        lora = re.sub(r", (\d+) in (\d+)", r" in \1 of \2 layers", lora)
+        rows.setdefault((experts, lora), []).append(name)
+    lines = ["| architecture | experts (`mlp`) | LoRA (`attention`) |\n", "| --- | --- | --- |\n"]
+    lines += [f"| {', '.join(n)} | {experts} | {lora} |\n" for (experts, lora), n in rows.items()]
+    return "".join(lines)
 
 
 def stands(model: PreTrainedModel, layout: Layout) -> dict[str, str]:

@@ -63,18 +63,6 @@ def tensors_of(client: Any, run: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {"client": client.adapter.tensors(), "server": run.value.adapter}
 
 
-def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
-    page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
-    code, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
-
-
-def test_the_page_on_reports_shows_the_figure_as_it_is() -> None:
-    page = (ROOT / "docs" / "use" / "reports.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert code == (ROOT / "examples" / "spread.py").read_text(encoding="utf-8")
-
-
 def test_the_page_on_metrics_and_data_shows_the_examples_and_runs(monkeypatch, capsys) -> None:
     page = (ROOT / "docs" / "develop" / "metrics-and-data.md").read_text(encoding="utf-8")
     example, use, kind = (part.split("```")[0] for part in page.split("```python\n")[1:])
