@@ -62,15 +62,15 @@ QWEN3_4B: dict[str, Any] = {
     "dtype": "bfloat16",
     "architectures": ["Qwen3ForCausalLM"],
 }
-PAPER_METHODS = ("auto", "comigs-1g1s", "fedavg", "pcl-2", "fedamole")
+PAPER_METHODS = ("auto", "comigs-1g1s", "pcl-2")
 PAPER_SETTINGS: dict[str, Any] = {
     "data": {"window": 1024},
     "training": {"batch": 8, "micro_batch": 2},
     "evaluation": {"batch": 2},
 }
 PAPER_COLUMNS = (
-    *("base", "method", "clients", "client, bf16 (GiB)", "int8", "nf4"),
-    *("server (GiB)", "upload (MiB)", "download (MiB)", "disk (GiB)"),
+    *("base", "method", "client, bf16 (GiB)", "int8", "nf4"),
+    *("upload (MiB)", "download (MiB)", "server (GiB)", "disk (GiB)"),
 )
 
 
@@ -129,8 +129,17 @@ def write_paper_base(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-def paper_row(base: str, method: str, count: int) -> tuple[str, ...]:
-    """Return a row of the table: the needs of a run, computed for a GPU."""
+def paper_row(base: str, method: str) -> tuple[str, ...]:
+    """Return a row of the table: what runs of 4 to 50 clients need."""
+    few, many = (paper_figures(base, method, count) for count in (4, 50))
+    spans = [
+        low if low == high else f"{low} to {high}" for low, high in zip(few, many, strict=True)
+    ]
+    return Path(base).name, method, *spans
+
+
+def paper_figures(base: str, method: str, count: int) -> tuple[str, ...]:
+    """Return the figures of a row for a number of clients, computed for a GPU."""
     clients = [{"name": f"client-{number}", "path": "x"} for number in range(count)]
     shared = {"base": base, "clients": clients, "method": method, "rounds": 100}
     config = parse({**shared, **PAPER_SETTINGS})
@@ -147,8 +156,7 @@ def paper_row(base: str, method: str, count: int) -> tuple[str, ...]:
     memory = [f"{need.memory / 2**30:,.1f}" for need in needs]
     traffic = [f"{size / MIB:,.0f}" for size in (sizes.up, sizes.down + sizes.peers)]
     server, disk = (f"{size / 2**30:,.1f}" for size in (sizes.server, needs[0].disk))
-    name = Path(base).name
-    return name, method, str(count), *memory, server, traffic[0], traffic[1] + "*" * large, disk
+    return *memory, traffic[0], traffic[1] + "*" * large, server, disk
 
 
 def papers() -> None:
@@ -159,8 +167,7 @@ def papers() -> None:
         for name in ("Llama-3.2-1B", "Qwen3-4B", "Llama-3.1-8B"):
             base = write_paper_base(Path(place), name)
             for method in PAPER_METHODS:
-                for count in (4, 10, 50):
-                    print("| " + " | ".join(paper_row(base, method, count)) + " |", flush=True)
+                print("| " + " | ".join(paper_row(base, method)) + " |", flush=True)
 
 
 def main() -> None:

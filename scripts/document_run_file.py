@@ -1,14 +1,17 @@
-"""Bring the table of keys in docs/use/run-file.md up to date with the models that it describes."""
+"""Write docs/use/run-file-keys.md, the reference of the keys of a run file, from their models."""
 
-import re
 from pathlib import Path
 
 from coterie.analysis.settings import run_file_keys
 
-PAGE = Path(__file__).parents[1] / "docs" / "use" / "run-file.md"
+PAGE = Path(__file__).parents[1] / "docs" / "use" / "run-file-keys.md"
+HEAD = """# Keys of the run file
+
+[The run file](run-file.md) explains the most common keys. Brackets contain the default. A dot
+separates a section from its keys, as in `--set training.batch=8`, and `clients[].name` is a key of
+each item of a list. `coterie methods NAME` lists the keys of `method`.
+
+"""
 
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    start, end = page.index("**Every key**"), re.search(r"\n\n(?=## )", page)
-    assert end is not None, "a section follows the table"
-    PAGE.write_text(page[:start] + run_file_keys() + page[end.end() - 1 :], encoding="utf-8")
+    PAGE.write_text(HEAD + run_file_keys(), encoding="utf-8")

@@ -1,5 +1,6 @@
 """Small random models of the architectures that people bring, by transformers' names."""
 
+import re
 from typing import Any
 
 import torch
@@ -7,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coterie.adapters import Adapter, Layout
 from coterie.adapters.coverage import coverage
-from coterie.bases.sites import QUERY_VALUE
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -106,17 +106,21 @@ def small_model(name: str, **settings: Any) -> PreTrainedModel:
 
 
 def table() -> str:
-    """In Markdown: where adapters stand in each architecture."""
-    head = ["architecture", "experts (`mlp`)", "LoRA (`attention`)", "FedIT, FDLoRA, FedAMoLE"]
-    rows = [head, ["---"] * len(head)]
+    """In Markdown: where adapters stand, in a row for all architectures in which it is the same."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for name in ARCHITECTURES:
         config = AutoConfig.for_model(name, **ARCHITECTURES[name])
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        everything = stands(model, Layout())
-        targets = stands(model, Layout(generalists=0, specialists=0, targets=QUERY_VALUE))
-        rows.append([name, *(everything[what] for what in ("experts", "LoRA")), targets["LoRA"]])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        places = stands(model, Layout())
+        experts = re.sub(r"beside \w+", "beside the block", places["experts"])
+        experts = re.sub(r"inside \w+", "inside", experts)
+        lora = re.sub(r"\w+ \((.*?)\)", r"\1", places["LoRA"])
+        lora = re.sub(r", (\d+) in (\d+)", r" in \1 of \2 layers", lora)
+        rows.setdefault((experts, lora), []).append(name)
+    lines = ["| architecture | experts (`mlp`) | LoRA (`attention`) |\n", "| --- | --- | --- |\n"]
+    lines += [f"| {', '.join(n)} | {experts} | {lora} |\n" for (experts, lora), n in rows.items()]
+    return "".join(lines)
 
 
 def stands(model: PreTrainedModel, layout: Layout) -> dict[str, str]:

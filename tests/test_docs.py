@@ -66,18 +66,6 @@ def tensors_of(client: Any, run: Any) -> dict[str, dict[str, torch.Tensor]]:
     return {"client": client.adapter.tensors(), "server": run.value.adapter}
 
 
-def test_the_page_on_transforms_shows_the_median_as_it_is() -> None:
-    page = (ROOT / "docs" / "use" / "transforms.md").read_text(encoding="utf-8")
-    code, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert code == (ROOT / "examples" / "transforms" / "median.py").read_text(encoding="utf-8")
-
-
-def test_the_page_on_reports_shows_the_figure_as_it_is() -> None:
-    page = (ROOT / "docs" / "use" / "reports.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert code == (ROOT / "examples" / "spread.py").read_text(encoding="utf-8")
-
-
 def test_the_page_on_metrics_and_data_shows_the_examples_and_runs(monkeypatch, capsys) -> None:
     page = (ROOT / "docs" / "develop" / "metrics-and-data.md").read_text(encoding="utf-8")
     example, use, kind = (part.split("```")[0] for part in page.split("```python\n")[1:])
@@ -153,8 +141,8 @@ def test_the_example_of_lm_eval_scores_a_clients_model(
     method, values, tmp_path, monkeypatch, capsys
 ) -> None:
     """Without lm-eval, which is no dependency: its place has what it needs of a model."""
-    page = (ROOT / "docs" / "use" / "trained-models.md").read_text(encoding="utf-8")
-    first, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
+    _, first, *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     texts = ["The sea is wide", "Call me"]
 
     def simple_evaluate(model: Harness, tasks: list[str]) -> dict[str, Any]:
@@ -169,6 +157,7 @@ def test_the_example_of_lm_eval_scores_a_clients_model(
     monkeypatch.chdir(tmp_path)
     coterie.run(values(method=method, rounds=1), out="runs/us")
     capsys.readouterr()
-    exec(first.replace("anna", "poet") + code, {})
+    first = first.replace("runs/writers", "runs/us").replace("whaler", "poet")
+    exec(first + code, {"coterie": coterie})
     found = ast.literal_eval(capsys.readouterr().out)
     assert found["batch"] == pytest.approx(found["alone"], rel=1e-4)

@@ -17,12 +17,13 @@ TUTORIALS = {
     "use/export": ["contains a mixture-of-experts checkpoint", "The sea was", "contains a bundle"],
     "use/use-a-model": ["The sea was"],
 }
-"""The pages in docs/, and words that their commands must print."""
+"""The pages in docs/, and words that the commands before their reference part must print."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Return the language and the text of each block of code of a page."""
-    return re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    """Return the language and the text of each block of code of a page's tutorial."""
+    tutorial, _, _ = page.read_text(encoding="utf-8").partition("\n## Reference\n")
+    return re.findall(r"^```(\w+)\n(.*?)^```", tutorial, re.M | re.S)
 
 
 def execute(page: Path, folder: Path) -> str:

@@ -231,7 +231,7 @@ def test_an_mlp_is_known_by_its_layers() -> None:
 
 
 def test_the_page_shows_where_adapters_stand() -> None:
-    page = Path(__file__).parents[2] / "docs" / "use" / "architectures.md"
+    page = Path(__file__).parents[2] / "docs" / "use" / "bases.md"
     assert table() in page.read_text(encoding="utf-8"), (
-        "docs/use/architectures.md is behind; run scripts/document_architectures.py"
+        "docs/use/bases.md is behind; run scripts/document_architectures.py"
     )

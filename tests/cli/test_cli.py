@@ -43,7 +43,7 @@ def finished(values, tmp_path_factory) -> Path:
     ("arguments", "words"),
     [
         ([], ["run", "compare", "report", "methods", "audit", "generate"]),
-        (["run"], ["method: auto", "docs/use/run-file.md", "coterie methods", "--resume"]),
+        (["run"], ["method: auto", "docs/use/run-file-keys.md", "coterie methods", "--resume"]),
         (["compare"], ["--methods", "--seeds", "saved and reused"]),
         (["methods"], ["whose settings are listed"]),
         (["audit"], ["a client sends and receives"]),

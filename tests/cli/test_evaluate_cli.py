@@ -229,7 +229,7 @@ def test_names_of_tasks_are_checked_and_need_the_hub(finished) -> None:
 
 
 def test_the_example_of_the_page_works(coterie_command, finished, tmp_path, monkeypatch) -> None:
-    page = (ROOT / "docs" / "use" / "evaluate.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for language, name in (("yaml", "capitals.yaml"), ("json", "capitals.jsonl")):
         [text] = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)

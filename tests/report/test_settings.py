@@ -14,12 +14,12 @@ from coterie.config.sections import RunFile
 from coterie.methods.contract import RunFacts
 from coterie.methods.registry import available, method_from
 
-PAGE = Path(__file__).parents[2] / "docs" / "use" / "run-file.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "run-file-keys.md"
 
 
 def test_the_page_documents_every_key_as_it_is() -> None:
     assert run_file_keys() in PAGE.read_text(encoding="utf-8"), (
-        "docs/use/run-file.md is behind; run scripts/document_run_file.py"
+        "docs/use/run-file-keys.md is behind; run scripts/document_run_file.py"
     )
 
 

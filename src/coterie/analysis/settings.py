@@ -1,5 +1,6 @@
 """Tables of the keys of run files and of methods' settings, with defaults and meanings."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
@@ -151,9 +152,12 @@ def _meaning(description: str, field: FieldInfo) -> str:
 
 
 def run_file_keys() -> str:
-    """Return the keys of a run file as a Markdown table for docs/use/run-file.md."""
-    rows = [
-        (f"`{key}`", f"`{default}`" if default else "", meaning)
-        for key, default, meaning in keys(RunFile)
-    ]
-    return Table("Every key", COLUMNS, rows).markdown()
+    """Return the keys of a run file as Markdown lists for docs/use/run-file-keys.md."""
+    rows = [(re.split(r"\W", key)[0], key, *row) for key, *row in keys(RunFile)]
+    sections = {section for section, key, *_ in rows if "." in key}
+    lists: dict[str, str] = {"Keys without a section": ""}
+    for section, key, default, meaning in rows:
+        title = f"`{section}`" if section in sections else "Keys without a section"
+        brackets = f" (`{default}`)" if default else ""
+        lists[title] = lists.get(title, "") + f"- `{key}`{brackets}: {meaning}\n"
+    return "\n".join(f"## {title}\n\n{items}" for title, items in lists.items())

@@ -104,7 +104,7 @@ def run(
 
         coterie run mine.yaml --set training.batch=8 --set seed=1
 
-    docs/use/run-file.md describes all keys; `coterie methods` lists all methods.
+    docs/use/run-file-keys.md lists all keys; `coterie methods` lists all methods.
     """
     import coterie
     from coterie.config.read import load_here
