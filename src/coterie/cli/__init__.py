@@ -58,7 +58,7 @@ def coterie(
 
 
 COMMANDS = (
-    (options.Command, (prepare.divide,)),
+    (options.Command, (prepare.init, prepare.divide)),
     (options.Command, (run.run, run.compare)),
     (options.Command, (inspect.data, inspect.methods, inspect.audit, inspect.base, inspect.report)),
     (options.Command, (use.generate, use.chat, use.ask)),
