@@ -86,7 +86,7 @@ def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]
 
 
 def fitted(config: RunConfig, client: ClientId, size: int, device: str) -> RunConfig | None:
-    """Change a run's settings as little as necessary so that a client fits into memory.
+    """Return a run with as few changed settings as a client needs to fit into memory.
 
     The run's own format of the weights comes first, then the formats that `fitting` tries, as far
     as this machine can load them.

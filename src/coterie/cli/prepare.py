@@ -45,9 +45,9 @@ def init(
 
     For example:
 
-        coterie init texts --out us.yaml
+        coterie init texts --out ours.yaml
 
-        coterie run us.yaml
+        coterie run ours.yaml
     """
     if out.exists():
         raise CoterieError(f"{out} already exists; choose another file with --out.")

@@ -1,6 +1,7 @@
 """The clients and the kind of data of a folder of texts, for which no run file exists yet."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,7 @@ def read_folder(folder: Path) -> TextFolder:
                 "both into one folder."
             )
         clients[name] = _splits(path)
-    return TextFolder(
-        dict(sorted(clients.items())), *_kind([file for found in files.values() for file in found])
-    )
+    return TextFolder(dict(sorted(clients.items())), *_kind([*chain(*files.values())]))
 
 
 def _check_entries(folder: Path, entries: list[Path]) -> None:
