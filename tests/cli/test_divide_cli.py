@@ -49,7 +49,8 @@ def write_run(folder: Path, base: Path, divide: dict[str, Any], **changes: Any) 
     """Write a run file, and return its path."""
     data = {"window": 32, **changes.pop("data", {})}
     values = {"base": str(base), "data": data, "divide": {"source": "news.jsonl", **divide}}
-    values |= {"rounds": 1, "threads": 1, "training": {"steps": 2, "batch": 2}} | changes
+    values |= {"rounds": 1, "threads": 1, "training": {"steps": 2, "batch": 2}, "clients": []}
+    values |= changes
     path = folder / "news.yaml"
     path.write_text(yaml.safe_dump(values))
     return path

@@ -161,9 +161,11 @@ def _with(
         weights: The format of the weights; None keeps the run's own format and precision.
         checkpointing: Whether to recompute activations.
     """
-    base, changes = config.base_of(client), {"checkpointing": checkpointing}
+    base = config.base_of(client)
+    changes: dict[str, Any] = {"checkpointing": checkpointing}
     if weights is not None:
-        base, changes["precision"] = base.model_copy(update={"weights": weights}), "bf16"
+        base = base.model_copy(update={"weights": weights})
+        changes["precision"] = "bf16"
     if checkpointing:
         changes["store_activations"] = False
     bases = {name: base if name == client else spec for name, spec in config.bases.items()}

@@ -46,10 +46,9 @@ def init(
     For example:
 
         coterie init texts --out ours.yaml
-
         coterie run ours.yaml
     """
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise CoterieError(f"{out} already exists; choose another file with --out.")
     from coterie.config.commented import commented
     from coterie.config.errors import validated
@@ -165,7 +164,6 @@ def divide(
     For example:
 
         coterie divide news.yaml --out news
-
         coterie run news/run.yaml
     """
     from coterie.config.divided import RUN_FILE, write_divided

@@ -141,7 +141,8 @@ def _run_values(
         for name in sorted(files.division)
     ]
     replaced = {"divide": ("clients", clients), "data_root": ("data_root", str(data_root))}
-    run = dict(replaced.get(key, (key, value)) for key, value in values.items())
+    kept = ((key, value) for key, value in values.items() if key != "clients")  # an empty list
+    run = dict(replaced.get(key, (key, value)) for key, value in kept)
     if data_root is None:
         del run["data_root"]
     for key, (name, _) in shared.items():
