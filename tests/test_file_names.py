@@ -5,8 +5,8 @@ from itertools import permutations
 import pytest
 from pydantic import ValidationError
 
-from coterie.data.divide import names_of_clients
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import names_of_clients
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import ClientSpec
 from coterie.errors import CoterieError
 from coterie.names import check_distinct

@@ -176,6 +176,12 @@ def prepared(values, bases, other, tmp_path_factory) -> Path:
     us = values(name="us", clients=[{"name": name, "path": "poet.txt"} for name in CLIENTS])
     for name in ("mine", "run", "us"):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({**us, "name": name}), "utf-8")
+    sources = {"diarist": "diarist.txt", "poet": "poet.txt"}
+    news = values(name="news", divide={"source": sources, "by": "label"}, clients=[])
+    (folder / "news.yaml").write_text(yaml.safe_dump(news), "utf-8")
+    (folder / "texts").mkdir()
+    for name in ("anna", "ben"):
+        shutil.copy(Path(us["data_root"]) / "poet.txt", folder / "texts" / f"{name}.txt")
     runs = folder / "runs"
     coterie.run({**us, "rounds": 1, "baselines": ["local"]}, out=runs / "us")
     for name in ("demo", "mine", "alice-1"):

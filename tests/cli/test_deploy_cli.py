@@ -49,7 +49,7 @@ def complaint(*arguments: object) -> str:
     [
         ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
         ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
-        ({"divide": {"source": "x.jsonl", "by": "label"}}, "remove `divide`"),
+        ({"divide": {"source": "x.jsonl", "by": "label"}}, "`coterie divide`"),
         ({"method": "centralized"}, "cannot be deployed"),
         ({"checkpoint": {"every": 2}}, "every is 2, but the server .* in every round; remove"),
         ({"clients": 3}, "clients should be a list"),

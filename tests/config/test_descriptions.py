@@ -10,7 +10,7 @@ from coterie.bases import BaseSpec
 from coterie.config import plugins
 from coterie.config.descriptions import descriptions
 from coterie.config.sections import DeploymentSpec
-from coterie.data.divide_spec import DivideSpec, SourceSpec
+from coterie.data.division.spec import DivideSpec, SourceSpec
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 from coterie.exchanges.spec import AggregationSpec, ServerOptimiserSpec
 from coterie.methods.registry import METHODS, kind_of

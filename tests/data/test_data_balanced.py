@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import pytest
 
-from coterie.data.divide import MINIMUM, Pools, _by_dirichlet, divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import MINIMUM, Pools, _by_dirichlet, divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import DataSpec, InstructionSpec
 
 CLIENTS = 4

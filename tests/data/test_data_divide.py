@@ -7,8 +7,8 @@ from typing import Any
 import datasets
 import pytest
 
-from coterie.data.divide import divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import DataSpec, Fractions
 from coterie.data.texts import Texts
 from coterie.errors import CoterieError

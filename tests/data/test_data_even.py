@@ -10,8 +10,8 @@ import datasets
 import pytest
 from pydantic import ValidationError
 
-from coterie.data.divide import Division, divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import Division, divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.items import Instruction
 from coterie.data.spec import DataSpec, Fractions, InstructionSpec
 from coterie.data.texts import SPLITS

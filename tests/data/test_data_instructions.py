@@ -10,8 +10,8 @@ from public_text import public_text
 from questions import SHORT, data_of, records, rows, write
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.divide import divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import instructions
 from coterie.data.spec import ClientSpec, DataSpec, Fractions, InstructionSpec, Limits

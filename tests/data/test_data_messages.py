@@ -11,8 +11,8 @@ from questions import records, rows, write
 from transformers import PreTrainedTokenizerBase
 
 from coterie.config.run import parse
-from coterie.data.divide import divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.items import Conversation, Turn
 from coterie.data.kinds.conversations import conversations
 from coterie.data.kinds.instructions import instructions

@@ -9,8 +9,8 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from coterie.data.divide import Division, divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import Division, divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import DataSpec, Fractions, Limits
 from coterie.data.texts import PIECE
 from coterie.data.tokens import tokenise

@@ -10,8 +10,8 @@ from typing import Any
 import datasets
 import pytest
 
-from coterie.data.divide import Division, divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import Division, divided_texts
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import DataSpec, InstructionSpec
 from coterie.errors import CoterieError
 

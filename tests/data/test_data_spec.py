@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 
 

@@ -8,12 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from coterie.data.divide import divided_texts
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.divide import divided_texts
+from coterie.data.division.labelled import labelled
+from coterie.data.division.spec import DivideSpec
 from coterie.data.files import Record, read_records
 from coterie.data.kinds.instructions import instructions
 from coterie.data.kinds.preferences import preferences
-from coterie.data.labelled import labelled
 from coterie.data.spec import DataSpec, InstructionSpec, PreferenceSpec
 from coterie.data.texts import field_records
 from coterie.errors import CoterieError

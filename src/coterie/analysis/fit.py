@@ -1,8 +1,9 @@
 """Settings with which a client of a run fits into the memory of a GPU."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import yaml
@@ -20,7 +21,7 @@ UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 WINDOW = 1024
 """The window in tokens for which settings are found if only a base is given."""
 CONTEXT = 2**30
-"""The memory of a GPU that is set aside for the CUDA context and for libraries, in bytes."""
+"""The memory of a device that is set aside for libraries and a GPU's context, in bytes."""
 SPARE = 0.1
 """The share of the remaining memory that is set aside for fragmentation."""
 MARGIN = "1 GiB for CUDA and its libraries, and 10 % of the rest for fragmentation, are set aside."
@@ -39,10 +40,10 @@ def parsed_size(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def with_longest_window(config: RunConfig) -> RunConfig:
-    """Return a run with windows of `WINDOW` tokens, but at most of the base's context length."""
+def with_longest_window(config: RunConfig, most: int = WINDOW) -> RunConfig:
+    """Return a run with windows of `most` tokens, but at most of the base's context length."""
     text: Any = load_skeleton(config.base, config.root).config.get_text_config()
-    window = min(WINDOW, getattr(text, "max_position_embeddings", None) or WINDOW)
+    window = min(most, getattr(text, "max_position_embeddings", None) or most)
     return config.model_copy(update={"data": config.data.model_copy(update={"window": window})})
 
 
@@ -73,35 +74,98 @@ def fitting(config: RunConfig, client: ClientId, size: int) -> tuple[Table, str]
     Raises:
         CoterieError: If the needs are unknown, or if nothing fits.
     """
-    available = (size - CONTEXT) * (1 - SPARE)
     shapes = shapes_of(_with(config, client, "bf16", False), client)
     if shapes is None:
         raise CoterieError(
             f"There is no estimate for the method {config.method.name!r} with the base "
             f"{config.base_of(client).name}; choose another method or base, or omit --fit."
         )
-    candidates = [
-        _largest(_with(config, client, kind, checkpointing), shapes, available)
-        for kind in get_args(Weights)
-        for checkpointing in (False, True)
-    ]
-    best = next((candidate for candidate in candidates if candidate.fits), None)
-    if best is None:
-        least = min(candidates, key=lambda candidate: candidate.need.memory)
-        needed = least.need.memory / (1 - SPARE) + CONTEXT
-        raise CoterieError(
-            f"Nothing fits {size / 1e9:,.1f} GB: a client of {config.label} on "
-            f"{config.base_of(client).name} needs at least {needed / 1e9:,.1f} GB, in "
-            f"{least.config.base_of(client).weights} with one sample at once and windows of "
-            f"{config.data.window} tokens. Choose a smaller base, or a smaller data.window."
-        )
+    candidates = [*_candidates(config, client, shapes, get_args(Weights), size, "cuda")]
+    best = _first(candidates, client, size)
     return _table(config, client, candidates, size), _lines(best.config, client)
 
 
-def _with(config: RunConfig, client: ClientId, weights: Weights, checkpointing: bool) -> RunConfig:
-    """Return a run with other weights of the client's base, and with or without checkpointing."""
-    base = config.base_of(client).model_copy(update={"weights": weights})
-    changes = {"checkpointing": checkpointing, "precision": "bf16"}
+def fitted(config: RunConfig, client: ClientId, size: int, device: str) -> RunConfig | None:
+    """Return a run with as few changed settings as a client needs to fit into memory.
+
+    The run's own format of the weights comes first, then the formats that `fitting` tries, as far
+    as this machine can load them.
+
+    Args:
+        config: The run.
+        client: The client's name.
+        size: The memory of the device in bytes.
+        device: The type of the device, such as `cuda`.
+
+    Returns:
+        The run with the first settings that fit, or None if the needs are unknown.
+
+    Raises:
+        CoterieError: If nothing fits.
+    """
+    formats = get_args(Weights) if find_spec("bitsandbytes") else ("bf16",)
+    candidates: list[Candidate] = []
+    for kinds in ((None,), formats):
+        shapes = shapes_of(_with(config, client, kinds[0], False), client)
+        if shapes is None:
+            return None
+        candidates += _candidates(config, client, shapes, kinds, size, device)
+        if any(candidate.fits for candidate in candidates):
+            break
+    return _first(candidates, client, size).config
+
+
+def _candidates(
+    config: RunConfig,
+    client: ClientId,
+    shapes: Shapes,
+    kinds: Sequence[Weights | None],
+    size: int,
+    device: str,
+) -> Iterator[Candidate]:
+    """Yield the largest candidate in each format, without and with checkpointing."""
+    for kind in kinds:
+        for checkpointing in (False, True):
+            run = _with(config, client, kind, checkpointing)
+            yield _largest(run, shapes, (size - CONTEXT) * (1 - SPARE), device)
+
+
+def _first(candidates: Sequence[Candidate], client: ClientId, size: int) -> Candidate:
+    """Return the first candidate that fits.
+
+    Raises:
+        CoterieError: If nothing fits.
+    """
+    best = next((candidate for candidate in candidates if candidate.fits), None)
+    if best is not None:
+        return best
+    least = min(candidates, key=lambda candidate: candidate.need.memory)
+    needed = least.need.memory / (1 - SPARE) + CONTEXT
+    config = least.config
+    raise CoterieError(
+        f"Nothing fits {size / 1e9:,.1f} GB: a client of {config.label} on "
+        f"{config.base_of(client).name} needs at least {needed / 1e9:,.1f} GB, in "
+        f"{config.base_of(client).weights or 'its own format'} with one sample at once and "
+        f"windows of {config.data.window} tokens. Choose a smaller base, or a smaller data.window."
+    )
+
+
+def _with(
+    config: RunConfig, client: ClientId, weights: Weights | None, checkpointing: bool
+) -> RunConfig:
+    """Return a run with or without checkpointing, and with other weights of the client's base.
+
+    Args:
+        config: The run.
+        client: The client's name.
+        weights: The format of the weights; None keeps the run's own format and precision.
+        checkpointing: Whether to recompute activations.
+    """
+    base = config.base_of(client)
+    changes: dict[str, Any] = {"checkpointing": checkpointing}
+    if weights is not None:
+        base = base.model_copy(update={"weights": weights})
+        changes["precision"] = "bf16"
     if checkpointing:
         changes["store_activations"] = False
     bases = {name: base if name == client else spec for name, spec in config.bases.items()}
@@ -109,7 +173,7 @@ def _with(config: RunConfig, client: ClientId, weights: Weights, checkpointing: 
     return config.model_copy(update={"base": base, "bases": bases, "training": training})
 
 
-def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
+def _largest(config: RunConfig, shapes: Shapes, available: float, device: str) -> Candidate:
     """Return a candidate with the largest numbers of samples at once that fit.
 
     If nothing fits, the numbers of samples at once are 1.
@@ -117,16 +181,16 @@ def _largest(config: RunConfig, shapes: Shapes, available: float) -> Candidate:
     for count in _halved(config.evaluation.batch):
         evaluation = config.evaluation.model_copy(update={"batch": count})
         config = config.model_copy(update={"evaluation": evaluation})
-        need = need_from(shapes, config, "cuda")
+        need = need_from(shapes, config, device)
         if need.memory - need.work + need.scoring <= available:
             break
     candidate = config
     for count in _halved(config.training.batch):
         training = config.training.model_copy(update={"micro_batch": count})
         candidate = config.model_copy(update={"training": training})
-        if need_from(shapes, candidate, "cuda").memory <= available:
+        if need_from(shapes, candidate, device).memory <= available:
             break
-    need = need_from(shapes, candidate, "cuda")
+    need = need_from(shapes, candidate, device)
     return Candidate(candidate, need, need.memory <= available)
 
 

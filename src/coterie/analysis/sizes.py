@@ -21,7 +21,7 @@ from typing_extensions import TypeVar
 
 from coterie.bases import BaseSpec
 from coterie.config.run import RunConfig
-from coterie.data.divide import names_of_clients
+from coterie.data.division.divide import names_of_clients
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.lazy import PerClient
 from coterie.federation.participants import server_context

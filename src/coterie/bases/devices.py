@@ -32,6 +32,11 @@ def device_type(device: Device) -> str:
     return (device if isinstance(device, str) else device[0]).partition(":")[0]
 
 
+def memory_of(kind: str) -> int:
+    """Return the memory in bytes of this machine's first device of a type, such as `cuda`."""
+    return torch.cuda.mem_get_info(0)[1] if kind == "cuda" else main_memory()
+
+
 def names_of(device: Device) -> str:
     """Format the names of a run's devices for the run folder.
 

@@ -22,6 +22,7 @@ from coterie.cli import (
     keys,
     operate,
     options,
+    prepare,
     run,
     serve,
     terminal,
@@ -57,6 +58,7 @@ def coterie(
 
 
 COMMANDS = (
+    (options.Command, (prepare.init, prepare.divide)),
     (options.Command, (run.run, run.compare)),
     (options.Command, (inspect.data, inspect.methods, inspect.audit, inspect.base, inspect.report)),
     (options.Command, (use.generate, use.chat, use.ask)),

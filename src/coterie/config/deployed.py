@@ -37,8 +37,8 @@ def load_deployment(values: Mapping[str, Any], registered: Sequence[str]) -> "Ru
     """
     if values.get("divide") is not None:
         raise CoterieError(
-            "`divide` cannot be used in a deployment, where every client has its own text; remove "
-            "`divide`."
+            "`divide` cannot be used in a deployment, where every client has its own text; write "
+            "the clients' texts and a run file for them with `coterie divide`."
         )
     values = dict(values)
     if not values.get("clients"):

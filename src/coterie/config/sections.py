@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from coterie.bases.spec import BaseSpec
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import ClientSpec, DataSpec
 from coterie.evaluation.metrics import metric_named
 from coterie.exchanges.spec import AggregationSpec

@@ -76,6 +76,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
             )
     except FileNotFoundError:
         raise CoterieError(f"There is no run file {path}.") from None
+    except IsADirectoryError:
+        raise CoterieError(
+            f"{path} is a folder, not a run file; write one with `coterie init {path}`."
+        ) from None
     except OSError as error:
         problem = f"could not be read: {error.strerror}"
     except UnicodeDecodeError:

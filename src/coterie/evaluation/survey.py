@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from coterie.data.divide_spec import DivideSpec
+from coterie.data.division.spec import DivideSpec
 from coterie.data.files import find_files, parquet_fields, read_records, resolve, skipped_files
 from coterie.data.kinds.conversations import is_nothing
 from coterie.data.spec import DataSpec

@@ -13,7 +13,7 @@ from coterie.adapters import detach
 from coterie.bases import Base, BaseSpec, Tokenizer, load_base, load_tokenizer
 from coterie.config.run import RunConfig
 from coterie.data.chat import chat_template
-from coterie.data.divide import Division, divided_texts
+from coterie.data.division.divide import Division, divided_texts
 from coterie.data.kinds.text import Tokens
 from coterie.data.split import Split
 from coterie.data.texts import Texts, client_texts, whole_text

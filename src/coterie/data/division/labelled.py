@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from coterie.data.divide_spec import DivideSpec, SourceSpec
+from coterie.data.division.spec import DivideSpec, SourceSpec
 from coterie.data.files import SUFFIXES, Record, find_files, read_records, read_text, resolve
 from coterie.data.kinds.text import pieces
 from coterie.data.spec import DataSpec
@@ -13,7 +13,16 @@ from coterie.data.texts import items_by_split
 from coterie.errors import CoterieError
 
 
-def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tuple[str, Any]]]:
+class Labelled(NamedTuple):
+    """A record to divide."""
+
+    label: str
+    item: Any
+    """The record's text or, for all kinds of data except plain text, the item read from it."""
+    record: Record
+
+
+def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[Labelled]]:
     """Read the data set of a run file's section `divide:`.
 
     Args:
@@ -22,11 +31,9 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
         root: The folder to which relative paths refer.
 
     Returns:
-        For each split, a list of pairs. For plain text, a pair contains a record's label and the
-        record's text. For all other kinds of data, it contains the label and the item that was read
-        from the record, such as an `Instruction`. The split "train" contains the records to divide
-        among the clients. The splits "validation" and "test" are present only if the data set has
-        its own validation and test splits.
+        The records of each split. The split "train" contains the records to divide among the
+        clients. The splits "validation" and "test" are present only if the data set has its own
+        validation and test splits.
 
     Raises:
         CoterieError: A source cannot be read or has no text, or a record is invalid.
@@ -47,15 +54,17 @@ def labelled(spec: DivideSpec, data: DataSpec, root: Path) -> dict[str, list[tup
     return samples
 
 
-def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]]:
-    """Return the label and the text of each non-blank record, in the order of the sources."""
-    texts: list[tuple[str, str]] = []
+def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[Labelled]:
+    """Return all records that are not blank, in the order of the sources."""
+    texts: list[Labelled] = []
     for label, source in _sources(spec).items():
         records, text_pieces = _read(label, source, spec, root)
         by_record = [(record, record.text(data.fields)) for record in records]
         by_record += [(piece, piece.text(["text"])) for piece in text_pieces]
         of_source = [
-            (_label(record, spec, label), text) for record, text in by_record if text.strip()
+            Labelled(_label(record, spec, label), text, record)
+            for record, text in by_record
+            if text.strip()
         ]
         if not of_source:
             raise CoterieError(
@@ -68,8 +77,8 @@ def _texts(spec: DivideSpec, data: DataSpec, root: Path) -> list[tuple[str, str]
 
 def _samples(
     specs: Mapping[str, DivideSpec], data: DataSpec, root: Path
-) -> dict[str, list[tuple[str, Any]]]:
-    """Return, for each split, the pairs (label, item) of all records.
+) -> dict[str, list[Labelled]]:
+    """Return all records of each split.
 
     Each piece of a .txt file becomes a record that contains the text of the piece and the label of
     the file's source. The prompt can thus contain the text, and the answer can be the label.
@@ -79,7 +88,7 @@ def _samples(
     is the label, all pieces of one source have the same answer. A separate call for each source
     would therefore find only one possible answer.
     """
-    samples: dict[str, list[tuple[str, Any]]] = {split: [] for split in specs}
+    samples: dict[str, list[Labelled]] = {split: [] for split in specs}
     text_pieces: dict[str, list[Record]] = {split: [] for split in specs}
     for label in _sources(specs["train"]):
         records: dict[str, list[Record]] = {}
@@ -88,10 +97,10 @@ def _samples(
             text_pieces[split] += split_pieces
         for split, items in items_by_split(records, data).items():
             labels = [_label(record, specs[split], label) for record in records[split]]
-            samples[split] += zip(labels, items, strict=True)
+            samples[split] += map(Labelled, labels, items, records[split])
     for split, items in items_by_split(text_pieces, data).items():
         labels = [piece.fields[specs[split].label] for piece in text_pieces[split]]
-        samples[split] += zip(labels, items, strict=True)
+        samples[split] += map(Labelled, labels, items, text_pieces[split])
     return samples
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy
 import torch
 
-from coterie.data.divide_spec import DivideSpec
-from coterie.data.labelled import labelled
+from coterie.data.division.labelled import Labelled, labelled
+from coterie.data.division.mixtures import Pools, client_mixtures, largest_size, take
+from coterie.data.division.spec import DivideSpec
 from coterie.data.spec import DataSpec
 from coterie.data.texts import Texts, set_aside
 from coterie.errors import CoterieError
@@ -50,14 +51,27 @@ class Division(dict[str, Texts[Any]]):
         """
 
 
-Pools = dict[str, list[int]]
-"""The indices of the records with each label, in shuffled order."""
-Records = list[tuple[str, Any]]
-"""Pairs of a record's label and the record's text or item."""
+Records = Sequence[Labelled]
 
 
 def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
-    """Divide a data set among clients.
+    """Divide a data set among clients; see `divided_records`.
+
+    Returns:
+        The texts, or other items, and the label counts of each client, and the public set.
+    """
+    division = divided_records(spec, data, root, seed)
+    texts = {client: _items(parts) for client, parts in division.items()}
+    public = None if division.public is None else _items(division.public)
+    return Division(texts, division.labels, public)
+
+
+def _items(parts: Texts[Labelled]) -> Texts[Any]:
+    return Texts(*([record.item for record in split] for split in vars(parts).values()))
+
+
+def divided_records(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Division:
+    """Divide the records of a data set among clients.
 
     With `by: label` or `by: mixture`, there is one client per label, named after the label. With
     `by: even` or `by: dirichlet`, the clients are named client-1, client-2, and so on. With
@@ -74,7 +88,8 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
         seed: The run's seed.
 
     Returns:
-        The texts and the label counts of each client, and the public set.
+        The records and the label counts of each client, and the public set. All items are of the
+        class `Labelled`.
 
     Raises:
         CoterieError: The data set cannot be read or is too small.
@@ -85,21 +100,21 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
     fractions = {split: share for split, share in data.fractions if split not in predefined}
     if spec.by == "even":
         return _divide_evenly(spec, records, fractions, predefined)
-    lengths = [len(item) if isinstance(item, str) else 1 for _, item in records]
+    lengths = [len(r.item) if isinstance(r.item, str) else 1 for r in records]
     pools = _pools(records)
     names = names_of_clients(spec, list(pools))
-    public = [records[number][1] for number in _take_public(spec, pools, lengths)]
+    public = [records[number] for number in _take_public(spec, pools, lengths)]
     held: dict[str, list[list[int]]] = {}
     if spec.held_out == "uniform":
         held = _hold_out_uniform(pools, len(names), fractions)
     if spec.mixtures is None:
         train = [_alternating(part, records) for part in _divide(spec, pools, seed)]
     else:
-        mixtures = _client_mixtures(spec.mixtures, pools)
+        mixtures = client_mixtures(spec.mixtures, pools)
         if not held:
-            size = _largest_size(pools, mixtures, lengths)
-            held = {s: _take(pools, mixtures, lengths, size * f) for s, f in fractions.items()}
-        train = _take(pools, mixtures, lengths, _largest_size(pools, mixtures, lengths))
+            size = largest_size(pools, mixtures, lengths)
+            held = {s: take(pools, mixtures, lengths, size * f) for s, f in fractions.items()}
+        train = take(pools, mixtures, lengths, largest_size(pools, mixtures, lengths))
     divided = {
         split: _divide_split(spec, part, train, records) for split, part in predefined.items()
     }
@@ -112,9 +127,9 @@ def divided_texts(spec: DivideSpec, data: DataSpec, root: Path, seed: int) -> Di
             chance = generator(seed, "split", name)
             sizes = [lengths[number] for number in train[client]]
             splits = set_aside(train[client], sizes, fractions, chance)
-        items = {split: [records[n][1] for n in numbers] for split, numbers in splits.items()}
-        texts[name] = Texts(**items | {split: parts[client] for split, parts in divided.items()})
-        labels[name] = dict(sorted(Counter(records[n][0] for n in splits["train"]).items()))
+        parts = {split: [records[n] for n in numbers] for split, numbers in splits.items()}
+        texts[name] = Texts(**parts | {split: given[client] for split, given in divided.items()})
+        labels[name] = dict(sorted(Counter(record.label for record in parts["train"]).items()))
     return Division(texts, labels, Texts(public, [], []) if public else None)
 
 
@@ -125,9 +140,9 @@ def _shuffled(records: Records, seed: int, purpose: str) -> Records:
 
 def _pools(records: Records) -> Pools:
     """Return a mapping from each label, in sorted order, to the indices of its records."""
-    pools: Pools = {label: [] for label in sorted({label for label, _ in records})}
-    for number, (label, _) in enumerate(records):
-        pools[label].append(number)
+    pools: Pools = {label: [] for label in sorted({record.label for record in records})}
+    for number, record in enumerate(records):
+        pools[record.label].append(number)
     return pools
 
 
@@ -137,21 +152,21 @@ def _take_public(spec: DivideSpec, pools: Pools, lengths: list[int]) -> list[int
         return []
     mixtures: list[Mapping[str, float]]
     if spec.mixtures is not None:
-        mixtures = _client_mixtures(spec.mixtures, pools)
+        mixtures = client_mixtures(spec.mixtures, pools)
     elif spec.by == "mixture":  # all clients together have equal shares of all labels
         mixtures = [dict.fromkeys(pools, 1 / len(pools))]
     else:
         sizes = {label: sum(lengths[number] for number in pool) for label, pool in pools.items()}
         mixtures = [{label: size / sum(sizes.values()) for label, size in sizes.items()}]
-    size = spec.public * _largest_size(pools, mixtures, lengths) * len(mixtures)
+    size = spec.public * largest_size(pools, mixtures, lengths) * len(mixtures)
     means = {label: sum(m.get(label, 0) for m in mixtures) / len(mixtures) for label in pools}
-    [part] = _take(pools, [means], lengths, size)
+    [part] = take(pools, [means], lengths, size)
     return part
 
 
 def _divide_split(
     spec: DivideSpec, given: Records, train: list[list[int]], records: Records
-) -> list[list[Any]]:
+) -> list[list[Labelled]]:
     """Divide a validation or test split of the data set among the clients.
 
     With `held_out: own`, a client that has, for example, 30 % of a label's training records also
@@ -165,9 +180,9 @@ def _divide_split(
         records: The labelled training records, to which the indices in `train` refer.
 
     Returns:
-        For each client, the documents or samples of the split that the client receives.
+        For each client, the records of the split that the client receives.
     """
-    counts = [Counter(records[number][0] for number in part) for part in train]
+    counts = [Counter(records[number].label for number in part) for part in train]
     parts: list[list[int]] = [[] for _ in train]
     for label, pool in _pools(given).items():
         shares = [count[label] if spec.held_out == "own" else 1 for count in counts]
@@ -175,7 +190,7 @@ def _divide_split(
             ends = numpy.rint(numpy.cumsum(shares)[:-1] / sum(shares) * len(pool)).astype(int)
             for part, dealt in zip(parts, numpy.split(pool, ends), strict=True):
                 part += dealt.tolist()
-    return [[given[number][1] for number in _alternating(part, given)] for part in parts]
+    return [[given[number] for number in _alternating(part, given)] for part in parts]
 
 
 def _divide_evenly(
@@ -191,34 +206,34 @@ def _divide_evenly(
     validation split and the same test split. These are the splits in `predefined`. For a split that
     is missing there, a fraction of all records is set aside before the division.
     """
-    items = [item for _, item in records]
-    held = {split: [item for _, item in given] for split, given in predefined.items()}
+    rest = list(records)
+    held = {split: list(given) for split, given in predefined.items()}
     for split, fraction in fractions.items():
         count = int(fraction * len(records))
-        held[split], items = items[:count], items[count:]
+        held[split], rest = rest[:count], rest[count:]
     parts = spec.parts or spec.taken
-    size = len(items) // parts
+    size = len(rest) // parts
     if not size or not all(held.values()):
         raise CoterieError(
             f"divide: {len(records)} records are too few for {parts} equal parts; each part, and "
             "each split that data.fractions sets aside first, needs at least 1 record. Add "
             "records, or lower divide.clients or divide.parts."
         )
-    dealt = [Texts(items[n * size : (n + 1) * size], **held) for n in range(spec.taken)]
+    dealt = [Texts(rest[n * size : (n + 1) * size], **held) for n in range(spec.taken)]
     public = dealt.pop() if spec.public else None
     return Division(dict(zip(names_of_clients(spec, []), dealt, strict=True)), {}, public)
 
 
-def _alternating(part: Sequence[int], records: Sequence[tuple[str, Any]]) -> list[int]:
+def _alternating(part: Sequence[int], records: Records) -> list[int]:
     """Order a client's records so that labels alternate in proportion to their shares.
 
     If a limit later truncates the client's text, the text's label shares hardly change.
     """
-    totals = Counter(records[number][0] for number in part)
+    totals = Counter(records[number].label for number in part)
     counts: Counter[str] = Counter()
     places = []
     for number in sorted(part):
-        label = records[number][0]
+        label = records[number].label
         counts[label] += 1
         places.append((counts[label] / totals[label], number))
     return [number for _, number in sorted(places)]
@@ -343,55 +358,3 @@ def _by_mixture(pools: Pools, own_share: float) -> list[list[int]]:
         for client, part in enumerate(parts):
             part += islice(left, own if client == label else other)
     return parts
-
-
-def _client_mixtures(
-    mixtures: Mapping[str, Mapping[str, float]], pools: Pools
-) -> list[Mapping[str, float]]:
-    """Refuse labels without records, and return the clients' label shares, sorted by client."""
-    for client, shares in sorted(mixtures.items()):
-        for label in shares:
-            if label not in pools:
-                raise CoterieError(
-                    f"divide: client {client} requests the label {label!r}, which no record has "
-                    f"(labels: {', '.join(pools)}); correct divide.mixtures."
-                )
-    return [mixtures[client] for client in sorted(mixtures)]
-
-
-Mixtures = Sequence[Mapping[str, float]]
-"""The label shares of each client, as fractions of the characters or of the samples."""
-
-
-def _largest_size(pools: Pools, mixtures: Mixtures, lengths: list[int]) -> float:
-    """Return the largest common size of clients' texts for which each label has enough records.
-
-    The size of a text is the sum of its records' `lengths`, in which a sample counts as 1.
-    """
-    sizes: list[float] = []
-    for label, pool in pools.items():
-        if requested := sum(shares.get(label, 0) for shares in mixtures):
-            sizes.append(sum(lengths[number] for number in pool) / requested)
-    return min(sizes)
-
-
-def _take(pools: Pools, mixtures: Mixtures, lengths: list[int], size: float) -> list[list[int]]:
-    """Take records with a total length of about `size` for each client, and return their indices.
-
-    Because records are not divided, each label's share is exact only to within one record. A
-    client's records alternate between labels. If a limit truncates the client's text, the remaining
-    text therefore has the label shares of the whole text, to within one record per label.
-    """
-    parts: list[list[tuple[float, int]]] = [[] for _ in mixtures]
-    for label, pool in pools.items():
-        ends = numpy.cumsum([0, *(lengths[number] for number in pool)])
-        start, target = 0, 0.0
-        for part, shares in zip(parts, mixtures, strict=True):
-            target += size * shares.get(label, 0)
-            end = int(abs(ends - target).argmin())
-            middles = (ends[start:end] + ends[start + 1 : end + 1]) / 2 - ends[start]
-            places = middles / (ends[end] - ends[start])  # 0 to 1, within the label's text
-            part += zip(places.tolist(), pool[start:end], strict=True)
-            start = end
-        del pool[:start]
-    return [[number for _, number in sorted(part)] for part in parts]

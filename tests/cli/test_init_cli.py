@@ -1,0 +1,198 @@
+"""`coterie init` writes a run file that runs as it is, and refuses folders that it cannot read."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import coterie
+from coterie.analysis.fit import CONTEXT, SPARE
+from coterie.analysis.need import need_of
+from coterie.config.keys import keys
+from coterie.config.read import load_config
+from coterie.config.run import parse
+from coterie.config.sections import RunFile
+
+TEXT = "The ship lay at anchor.\n" * 40
+RECORDS: dict[str, dict[str, Any]] = {
+    "text": {"text": TEXT},
+    "messages": {"messages": [{"role": "user", "content": "Hi"}]},
+    "conversations": {"conversations": [{"from": "human", "value": "Hi"}]},
+    "instructions": {"instruction": "Name a ship.", "input": "", "output": "Pequod"},
+    "preferences": {"prompt": "Name a ship.", "chosen": "Pequod", "rejected": "Titanic"},
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Write files to a folder; a text of the form `=KIND` is a record of this kind of data."""
+    folder.mkdir()
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(RECORDS[text[1:]]) if text.startswith("=") else text)
+
+
+@pytest.mark.parametrize(
+    ("files", "clients", "data"),
+    [
+        (
+            {"anna.txt": TEXT, "Ben B.txt": TEXT, "cleo/2024/a.txt": TEXT, ".hidden": ""},
+            {
+                "anna": {"path": "anna.txt"},
+                "ben-b": {"path": "Ben B.txt"},
+                "cleo": {"path": "cleo"},
+            },
+            {},
+        ),
+        (
+            {"anna/train.txt": TEXT, "anna/test/a.txt": TEXT, "ben/train.txt": "", "ben/x.txt": ""},
+            {"anna": {"train": "anna/train.txt", "test": "anna/test"}, "ben": {"path": "ben"}},
+            {},
+        ),
+        ({"yes.jsonl": "=text"}, {"yes": {"path": "yes.jsonl"}}, {}),
+        ({"anna.jsonl": "=messages"}, {"anna": {"path": "anna.jsonl"}}, {"messages": True}),
+        ({"anna.jsonl": "=conversations"}, {"anna": {"path": "anna.jsonl"}}, {"messages": True}),
+        ({"anna.jsonl": "=preferences"}, {"anna": {"path": "anna.jsonl"}}, {"preferences": True}),
+        ({"anna.jsonl": "=instructions"}, {"anna": {"path": "anna.jsonl"}}, {"instructions": {}}),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--all"]])
+def test_the_run_is_that_of_the_clients_alone(
+    coterie_command, tmp_path, files, clients, data, options
+) -> None:
+    write(tmp_path / "texts", files)
+    out = tmp_path / "run files" / "us.yaml"
+    out.parent.mkdir()
+    said = coterie_command("init", tmp_path / "texts", "--out", out, *options)
+    assert said.code == 0, said.err
+    assert f"{len(clients)} client" in said.out
+    listed = [
+        {"name": name} | {key: f"../texts/{path}" for key, path in paths.items()}
+        for name, paths in clients.items()
+    ]
+    plain = {"name": "texts", "clients": listed, "data": data, "data_root": str(out.parent)}
+    assert load_config(out).as_dict() == parse(plain).as_dict()
+
+
+def test_the_run_ends_with_the_same_bits(
+    coterie_command, texts, values, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert coterie_command("init", texts).code == 0
+    small = values(method="fedavg", rounds=1)
+    given = yaml.safe_load(Path("coterie.yaml").read_text(encoding="utf-8"))
+    small |= {"clients": given["clients"], "data_root": str(tmp_path)}
+    settings = [f"{key}={json.dumps(small[key])}" for key in ("base", "method", "data", "training")]
+    options = [
+        word for setting in [*settings, "rounds=1", "threads=1"] for word in ("--set", setting)
+    ]
+    said = coterie_command("run", "coterie.yaml", "--out", "first", *options)
+    assert said.code == 0, said.err
+    second = coterie.run(small, out=tmp_path / "second")
+    for client in ("diarist", "poet", "whaler"):
+        models = [coterie.load(path, client=client) for path in (Path("first"), second.path)]
+        states = [model.state_dict() for model in models]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_all_writes_every_key_with_its_default(coterie_command, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "texts", {"anna.txt": TEXT})
+    assert coterie_command("init", "texts", "--all").code == 0
+    text = Path("coterie.yaml").read_text(encoding="utf-8")
+    named = re.findall(r"^[ #]*(\w+): ?", text, re.MULTILINE)
+    assert {key.split(".")[-1].removesuffix("[]") for key, _, _ in keys(RunFile)} <= {*named}
+    before = load_config(Path("coterie.yaml")).as_dict()
+    every = re.sub(r"^( *)#(?=\w+:)", r"\1", text, flags=re.MULTILINE)
+    assert every.count("\n#") < text.count("\n#")
+    Path("coterie.yaml").write_text(every, encoding="utf-8")
+    assert load_config(Path("coterie.yaml")).as_dict() == before
+
+
+def test_comments_are_the_docstrings_of_the_settings(
+    coterie_command, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "texts", {"anna.txt": TEXT})
+    assert coterie_command("init", "texts").code == 0
+    text = Path("coterie.yaml").read_text(encoding="utf-8")
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(re.sub(r"^ *# ?", "", text, flags=re.MULTILINE).split())
+    rows = {key: (default, meaning) for key, default, meaning in keys(RunFile)}
+    for key in ("method", "rounds", "training.steps", "data.window"):
+        default, meaning = rows[key]
+        assert f"{meaning[1:]}; default: {default}." in words
+
+
+@pytest.mark.parametrize("size", [CONTEXT + 20 * 10**6, CONTEXT + 10**9])
+def test_a_base_comes_with_the_settings_that_fit(
+    coterie_command, bases, texts, tmp_path, monkeypatch, size
+) -> None:
+    monkeypatch.setattr("coterie.bases.devices.memory_of", lambda kind: size)
+    monkeypatch.chdir(bases)
+    out = tmp_path / "us.yaml"
+    said = coterie_command("init", texts, "--base", "llama", "--out", out)
+    assert said.code == 0, said.err
+    written, config = yaml.safe_load(out.read_text(encoding="utf-8")), load_config(out)
+    assert written["data"]["window"] == 64  # the base's context
+    assert ("micro_batch" in written["training"]) == (size < CONTEXT + 10**9)
+    need = need_of(config, "poet")
+    assert need is not None
+    assert need.memory <= (size - CONTEXT) * (1 - SPARE)
+
+
+def test_a_base_that_does_not_fit_is_refused(coterie_command, bases, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("coterie.bases.devices.memory_of", lambda kind: CONTEXT + 1000)
+    said = coterie_command("init", texts, "--base", bases / "llama", "--out", tmp_path / "us.yaml")
+    assert said.code == 2
+    assert "Nothing fits 1.1 GB" in said.err
+    assert not (tmp_path / "us.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (None, "There is no folder texts; name a folder"),
+        ({}, "the folder texts contains no .txt, .jsonl or .parquet file"),
+        ({".hidden.txt": TEXT}, "the folder texts contains no"),
+        ({"anna.txt": TEXT, "ben/.keep": ""}, "the folder texts/ben contains no"),
+        ({"anna.txt": TEXT, "us.yaml": "rounds: 2"}, "contains the run file us.yaml; run it with"),
+        ({"anna.txt": TEXT, "ben/a.pdf": "", "b.md": ""}, "unknown kinds (1 .md, 1 .pdf); convert"),
+        ({"train.txt": TEXT, "test.txt": TEXT}, "texts/test.txt is one split of a text"),
+        ({"anna.txt": TEXT, "Anna/a.txt": TEXT}, "both give the client name anna; rename"),
+        ({"anna.txt": TEXT, "ben.jsonl": "=messages"}, "contains plain text and texts/ben.jsonl"),
+        (
+            {"anna.jsonl": '{"title": "a", "body": "b"}'},
+            "line 1 of texts/anna.jsonl has the fields",
+        ),
+        ({"anna.jsonl": "{"}, "is not valid JSON"),
+    ],
+)
+def test_folders_that_are_refused(coterie_command, tmp_path, monkeypatch, files, sentence) -> None:
+    monkeypatch.chdir(tmp_path)
+    if files is not None:
+        write(tmp_path / "texts", files)
+    said = coterie_command("init", "texts", width=400)
+    assert said.code == 2
+    assert sentence in said.err
+    assert said.err.count("\n") == 1
+    assert not Path("coterie.yaml").exists()
+
+
+def test_an_existing_file_is_not_overwritten(coterie_command, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "texts", {"anna.txt": TEXT})
+    Path("coterie.yaml").write_text("mine")
+    said = coterie_command("init", "texts")
+    assert (said.code, Path("coterie.yaml").read_text()) == (2, "mine")
+    assert "coterie.yaml already exists; choose another file with --out." in said.err
+
+
+def test_a_folder_in_place_of_a_run_file_names_the_command(coterie_command, tmp_path) -> None:
+    said = coterie_command("run", tmp_path, width=400)
+    assert said.code == 2
+    assert f"`coterie init {tmp_path}`" in said.err
