@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tokenize
+import tomllib
 import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +63,13 @@ def counts(root: Path) -> dict[str, int]:
         result[f"lines of {folder}"] = sum(map(code_lines, texts))
     pages = {path for pattern in PAGES for path in _files(root, pattern)}
     result["words"] = sum(len(path.read_text(encoding="utf-8").split()) for path in pages)
-    packed = (len(zlib.compress(path.read_bytes())) for path in _files(root, "src/**/*"))
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    left_out = project["tool"]["setuptools"].get("exclude-package-data", {}).get("coterie", [])
+    packed = (
+        len(zlib.compress(path.read_bytes()))
+        for path in _files(root, "src/coterie/**/*")
+        if not any(path.match(f"coterie/{pattern}") for pattern in left_out)
+    )
     result["kB of the wheel"] = sum(packed) // 1000
     return result
 
