@@ -35,11 +35,14 @@ STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment fl
   intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
   listener_tls mailbox_faults client client_errors client_refusals drops) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py tests/test_real_base.py
-slow: slow-parallel slow-processes  ## run the slow tests; tests that start processes run sequentially
+TESTS ?= tests
+PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%),$(STARTING))
+PARALLEL = $(filter tests%,$(filter-out $(STARTING),$(TESTS)))
+slow: slow-parallel slow-processes  ## run the slow tests (TESTS="FOLDER ...": of these folders); tests that start processes run sequentially
 slow-parallel: setup
-	$(PYTEST) -n 2 -m "slow and not thorough" $(STARTING:%=--ignore=%)
+	$(if $(PARALLEL),$(PYTEST) -n 2 -m "slow and not thorough" $(PARALLEL) $(STARTING:%=--ignore=%) || [ $$? -eq 5 ])
 slow-processes: setup
-	$(PYTEST) -m "slow and not thorough" $(STARTING)
+	$(if $(PROCESSES),$(PYTEST) -m "slow and not thorough" $(PROCESSES) || [ $$? -eq 5 ])
 
 CRASHES := tests/deployment/test_crashes.py
 ENGINES := tests/deployment tests/engines tests/network

@@ -1,0 +1,92 @@
+"""Print the files and folders whose slow tests CI runs after a change.
+
+    python scripts/affected.py
+
+A change is what was committed in the 12 hours before the last commit. After a tenth of all commits,
+CI runs all slow tests. docs/develop/tests.md has the rules as a table.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parent.parent
+HOURS = 12
+ALSO = {
+    "methods": {"engines", "testing"},
+    "devices": {"adapters", "engines", "methods", "training"},
+    "crashes": {"deployment", "engines"},
+}
+"""For a folder of tests, further packages whose changes it covers."""
+PAPERS = {"adapters", "alignment", "methods"}
+"""Packages on which the papers' results depend most."""
+EVERYTHING = ["papers/tests", "tests"]
+NEEDED_BY_ALL = r"(tests/(?!test_)[^/]*\.py|pyproject\.toml|requirements\.txt|Makefile|\.ci/.*)"
+
+
+def imports() -> dict[str, set[str]]:
+    """Return the packages and modules at the top of `coterie` that each of them imports."""
+    graph = grimp.build_graph("coterie", cache_dir=None)
+    packages = graph.find_children("coterie")
+    for package in packages:
+        graph.squash_module(package)
+    return {
+        package.removeprefix("coterie."): {
+            module.removeprefix("coterie.")
+            for module in graph.find_modules_directly_imported_by(package) & packages
+        }
+        for package in packages
+    }
+
+
+def affected(changed: Iterable[str], imported: Mapping[str, set[str]]) -> list[str]:
+    """Return the files and folders of tests that changed files affect.
+
+    Args:
+        changed: The paths of the changed files in the repository.
+        imported: The packages that each package of `coterie` imports.
+    """
+    folders: set[str] = set()
+    files: set[str] = set()
+    for path in changed:
+        if re.fullmatch(NEEDED_BY_ALL, path):
+            return EVERYTHING
+        if package := re.match(r"src/coterie/([a-z_]+)", path):
+            name = package[1]
+            users = {user for user, used in imported.items() if name in used}
+            folders |= {name, *users, *(f for f, used in ALSO.items() if name in used)}
+            files |= {"papers/tests"} if name in PAPERS else set()
+        elif folder := re.match(r"tests/([a-z_]+)/", path):
+            folders.add(folder[1])
+        elif path.startswith("papers/"):
+            files.add("papers/tests")
+        elif path.startswith("tests/"):
+            files.add(path)
+        else:  # pages, examples, benchmarks
+            folders.add("cli")
+    if folders & {"cli", "api", "testing"}:
+        files |= {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {f"tests/{name}" for name in folders}
+    return sorted(path for path in files | tests if (ROOT / path).exists())
+
+
+def git(*arguments: str) -> list[str]:
+    """Return the words that a git command prints."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def after_last_commit() -> list[str]:
+    """Return the files and folders whose slow tests CI runs after the last commit."""
+    [commit, time] = git("show", "-s", "--format=%h %ct", "--abbrev=7")
+    before = git("rev-list", "-1", f"--before={int(time) - HOURS * 3600}", "HEAD")
+    if not before or int(commit[:7], 16) % 10 == 0:
+        return EVERYTHING
+    return affected(git("diff", "--name-only", *before, "HEAD"), imports())
+
+
+if __name__ == "__main__":
+    print(*after_last_commit())

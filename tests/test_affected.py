@@ -1,0 +1,59 @@
+"""The slow tests that CI runs after a change."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "affected.py"
+EVERYTHING = ["papers/tests", "tests"]
+IMPORTS = {"cli": {"engines", "serve"}, "engines": {"methods"}, "methods": {"data"}}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("affected", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ([], []),
+        (["src/coterie/data/chat.py"], ["tests/data", "tests/methods"]),
+        (["src/coterie/serve/app.py"], ["tests/cli", "tests/serve", "tests/test_*.py"]),
+        (["src/coterie/training/dpo.py"], ["tests/devices", "tests/training"]),
+        (["src/coterie/adapters/lora.py"], ["papers/tests", "tests/adapters", "tests/devices"]),
+        (["tests/serve/test_app.py"], ["tests/serve"]),
+        (["tests/test_docs.py"], ["tests/test_docs.py"]),
+        (["tests/deleted/test_a.py", "tests/test_deleted.py"], []),
+        (["papers/pcl.md"], ["papers/tests"]),
+        (["docs/index.md"], ["tests/cli", "tests/test_*.py"]),
+        (["tests/sites.py"], EVERYTHING),
+        (["docs/index.md", ".ci/run"], EVERYTHING),
+    ],
+)
+def test_a_change_affects_these_tests(script, changed, tests) -> None:
+    affected = script.affected(changed, IMPORTS)
+    if "tests/test_*.py" in tests:
+        files = {f"tests/{path.name}" for path in Path(__file__).parent.glob("test_*.py")}
+        assert files <= {*affected}
+        affected = sorted({*affected} - files | {"tests/test_*.py"})
+    assert affected == tests
+
+
+def test_packages_are_read_with_what_they_import(script) -> None:
+    imports = script.imports()
+    assert {"methods", "exchanges"} <= imports["engines"]
+    assert "engines" not in imports["methods"]
+    assert imports["errors"] == set()
+
+
+def test_what_the_last_commits_changed_can_be_found(script) -> None:
+    for path in script.after_last_commit():
+        assert (SCRIPT.parent.parent / path).exists()
