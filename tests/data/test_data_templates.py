@@ -72,6 +72,7 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
             r"there is no file .*alpacca; .* built-in template \(alpaca, chat, plain, snli\)",
         ),
         ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, use a built-in"),
+        ("x" * 5000 + ".jinja", r"there is no file .*x\.jinja; correct the path, use a built-in"),
         ("none.jinja", r"The template .*none\.jinja uses no field; insert one"),
         ("latin.jinja", r"latin\.jinja is not UTF-8"),
         ("bad.jinja", r"Line 2 of the template is not valid Jinja: .*; fix that line"),

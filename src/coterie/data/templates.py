@@ -1,6 +1,7 @@
 """Prompt templates: built-in templates, and Jinja text that uses the fields of a record."""
 
 import math
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -107,7 +108,7 @@ def _read(path: str, root: Path, key: str, alternatives: str) -> tuple[Path, str
         The absolute path of the file, and the text of the file.
     """
     file = resolve(root, path)
-    if not file.is_file():
+    if not os.path.isfile(file):  # unlike Path.is_file, accepts names that are too long
         raise CoterieError(f"{key}: there is no file {file}; correct the path, {alternatives}.")
     return file, read_text(file, key)
 
