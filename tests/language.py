@@ -1,6 +1,7 @@
 """Rules of our English that a program can check; `python tests/language.py PATH` lists breaches."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ def breaches(path: Path) -> Iterator[str]:
             if name.strip("_") in NAMES:
                 yield f"{line}: the name {name!r} does not say what it holds"
         for owner, docstring in docstrings_in(node):
+            for entry in lower_case_entries(docstring):
+                yield f"{line}: {owner}: the description of {entry} begins with a small letter"
             first = docstring.split()[0].strip(".,:;`*") if docstring.strip() else ""
             if isinstance(node, Function) and not is_property(node):
                 if first not in VERBS:
@@ -61,6 +64,13 @@ def docstrings_in(node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield ast.unparse(before).split("=")[0].split(":")[0].strip(), docstring
                 case _:
                     pass
+
+
+def lower_case_entries(docstring: str) -> Iterator[str]:
+    """Yield the arguments whose description begins with a small letter."""
+    arguments = re.search(r"^Args:\n((?: .*\n|\n)+)", f"{docstring}\n", flags=re.MULTILINE)
+    if arguments:
+        yield from re.findall(r"^ {4}\*{0,2}(\w+): [a-z]", arguments[1], flags=re.MULTILINE)
 
 
 def is_property(function: Function) -> bool:

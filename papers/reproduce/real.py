@@ -60,11 +60,11 @@ def measured(
     """Run cells one after another; yield a table with all its cells so far after each of them.
 
     Args:
-        order: the cells.
-        data: the folder of the data.
-        folder: the folder of the table files. Runs are in `runs`, in the current folder.
-        callbacks: the callbacks of every run.
-        report: a function that is called with progress messages.
+        order: The cells.
+        data: The folder of the data.
+        folder: The folder of the table files. Runs are in `runs`, in the current folder.
+        callbacks: The callbacks of every run.
+        report: A function that is called with progress messages.
     """
     known: dict[str, list[Cell]] = {}
     total, number = sum(len(entry.rows) for entry in order), 0

@@ -78,9 +78,9 @@ def read_cells(runs: Path, file: Path, excluded: Sequence[str]) -> Summary:
     """Return the content of a result file with the finished cells of a folder.
 
     Args:
-        runs: the folder of the table's runs.
-        file: the table file.
-        excluded: the names, or the methods, of the rows that are not candidates for the best single
+        runs: The folder of the table's runs.
+        file: The table file.
+        excluded: The names, or the methods, of the rows that are not candidates for the best single
             method.
 
     Raises:

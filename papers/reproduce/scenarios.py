@@ -81,8 +81,8 @@ def new_cell(result: Result, metric: Metric) -> tuple[dict[str, Any], dict[str, 
     """Return a run's entry in the result file, and the weights of the blocks of its texts.
 
     Args:
-        result: the result returned by `RunFolder.outcome`.
-        metric: the scenario's metric.
+        result: The result returned by `RunFolder.outcome`.
+        metric: The scenario's metric.
 
     Raises:
         Unpaired: the run folder has no scores of single windows.

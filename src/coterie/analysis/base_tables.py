@@ -58,9 +58,9 @@ def coverage_table(spec: BaseSpec, config: RunConfig, client: ClientId | None) -
     """Return a table that shows which layers of a base have adapters.
 
     Args:
-        spec: the base.
-        config: the run.
-        client: the client for whose adapter the layers are shown. If `client` is None, or if the
+        spec: The base.
+        config: The run.
+        client: The client for whose adapter the layers are shown. If `client` is None, or if the
             method trains no adapters, the layers are shown for the adapters of two common methods.
     """
     skeleton: Any = load_skeleton(spec, config.root)

@@ -32,9 +32,9 @@ class Cells:
     The executor reports progress, and counts the runs that it executes or resumes.
 
     Args:
-        total: the number of runs.
-        callbacks: the callbacks of every run that is executed or resumed.
-        report: a function that is called with progress messages.
+        total: The number of runs.
+        callbacks: The callbacks of every run that is executed or resumed.
+        report: A function that is called with progress messages.
     """
 
     def __init__(self, total: int, callbacks: Sequence[Callback], report: Report) -> None:
@@ -49,9 +49,9 @@ class Cells:
         """Finish a run if it is not yet finished, and return the run's folder and outcome.
 
         Args:
-            session: the session that holds the data and the base.
-            config: the run's configuration.
-            path: the folder that contains the run folder.
+            session: The session that holds the data and the base.
+            config: The run's configuration.
+            path: The folder that contains the run folder.
         """
         self.number += 1
         folder = self._folder(session, config, path)
@@ -87,8 +87,8 @@ class Tuner:
     is scored on validation text.
 
     Args:
-        session: the session that holds the data and the base.
-        tune: the values to try for each key of the run file, such as
+        session: The session that holds the data and the base.
+        tune: The values to try for each key of the run file, such as
             {"training.learning_rate": [1e-4, 1e-3]}. All combinations of the values are tried.
     """
 
@@ -102,8 +102,8 @@ class Tuner:
         """Return one trial for each combination of settings, for one row of the comparison.
 
         Args:
-            row: the name of the row.
-            config: the configuration of the row's run.
+            row: The name of the row.
+            config: The configuration of the row's run.
 
         Returns:
             The trials; an empty list if the method trains nothing.
@@ -131,10 +131,10 @@ class Tuner:
         of these trials is chosen.
 
         Args:
-            cells: the executor of the trials.
-            trials: the trials of the row, as returned by the method `Tuner.trials`.
-            path: the folder that contains the run folders.
-            point: the point of a round at which models are scored, "trained" or "aggregated". None
+            cells: The executor of the trials.
+            trials: The trials of the row, as returned by the method `Tuner.trials`.
+            path: The folder that contains the run folders.
+            point: The point of a round at which models are scored, "trained" or "aggregated". None
                 selects the point at which the method reports scores.
 
         Returns:

@@ -148,9 +148,9 @@ def _scored(method: str, results: Sequence[Result], key: str) -> dict[str, Any]:
     """Return a method's row with means and standard deviations over clients and over seeds.
 
     Args:
-        method: the name of the method.
-        results: the results of the method's runs, one per seed.
-        key: the name of the metric.
+        method: The name of the method.
+        results: The results of the method's runs, one per seed.
+        key: The name of the metric.
     """
     frame = over_runs(results)
     clients = frame.groupby("client", sort=False)[key].agg(["mean", "std"]).fillna(0.0)
@@ -190,9 +190,9 @@ def clients_table(title: str, metric: Metric, rows: Mapping[str, Summary]) -> Ta
     value are omitted.
 
     Args:
-        title: the table's title, to which the number of seeds is added.
-        metric: the metric to show.
-        rows: for each method, the row returned by `Comparison.summary`.
+        title: The table's title, to which the number of seeds is added.
+        metric: The metric to show.
+        rows: For each method, the row returned by `Comparison.summary`.
     """
     entries = list(rows.values())
     clients, servers = entries[0]["clients"], [row["server"] for row in entries]
@@ -249,9 +249,9 @@ def differences_table(title: str, metric: Metric, rows: Sequence[Summary]) -> Ta
     """Return a table of the differences between each row and the reference row.
 
     Args:
-        title: the table's title.
-        metric: the metric to show.
-        rows: rows of `Comparison.summary` that could be compared with the reference row.
+        title: The table's title.
+        metric: The metric to show.
+        rows: Rows of `Comparison.summary` that could be compared with the reference row.
     """
     cells = []
     for row in rows:
@@ -347,9 +347,9 @@ def gains(results: Mapping[str, Result], asked: str | None = None) -> str | None
     """Describe for which clients a method has better or worse scores than `local`.
 
     Args:
-        results: for each method, the result of one run, returned by `RunFolder.outcome`. All runs
+        results: For each method, the result of one run, returned by `RunFolder.outcome`. All runs
             have the same seed. The last method is compared with `local`.
-        asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
+        asked: The name of the metric; None selects the metric that suits the data (`metric_of`).
 
     Returns:
         A sentence, or None if the last method is `local`, if `results` does not contain `local`, or

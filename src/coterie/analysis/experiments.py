@@ -116,8 +116,8 @@ class ReportedRun:
         have the same role. If the roles are unknown, the names are `expert 1`, `expert 2`, ...
 
         Args:
-            client: the name of the client.
-            count: the number of the client's experts.
+            client: The name of the client.
+            count: The number of the client's experts.
         """
         try:
             method = method_from(dict(self.config["method"]))
@@ -272,7 +272,7 @@ def experiments(paths: Iterable[Path]) -> list[Experiment]:
     """Read the runs in some folders, and group the runs by experiment.
 
     Args:
-        paths: run folders, or folders that contain run folders one or two levels below.
+        paths: Run folders, or folders that contain run folders one or two levels below.
 
     Raises:
         CoterieError: if a folder contains no run.
@@ -374,7 +374,7 @@ def chosen_layers(layer: str | None, count: int) -> list[int]:
     Args:
         layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
             first, the middle and the last layer.
-        count: the number of layers to choose from, which are the layers that have a router. If the
+        count: The number of layers to choose from, which are the layers that have a router. If the
             number is 0, no layer is shown. This is the case for a client that has a single expert,
             because a single expert needs no router.
 

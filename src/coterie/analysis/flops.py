@@ -83,9 +83,9 @@ def round_cost(config: RunConfig, base: Base, clients: dict[str, list[str]]) -> 
     than `Level.every` steps.
 
     Args:
-        config: the run.
-        base: the base of all clients.
-        clients: for each client, the names of the test texts on which the client is scored. In a
+        config: The run.
+        base: The base of all clients.
+        clients: For each client, the names of the test texts on which the client is scored. In a
             pooled run, one client replaces all clients and has their data. This client is scored on
             all test texts, and its batch is as large as the batches of the replaced clients
             together.
@@ -108,10 +108,10 @@ def step_flops(base: Base, adapter: Trainable, level: Level, window: int) -> int
     """Count the operations of one update on one sample, for one level of the schedule.
 
     Args:
-        base: the base, to which the adapter is attached.
-        adapter: the adapter, which contains the trained parameters.
-        level: the level of the schedule, a group of parameters that are trained together.
-        window: the length of the sample in tokens.
+        base: The base, to which the adapter is attached.
+        adapter: The adapter, which contains the trained parameters.
+        level: The level of the schedule, a group of parameters that are trained together.
+        window: The length of the sample in tokens.
     """
     model = adapter.attach(base.model)
     ids: Tensor = torch.zeros(1, window + 1, dtype=torch.int64, device=base.device)

@@ -38,7 +38,7 @@ def components(metrics: Frame) -> Frame:
     indices of the lists. If the values are numbers, the only column is 0.
 
     Args:
-        metrics: the rows of one metric in the frame that the function `metrics` returns.
+        metrics: The rows of one metric in the frame that the function `metrics` returns.
     """
     index = MultiIndex.from_frame(metrics[["client", "round"]])
     return DataFrame(metrics["value"].tolist(), index=index)
@@ -48,8 +48,8 @@ def scores(result: Result, point: str | None = None) -> Frame:
     """Return a result's scores as a frame with a row per client and a column per metric.
 
     Args:
-        result: one run's result.
-        point: the point of a round at which models are scored, "trained" or "aggregated". None
+        result: One run's result.
+        point: The point of a round at which models are scored, "trained" or "aggregated". None
             selects the point at which the method reports scores.
     """
     return DataFrame.from_dict(result[point or result["reports"]], orient="index")
@@ -75,8 +75,8 @@ def over_runs(results: Sequence[Result], point: str | None = None) -> Frame:
     """Return the scores of several runs in one frame.
 
     Args:
-        results: the results of the runs.
-        point: the point of a round at which models are scored; see `scores`.
+        results: The results of the runs.
+        point: The point of a round at which models are scored; see `scores`.
 
     Returns:
         A frame with a row per run (counted from 0) and client, and a column per metric.
@@ -89,9 +89,9 @@ def mean_score(results: Sequence[Result], key: str, point: str | None = None) ->
     """Average a metric over the clients of each run, and then over runs.
 
     Args:
-        results: the results of the runs.
-        key: the name of the metric.
-        point: the point of a round at which models are scored; see `scores`.
+        results: The results of the runs.
+        key: The name of the metric.
+        point: The point of a round at which models are scored; see `scores`.
     """
     return float(over_runs(results, point)[key].groupby("run").mean().mean())
 

@@ -33,8 +33,8 @@ def sentences(run: ReportedRun, runs: Iterable[ReportedRun]) -> list[str]:
     exactly one finished run of `local` with the same seed.
 
     Args:
-        run: the run.
-        runs: all runs on the same texts and base.
+        run: The run.
+        runs: All runs on the same texts and base.
 
     Returns:
         A sentence without a full stop for each client that recorded weights. With more than

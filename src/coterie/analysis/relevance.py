@@ -62,7 +62,7 @@ def sample_relevance(experiment: Experiment, layer: str | None) -> Relevances:
     that differ. The result contains only methods in which experts choose clients by relevance.
 
     Args:
-        experiment: the runs. For each label, only the run with the smallest seed is read.
+        experiment: The runs. For each label, only the run with the smallest seed is read.
         layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
             first, the middle and the last layer.
 
@@ -129,10 +129,10 @@ def relevance_to(server: FedAMoLEServer, value: Experts, path: str, tokens: Tens
     Experts that no client has held yet have no embedding, so they have no column in the result.
 
     Args:
-        server: the server.
-        value: the server's value, with the experts' embeddings.
-        path: the path of the layer.
-        tokens: the mean token embedding of each sample, shaped (samples, r) for embeddings of
+        server: The server.
+        value: The server's value, with the experts' embeddings.
+        path: The path of the layer.
+        tokens: The mean token embedding of each sample, shaped (samples, r) for embeddings of
             width r.
 
     Returns:
@@ -151,8 +151,8 @@ def reduce_to_plane(
     """Reduce the vectors of all clients jointly to points in two dimensions.
 
     Args:
-        vectors: for each client, the vectors of its samples, shaped (samples, experts).
-        seed: the seed of t-SNE.
+        vectors: For each client, the vectors of its samples, shaped (samples, experts).
+        seed: The seed of t-SNE.
 
     Returns:
         A pair. The first element contains the points of each client, shaped (samples, 2). The

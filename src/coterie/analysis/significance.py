@@ -65,9 +65,9 @@ def differences(
     """Compute the difference between the reference row and each other row.
 
     Args:
-        rows: for each row, the results returned by `RunFolder.outcome`, one per seed.
-        reference: the name of the row that is subtracted from the other rows.
-        metric: the metric to compare.
+        rows: For each row, the results returned by `RunFolder.outcome`, one per seed.
+        reference: The name of the row that is subtracted from the other rows.
+        metric: The metric to compare.
 
     Returns:
         For each other row, the difference from the reference row, averaged over the seeds for which
@@ -102,7 +102,7 @@ def _difference(by_seed: Floats) -> Difference:
     """Compute the confidence interval and the p-value of a difference.
 
     Args:
-        by_seed: differences shaped (seeds, 1 + DRAWS). Column 0 contains the observed differences.
+        by_seed: Differences shaped (seeds, 1 + DRAWS). Column 0 contains the observed differences.
             Each other column contains the differences in one bootstrap resample of the windows.
     """
     count, draws = len(by_seed), by_seed[:, 1:]
@@ -118,10 +118,10 @@ def _draws(pairs: Mapping[str, Items], reference: Items, metric: Metric) -> Floa
     """Compute the differences between rows and the reference row, for the runs of one seed.
 
     Args:
-        pairs: for each row, the scores of every client and window. They are paired with the scores
+        pairs: For each row, the scores of every client and window. They are paired with the scores
             of the same client and window in `reference`.
-        reference: the scores of every client and window in the reference row.
-        metric: the metric to compare.
+        reference: The scores of every client and window in the reference row.
+        metric: The metric to compare.
 
     Returns:
         Differences shaped (rows, 1 + DRAWS). Column 0 contains the observed differences. Each other
@@ -182,9 +182,9 @@ def _value(sums: Floats, metric: Metric) -> Floats:
     """Compute the metric from sums over windows.
 
     Args:
-        sums: for each of k sets of windows, the sum of the numerators and the sum of the
+        sums: For each of k sets of windows, the sum of the numerators and the sum of the
             denominators, shaped (..., 2, k).
-        metric: the metric.
+        metric: The metric.
 
     Returns:
         The value of the metric for each set of windows, shaped (..., k).
@@ -196,8 +196,8 @@ def _resampled(sums: Floats, text: str) -> Floats:
     """Sum values over all windows, and over the windows of each bootstrap resample (draw).
 
     Args:
-        sums: one value (a numerator or a denominator) for each of n windows, shaped (..., n).
-        text: the hash of the test text to which the windows belong. The draws depend only on this
+        sums: One value (a numerator or a denominator) for each of n windows, shaped (..., n).
+        text: The hash of the test text to which the windows belong. The draws depend only on this
             hash, so that all rows, and all clients with the same text, are resampled identically.
 
     Returns:
@@ -226,10 +226,10 @@ def at_floor(
     than the floor's mean.
 
     Args:
-        rows: for each row, the results, one per seed.
-        floor: the floor's results, one per seed; see `coterie.engines.floor`. Empty if the data
+        rows: For each row, the results, one per seed.
+        floor: The floor's results, one per seed; see `coterie.engines.floor`. Empty if the data
             have no floor.
-        metric: the metric to compare. If the floor has no score for this metric, no names are
+        metric: The metric to compare. If the floor has no score for this metric, no names are
             returned.
     """
     if not has_floor(floor, metric):

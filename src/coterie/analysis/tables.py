@@ -135,11 +135,11 @@ def frame_table(title: str, corner: str, figures: Frame, form: str) -> Table:
     """Return a frame as a table, with empty cells for missing values.
 
     Args:
-        title: the table's title.
-        corner: the heading of the first column, which contains the names of the rows.
-        figures: a frame of values. The frame's index contains the names of the rows, and the
+        title: The table's title.
+        corner: The heading of the first column, which contains the names of the rows.
+        figures: A frame of values. The frame's index contains the names of the rows, and the
             frame's columns have the names of the table's columns.
-        form: the format specification of a value, such as ".2f".
+        form: The format specification of a value, such as ".2f".
     """
     cells = figures.map(lambda value: format(value, form), na_action="ignore").fillna("")
     rows = [list(map(str, row)) for row in cells.itertuples(name=None)]
@@ -150,8 +150,8 @@ def shown_of(results: Iterable[Result], asked: str | None = None) -> Metric:
     """Return the metric to show in a table of several results.
 
     Args:
-        results: the results. The scores of servers' own models are considered, too.
-        asked: the name of the metric; None selects the metric that suits the scores (`metric_of`).
+        results: The results. The scores of servers' own models are considered, too.
+        asked: The name of the metric; None selects the metric that suits the scores (`metric_of`).
     """
     by_run = [[*result[result["reports"]].values(), result.get("server")] for result in results]
     return metric_of((score for scores in by_run for score in scores if score), asked)
@@ -173,12 +173,12 @@ def run_table(
     their best models, the number in brackets after a score is the round of the kept model.
 
     Args:
-        results: the result of each method.
-        split: the split on which models were scored, "test" or "validation".
-        asked: the name of the metric; None selects the metric that suits the data (`metric_of`).
-        floor: the scores of always giving the commonest answer, for the last column; see
+        results: The result of each method.
+        split: The split on which models were scored, "test" or "validation".
+        asked: The name of the metric; None selects the metric that suits the data (`metric_of`).
+        floor: The scores of always giving the commonest answer, for the last column; see
             `coterie.engines.floor`. None omits the column.
-        bits: whether perplexities are followed by bits per byte.
+        bits: Whether perplexities are followed by bits per byte.
     """
     metric = shown_of(results.values(), asked)
     bits = bits and metric is PERPLEXITY

@@ -64,10 +64,10 @@ def coloured_texts(
     models with this client's base, because another base may have another tokenizer.
 
     Args:
-        experiment: the runs. For each label, only the run with the smallest seed is read.
+        experiment: The runs. For each label, only the run with the smallest seed is read.
         layer: "first", "middle", "last", or the number of a layer, counted from 1. None selects the
             first, the middle and the last layer.
-        folder: a folder of files NAME.txt that are routed instead of the clients' test texts.
+        folder: A folder of files NAME.txt that are routed instead of the clients' test texts.
 
     Returns:
         For each label whose runs have routers, the routed texts, or an error that explains why no
@@ -114,9 +114,9 @@ def _of_folder(folder: Path, encoder: Tokenizer, context: int) -> dict[str, list
     """Return the first LENGTH tokens of every .txt file in a folder.
 
     Args:
-        folder: the folder.
-        encoder: the tokenizer of the model that will route the texts.
-        context: the id of the token that precedes every text.
+        folder: The folder.
+        encoder: The tokenizer of the model that will route the texts.
+        context: The id of the token that precedes every text.
 
     Returns:
         A mapping from the name of each file, without `.txt`, to a list with one sequence of token

@@ -29,9 +29,9 @@ def keys(
     """Yield the key, default and meaning of every field. Keys of nested fields are dotted paths.
 
     Args:
-        model: the pydantic model whose fields are listed.
-        prefix: the path of a nested model, ending in a dot; empty for the outermost model.
-        defaults: an instance of the model. The instance's values are shown as the defaults. If
+        model: The pydantic model whose fields are listed.
+        prefix: The path of a nested model, ending in a dot; empty for the outermost model.
+        defaults: An instance of the model. The instance's values are shown as the defaults. If
             None, the fields' own defaults are shown.
     """
     described = descriptions(model)
@@ -53,9 +53,9 @@ def _section(inner: type[BaseModel], field: FieldInfo, text: str) -> str:
     In a method's settings, the docstring of the nested model replaces a missing description.
 
     Args:
-        inner: the model of the section.
-        field: the field.
-        text: the description of the field; empty if the field has no description.
+        inner: The model of the section.
+        field: The field.
+        text: The description of the field; empty if the field has no description.
     """
     if not issubclass(inner, Settings):
         return text.rstrip(".")
@@ -71,7 +71,7 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
     the list's entries.
 
     Args:
-        annotation: the field's type annotation.
+        annotation: The field's type annotation.
 
     Returns:
         The model. The result is None if the type is not a pydantic model. The result is also None

@@ -53,7 +53,7 @@ def shared(held: Frame) -> Frame:
     by the number of experts in at least one of the sets.
 
     Args:
-        held: the rows for a single round, taken from the frame that `holdings` returned.
+        held: The rows for a single round, taken from the frame that `holdings` returned.
 
     Returns:
         A frame with a row and a column per client. A value is NaN if neither client holds an expert
@@ -146,8 +146,8 @@ def _selection(kind: str, shown: Sequence[object], values: Sequence[object]) -> 
 
     Args:
         kind: "layers" or "rounds".
-        shown: the layers or rounds that are shown.
-        values: all layers or rounds.
+        shown: The layers or rounds that are shown.
+        values: All layers or rounds.
     """
     sentence = f" Only the first, middle and last of {len(values)} {kind} are shown."
     return sentence if len(shown) < len(values) else ""

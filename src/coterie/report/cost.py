@@ -42,8 +42,8 @@ def _bytes(run: ReportedRun, way: str) -> Column:
     """Return the size in bytes of each client's upload or download in each round.
 
     Args:
-        run: the run.
-        way: the name of the metric: BYTES_UP for uploads, or BYTES_DOWN for downloads.
+        run: The run.
+        way: The name of the metric: BYTES_UP for uploads, or BYTES_DOWN for downloads.
 
     Returns:
         A series, indexed by client and round.

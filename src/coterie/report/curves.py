@@ -169,8 +169,8 @@ def _steps(run: ReportedRun, level: str) -> Column:
     A level is a group of parameters that are trained together on a schedule.
 
     Args:
-        run: the run.
-        level: the level, given as the name of the metric that contains its training loss. This name
+        run: The run.
+        level: The level, given as the name of the metric that contains its training loss. This name
             is LOSS, followed by the name of the level.
 
     Returns:
@@ -265,9 +265,9 @@ def _heat_map(experiment: Experiment, method: str, cells: Frame) -> Picture:
     """Return a heat map of mean scores.
 
     Args:
-        experiment: the experiment.
-        method: the name of the method.
-        cells: mean scores, with a row per value of `router.steps` and a column per value of
+        experiment: The experiment.
+        method: The name of the method.
+        cells: Mean scores, with a row per value of `router.steps` and a column per value of
             `router.every`.
     """
     metric, (steps, every) = experiment.metric, cells.shape

@@ -62,16 +62,16 @@ def write_report(
     Figures that an earlier report wrote to figures/ are removed.
 
     Args:
-        paths: run folders, or folders that contain run folders.
-        out: the folder to write to.
-        with_texts: whether to show the clients' private texts.
-        layer: the layer to show in figures of single layers. This is "first", "middle", "last", or
+        paths: Run folders, or folders that contain run folders.
+        out: The folder to write to.
+        with_texts: Whether to show the clients' private texts.
+        layer: The layer to show in figures of single layers. This is "first", "middle", "last", or
             the number of a layer, counted from 1. None selects the first, the middle and the last
             layer.
-        with_samples: whether to draw figures in which each point is a private sample of a client.
-        texts_from: a folder of .txt files to show instead of the clients' texts. None shows the
+        with_samples: Whether to draw figures in which each point is a private sample of a client.
+        texts_from: A folder of .txt files to show instead of the clients' texts. None shows the
             clients' texts if `with_texts` is set, and no texts otherwise.
-        sections: sections to place before the experiments.
+        sections: Sections to place before the experiments.
 
     Raises:
         CoterieError: if a folder contains no run.

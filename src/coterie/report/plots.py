@@ -30,9 +30,9 @@ def scale(axes: Axes, way: str, metric: Metric) -> None:
     Call this function after plotting.
 
     Args:
-        axes: the axes.
-        way: the axis that shows the metric, "x" or "y".
-        metric: the metric.
+        axes: The axes.
+        way: The axis that shows the metric, "x" or "y".
+        metric: The metric.
     """
     if metric.logarithmic:
         axes.set(**{f"{way}scale": "log"})
@@ -65,12 +65,12 @@ def line(canvas: Canvas, axis: Axes, figures: Frame, look: Look, label: str) -> 
     """Draw means as a line with a band of plus or minus one standard deviation.
 
     Args:
-        canvas: the canvas to draw on.
-        axis: the axes to draw in.
-        figures: a frame of numbers, whose index contains the x values. Its column `mean` contains
+        canvas: The canvas to draw on.
+        axis: The axes to draw in.
+        figures: A frame of numbers, whose index contains the x values. Its column `mean` contains
             the y values of the line. Its column `std` contains the standard deviations.
-        look: the look of the line.
-        label: the label of the line in the legend.
+        look: The look of the line.
+        label: The label of the line in the legend.
     """
     colour, x, mean = canvas.colour(look), figures.index, figures["mean"]
     spread = figures["std"].fillna(0.0)  # NaN for a single seed
@@ -82,9 +82,9 @@ def lines_by_client(canvas: Canvas, axis: Axes, figures: Frame) -> None:
     """Draw one line per client.
 
     Args:
-        canvas: the canvas to draw on.
-        axis: the axes to draw in.
-        figures: a frame of numbers, whose index contains the x values. Each column has a client's
+        canvas: The canvas to draw on.
+        axis: The axes to draw in.
+        figures: A frame of numbers, whose index contains the x values. Each column has a client's
             name, and contains the y values of this client's line.
     """
     for position, client in enumerate(figures):
@@ -103,14 +103,14 @@ def over_rounds(
     """Draw scores over rounds in several panels, with a line per label in each panel.
 
     Args:
-        canvas: the canvas to draw on.
-        figures: a frame of numbers with a row per label and round. For each panel, the frame has
+        canvas: The canvas to draw on.
+        figures: A frame of numbers with a row per label and round. For each panel, the frame has
             two columns: the `mean` and the `std` of the scores over seeds.
-        labels: the labels (methods and settings) to draw.
-        panels: the names of the panels to draw.
-        look: the look of each label.
-        metric: the metric of the scores.
-        y: the name of the y axis.
+        labels: The labels (methods and settings) to draw.
+        panels: The names of the panels to draw.
+        look: The look of each label.
+        metric: The metric of the scores.
+        y: The name of the y axis.
     """
     figure, axes = canvas.panels(len(panels), 2.1, (2, 3), "round", y)
     for axis, panel in zip(axes, panels, strict=True):
@@ -129,12 +129,12 @@ def cells(
     """Draw a frame of numbers as coloured cells, labelled with the frame's rows and columns.
 
     Args:
-        canvas: the canvas to draw on.
-        axis: the axes to draw in.
-        figures: the frame of numbers. Each number becomes one cell.
-        low: the value that has the first colour of the colour map.
-        high: the value that has the last colour of the colour map.
-        form: the format specification, such as ".2f", of the values that are written into the
+        canvas: The canvas to draw on.
+        axis: The axes to draw in.
+        figures: The frame of numbers. Each number becomes one cell.
+        low: The value that has the first colour of the colour map.
+        high: The value that has the last colour of the colour map.
+        form: The format specification, such as ".2f", of the values that are written into the
             cells. With an empty string, no values are written.
     """
     image = axis.imshow(figures, cmap=canvas.heat(), vmin=low, vmax=high, aspect="auto")
@@ -157,12 +157,12 @@ def heat_map(canvas: Canvas, figure: Figure, axis: Axes, figures: Frame, label: 
     """Draw a frame of numbers as a heat map with a colour bar.
 
     Args:
-        canvas: the canvas to draw on.
-        figure: the matplotlib figure that contains `axis`.
-        axis: the axes to draw in. They are labelled with the names of the frame's index and
+        canvas: The canvas to draw on.
+        figure: The matplotlib figure that contains `axis`.
+        axis: The axes to draw in. They are labelled with the names of the frame's index and
             columns.
-        figures: the frame of numbers. Each number becomes one cell.
-        label: the label of the colour bar.
+        figures: The frame of numbers. Each number becomes one cell.
+        label: The label of the colour bar.
     """
     values = figures.to_numpy(dtype=float)
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
@@ -176,12 +176,12 @@ def of_pairs(
     """Draw each matrix in a panel, and add one colour bar for all panels.
 
     Args:
-        canvas: the canvas to draw on.
-        matrices: a mapping from the title of each panel to the panel's matrix, which has a row and
+        canvas: The canvas to draw on.
+        matrices: A mapping from the title of each panel to the panel's matrix, which has a row and
             a column per client.
-        low: the value that has the first colour of the colour map.
-        high: the value that has the last colour of the colour map.
-        label: the label of the colour bar.
+        low: The value that has the first colour of the colour map.
+        high: The value that has the last colour of the colour map.
+        label: The label of the colour bar.
     """
     clients = [str(client) for client in next(iter(matrices.values())).columns]
     names = 0.075 * max(map(len, clients))  # inches

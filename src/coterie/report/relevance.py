@@ -25,7 +25,7 @@ def relevance(results: Relevances) -> Iterator[Picture | LeftOut]:
     A label is a method with its settings.
 
     Args:
-        results: the return value of `sample_relevance`.
+        results: The return value of `sample_relevance`.
     """
     if not results:
         yield LeftOut(TITLE, "no run uses a method whose experts choose clients by relevance")

@@ -129,7 +129,7 @@ class Canvas:
         """Create an empty figure with the width of the page.
 
         Args:
-            height: the height in inches.
+            height: The height in inches.
         """
         return Figure(figsize=(self.width, height), layout="constrained")
 
@@ -145,12 +145,12 @@ class Canvas:
         """Create a figure with a grid of panels.
 
         Args:
-            count: the number of panels.
-            height: the height of a row of panels in inches.
-            columns: the maximum number of panels per row, on a phone and on a wide page.
-            x: the label of the x axes, below the lowest panels.
-            y: the label of the y axes, left of the leftmost panels.
-            kwargs: further arguments of `Figure.subplots`.
+            count: The number of panels.
+            height: The height of a row of panels in inches.
+            columns: The maximum number of panels per row, on a phone and on a wide page.
+            x: The label of the x axes, below the lowest panels.
+            y: The label of the y axes, left of the leftmost panels.
+            kwargs: Further arguments of `Figure.subplots`.
         """
         across = min(count, columns[not self.narrow])
         rows = ceil(count / across)
@@ -180,7 +180,7 @@ class Canvas:
         """Return matplotlib's arguments for the colour, marker and dash pattern of a client.
 
         Args:
-            number: the position of the client among all clients, counted from 0.
+            number: The position of the client among all clients, counted from 0.
         """
         colours = self.theme.colours[2:]
         return {

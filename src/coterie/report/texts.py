@@ -51,7 +51,7 @@ def texts(results: ColouredTexts) -> Iterator[TextPicture | LeftOut]:
     A label is a method with its settings.
 
     Args:
-        results: the return value of `coloured_texts`.
+        results: The return value of `coloured_texts`.
     """
     if not results:
         reason = "no run recorded routing weights over a fixed set of experts"
@@ -150,8 +150,8 @@ def wrapped(pieces: Iterable[tuple[str, int]], across: int) -> list[list[tuple[s
     """Wrap a text into lines of at most `across` characters, without splitting pieces.
 
     Args:
-        pieces: the pieces of the text, each with the index of its expert.
-        across: the maximum number of characters per line, unless a single piece is longer.
+        pieces: The pieces of the text, each with the index of its expert.
+        across: The maximum number of characters per line, unless a single piece is longer.
 
     Returns:
         The pieces of each line, each with the index of its expert.

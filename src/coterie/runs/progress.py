@@ -82,7 +82,7 @@ class Callback:
         The hook may be called before `on_run_begin`.
 
         Args:
-            text: the warning, a sentence for the user.
+            text: The warning, a sentence for the user.
         """
 
     def on_run_begin(self, run: RunStart) -> None:
@@ -91,7 +91,7 @@ class Callback:
         No hook is called for a run that is already finished.
 
         Args:
-            run: the method, the clients and the rounds.
+            run: The method, the clients and the rounds.
         """
 
     def on_metric(self, round: int, client: str | None, name: str, value: Json) -> None:
@@ -102,10 +102,10 @@ class Callback:
         hook reports that a metric is left out.
 
         Args:
-            round: the round that the metric belongs to.
-            client: the client's name; None for a metric of the run or of the server.
-            name: the name in metrics.jsonl, such as `loss/experts`, `test/trained` or `bytes/up`.
-            value: the value in metrics.jsonl, such as a number, or a mapping for scores.
+            round: The round that the metric belongs to.
+            client: The client's name; None for a metric of the run or of the server.
+            name: The name in metrics.jsonl, such as `loss/experts`, `test/trained` or `bytes/up`.
+            value: The value in metrics.jsonl, such as a number, or a mapping for scores.
         """
 
     def on_client_end(self, round: int, client: str) -> None:
@@ -114,16 +114,16 @@ class Callback:
         A method such as FedMKT-FedAvg needs several uploads of each client per round.
 
         Args:
-            round: the round in progress.
-            client: the client's name.
+            round: The round in progress.
+            client: The client's name.
         """
 
     def on_round_end(self, round: int, scores: str) -> None:
         """Handle the end of a round, which is complete and saved.
 
         Args:
-            round: the round that is complete.
-            scores: the mean score as text; empty if no model was scored in the round.
+            round: The round that is complete.
+            scores: The mean score as text; empty if no model was scored in the round.
         """
 
     def on_run_end(self, error: BaseException | None) -> None:
@@ -132,5 +132,5 @@ class Callback:
         The hook is called once for each call of `on_run_begin`.
 
         Args:
-            error: the exception that stopped the run; None if the run is finished.
+            error: The exception that stopped the run; None if the run is finished.
         """
