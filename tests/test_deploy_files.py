@@ -76,7 +76,7 @@ def options(words: list[str]) -> set[str]:
 
 
 def inline_commands() -> list[str]:
-    """What the pages' prose calls `coterie ...`."""
+    """Return the commands that the prose of the pages names, such as `coterie status`."""
     return sorted(set(re.findall(r"(?<!`)`(coterie [^`]+)`(?!`)", PAGE)))
 
 

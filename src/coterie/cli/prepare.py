@@ -77,7 +77,7 @@ def init(
 
 def _header(name: str, everything: bool) -> str:
     """Return the comment at the top of a run file that has the given name."""
-    rest = "docs/use/run-file.md lists all keys; `coterie init --all` writes them."
+    rest = "docs/use/run-file-keys.md lists all keys; `coterie init --all` writes them."
     if everything:
         rest = "To set a key, remove the # before it, and the # before its section's name."
     return f"# A run file: `coterie run {name}` runs it.\n# {rest}\n\n"
