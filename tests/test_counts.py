@@ -12,7 +12,7 @@ LIMITS = {
     "lines of src": 31_900,
     "lines of tests": 44_300,
     "lines of papers": 3_850,
-    "lines of benchmarks": 3_450,
+    "lines of benchmarks": 2_400,
     "lines of scripts": 950,
     "lines of examples": 480,
     "words": 50_000,
