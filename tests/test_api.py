@@ -56,9 +56,7 @@ def change(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_dict_a_path_and_a_configuration_are_the_same_run(
-    values, config, tmp_path, monkeypatch
-) -> None:
+def test_dict_path_and_configuration_give_one_run(values, config, tmp_path, monkeypatch) -> None:
     run_file = tmp_path / "small.yaml"
     run_file.write_text(yaml.safe_dump(values(rounds=1)))
     monkeypatch.chdir(tmp_path)
@@ -79,9 +77,7 @@ def test_a_dict_a_path_and_a_configuration_are_the_same_run(
     assert coterie.resume(tmp_path / "runs" / "small").results == runs[0].results
 
 
-def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
-    config, tmp_path
-) -> None:
+def test_baselines_are_run_and_pretrained_scores_the_bare_base(config, tmp_path) -> None:
     changes = {"baselines": ["local", "pretrained"], "evaluation": {"keep": "last"}}
     run = coterie.run(config(rounds=1, **changes), out=tmp_path / "run")
     assert list(run.results) == ["local", "pretrained", "comigs-1g1s"]
@@ -104,18 +100,14 @@ def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
         {"base": "nowhere-at-all/"},
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_trained(
-    change, values, tmp_path, counted
-) -> None:
+def test_what_cannot_run_is_refused_before_training(change, values, tmp_path, counted) -> None:
     with pytest.raises(CoterieError):
         coterie.run(values(**change), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert counted == []
 
 
-def test_resuming_a_finished_run_gives_its_results_and_does_nothing(
-    config, tmp_path, counted
-) -> None:
+def test_resuming_a_finished_run_only_gives_its_results(config, tmp_path, counted) -> None:
     run = coterie.run(config(rounds=1), out=tmp_path / "run")
     again = coterie.resume(run.path)
     assert again.results == run.results

@@ -114,9 +114,7 @@ def test_a_machine_with_one_gpu_divides_no_base(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("times", "works"), [(1.1, True), (2, False)])
-def test_the_estimated_memory_is_compared_with_the_peak_on_a_gpu(
-    times, works, tmp_path, monkeypatch
-) -> None:
+def test_estimated_memory_is_compared_with_a_gpus_peak(times, works, tmp_path, monkeypatch) -> None:
     """Replace the run and PyTorch's figures, because no test has a GPU."""
     checks = benchmark("gpu_checks", monkeypatch)
     place = checks.Place(tmp_path, torch.device("cuda"), Path("tiny-llama"), 32)

@@ -45,7 +45,5 @@ def test_no_count_is_above_its_limit(counts) -> None:
         ('x = """a\nb"""\ny = [\n    1,\n]\n', 5),
     ],
 )
-def test_lines_of_code_are_those_without_blanks_comments_and_docstrings(
-    counts, text, lines
-) -> None:
+def test_lines_of_code_exclude_blanks_comments_and_docstrings(counts, text, lines) -> None:
     assert counts.code_lines(text) == lines

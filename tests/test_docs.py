@@ -85,9 +85,7 @@ def test_links_lead_somewhere(page) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "rounds"), [("0.0", 2), ("100.0", 1)])
-def test_the_example_of_following_a_run_runs(
-    threshold, rounds, values, tmp_path, monkeypatch, capsys
-) -> None:
+def test_the_example_of_callbacks(threshold, rounds, values, tmp_path, monkeypatch, capsys) -> None:
     page = (ROOT / "docs" / "use" / "python.md").read_text(encoding="utf-8")
     [code] = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "callbacks=" in c]
     monkeypatch.chdir(tmp_path)
@@ -137,9 +135,7 @@ class Harness:
 
 
 @pytest.mark.parametrize("method", ["local", "comigs-1g1s", "fedit"])
-def test_the_example_of_lm_eval_scores_a_clients_model(
-    method, values, tmp_path, monkeypatch, capsys
-) -> None:
+def test_the_lm_eval_example_scores_a_model(method, values, tmp_path, monkeypatch, capsys) -> None:
     """Without lm-eval, which is no dependency: its place has what it needs of a model."""
     page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
     _, first, *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

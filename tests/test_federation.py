@@ -16,12 +16,7 @@ from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.kinds.text import Tokens
 from coterie.engines.session import Session
-from coterie.federation.participants import (
-    EVERYONE,
-    Participant,
-    client_context,
-    gathered,
-)
+from coterie.federation.participants import EVERYONE, Participant, client_context, gathered
 from coterie.methods.contract import RunFacts
 from coterie.methods.pretrained import Pretrained
 

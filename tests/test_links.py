@@ -26,7 +26,7 @@ COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "report": lambda run: ["report", str(run)],
     "compare": lambda run: ["compare", "--from", str(run)],
     "generate": lambda run: [
-        *("generate", str(run), "--client", "poet", "--prompt", "I", "--tokens", "2"),
+        *("generate", str(run), "--client", "poet", "--prompt", "I", "--tokens", "2")
     ],
     "chat": lambda run: ["chat", str(run), "--client", "poet"],
     "resume": lambda run: ["run", "--resume", str(run)],
@@ -125,9 +125,7 @@ def test_no_log_is_written_through_a_link(name, exists, tmp_path) -> None:
     assert not exists or secret.read_text() == SECRET
 
 
-def test_a_log_starts_anew_when_it_is_large_and_keeps_one_earlier_file(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_large_log_is_rotated_and_keeps_one_earlier_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.files.LOG_BYTES", 2000)
     log = LogFile(tmp_path / "client.log")
     for number in range(200):

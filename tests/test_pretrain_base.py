@@ -73,9 +73,7 @@ def pretrain(script: ModuleType, texts: Path) -> Callable[..., tuple[int, str]]:
 @pytest.mark.parametrize(
     ("architecture", "tokenizer_style"), [("gpt2", "byte-level"), ("llama", "sentencepiece")]
 )
-def test_base_is_loaded_by_transformers_and_coterie(
-    pretrain, tmp_path, architecture, tokenizer_style
-):
+def test_base_loads_in_transformers_and_coterie(pretrain, tmp_path, architecture, tokenizer_style):
     options = ("--architecture", architecture, "--tokenizer", tokenizer_style)
     code, output = pretrain(tmp_path / "base", *options)
     assert code == 0, output
@@ -173,9 +171,7 @@ def test_loss_falls(pretrain, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer_style", STYLES)
-def test_resumed_training_ends_with_the_same_bits(
-    pretrain, script, tmp_path, monkeypatch, tokenizer_style
-):
+def test_resumed_training_ends_the_same(pretrain, script, tmp_path, monkeypatch, tokenizer_style):
     style = ("--tokenizer", tokenizer_style)
     pretrain(tmp_path / "whole", *style)
     real, calls = script.language_model_loss, []

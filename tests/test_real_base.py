@@ -85,9 +85,7 @@ def uninterrupted(run, tmp_path_factory) -> RunFolder:
     return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("real") / "run").path)
 
 
-def test_a_deployment_whose_server_and_client_are_killed_ends_in_the_same_bits(
-    run, uninterrupted, tmp_path
-) -> None:
+def test_a_deployment_with_kills_ends_in_the_same_bits(run, uninterrupted, tmp_path) -> None:
     with Deployment(tmp_path / "deployment", run, taped=("poet",)) as here:
         here.make_keys()
         here.serve()

@@ -89,10 +89,5 @@ def test_the_configurations_have_the_published_numbers_of_parameters(tmp_path) -
         for name in CONFIGURATIONS
         if (path := write_published(tmp_path, name))
     }
-    expected = {
-        "qwen2.5-0.5b": 494,
-        "llama-3.2-1b": 1236,
-        "qwen3-4b": 4022,
-        "llama-3.1-8b": 8030,
-    }
+    expected = {"qwen2.5-0.5b": 494, "llama-3.2-1b": 1236, "qwen3-4b": 4022, "llama-3.1-8b": 8030}
     assert {name: round(count) for name, count in millions.items()} == expected

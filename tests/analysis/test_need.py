@@ -105,8 +105,7 @@ def test_every_method_has_an_estimate_or_none(method, config) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["fedavg", "comigs-1g1s", "auto", pytest.param("pcl-2", marks=pytest.mark.slow)],
+    "method", ["fedavg", "comigs-1g1s", "auto", pytest.param("pcl-2", marks=pytest.mark.slow)]
 )
 def test_messages_have_the_computed_sizes(method, config) -> None:
     settings = method if method == "auto" else METHODS[method]

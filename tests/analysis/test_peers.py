@@ -53,9 +53,7 @@ def test_shares_are_compared_in_points(written, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"perplexities": None}], ids=["seed", "unfinished"])
-def test_nothing_is_compared_with_another_seed_or_an_unfinished_run(
-    other, written, tmp_path
-) -> None:
+def test_no_comparison_with_another_seed_or_an_unfinished_run(other, written, tmp_path) -> None:
     written("us/auto", AUTO, figures=FIRST)
     written("us/local", {"name": "local"}, **other)
     assert said(tmp_path / "us")[0] == "anna learns with carl (0.45) and ben (0.25)"

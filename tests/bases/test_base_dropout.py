@@ -39,12 +39,7 @@ def llama(rate: float) -> PreTrainedModel:
 
 def opt(rate: float) -> PreTrainedModel:
     config = OPTConfig(
-        ffn_dim=24,
-        word_embed_proj_dim=16,
-        dropout=rate,
-        attention_dropout=rate,
-        **SIZES,
-        **LAYERS,
+        ffn_dim=24, word_embed_proj_dim=16, dropout=rate, attention_dropout=rate, **SIZES, **LAYERS
     )
     return OPTForCausalLM(config)
 

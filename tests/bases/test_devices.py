@@ -142,9 +142,7 @@ READ = "The GPU has too little memory for the base"
     ("weights", "linear", "others"),
     [("fp32", 4, 4), ("bf16", 2, 2), ("int8", 1, 2), ("nf4", 0.5, 2)],
 )
-def test_a_base_larger_than_its_gpus_is_refused_before_it_is_read(
-    weights, linear, others, count, bases, gpus
-) -> None:
+def test_a_base_larger_than_gpus_is_refused(weights, linear, others, count, bases, gpus) -> None:
     base = BaseSpec(name=str(bases / "llama"), weights=weights)
     size = 0.0
     skeleton = load_skeleton(base.name)
@@ -171,9 +169,7 @@ def test_the_error_states_both_numbers_and_what_helps(bases, monkeypatch, gpus) 
     )
 
 
-def test_a_base_is_compared_with_the_main_memory_only_on_a_mac_s_gpu(
-    bases, monkeypatch, gpus
-) -> None:
+def test_main_memory_counts_only_on_a_mac_s_gpu(bases, monkeypatch, gpus) -> None:
     name = str(bases / "gpt2")
     size = sum(p.numel() for p in load_skeleton(name).parameters()) * 4
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

@@ -183,9 +183,7 @@ def test_the_tokenizer_and_the_template_are_those_of_the_file(model, tmp_path) -
     assert tokenizer.eos_token == "<|endoftext|>"
 
 
-def test_a_file_is_converted_once_and_a_changed_file_again(
-    model, cache, tmp_path, monkeypatch
-) -> None:
+def test_a_file_is_converted_once_until_it_changes(model, cache, tmp_path, monkeypatch) -> None:
     file = write(tmp_path / "small.gguf", model)
     load_skeleton(str(file))
     monkeypatch.setattr(ours, "convert", lambda *_: pytest.fail("converted again"))

@@ -119,9 +119,7 @@ def test_logits_are_those_of_the_model(arch, tmp_path) -> None:
         ("starcoder2", {}, {"attention.sliding_window": 64}, "would use 0"),
     ],
 )
-def test_a_setting_that_transformers_ignores_is_refused(
-    arch, settings, keys, message, tmp_path
-) -> None:
+def test_settings_transformers_ignores_are_refused(arch, settings, keys, message, tmp_path) -> None:
     name, sizes, sound = KINDS[arch]
     file = write(tmp_path / "small.gguf", arch, small(name, **sizes | settings), sound | keys)
     with pytest.raises(CoterieError, match=message):

@@ -52,9 +52,7 @@ def spec(base: Path, adapter: Path, **more: str) -> BaseSpec:
     ],
     ids=["patterns and rslora", "one layer", "embedding", "gpt2"],
 )
-def test_a_base_with_an_adapter_computes_what_peft_computes(
-    base, settings, bases, tmp_path
-) -> None:
+def test_an_adapted_base_computes_what_peft_computes(base, settings, bases, tmp_path) -> None:
     write_lora(tmp_path, bases / base, **settings)
     plain: Any = AutoModelForCausalLM.from_pretrained(bases / base)
     changed = logits(PeftModel.from_pretrained(plain, str(tmp_path)))

@@ -41,9 +41,7 @@ def merged(bases, adapter, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=marks(name, FAST, MODES)) for name in MODES]
 )
-def test_a_run_has_the_bits_of_a_run_on_the_merged_base(
-    name, config, adapter, merged, tmp_path
-) -> None:
+def test_a_run_equals_one_on_the_merged_base(name, config, adapter, merged, tmp_path) -> None:
     bases = {"adapted": {"adapter": str(adapter)}, "merged": {"base": str(merged)}, "alone": {}}
     adapted, plain, alone = (
         RunFolder(
@@ -86,7 +84,7 @@ def test_a_client_reads_no_adapter_that_only_the_server_names(config, adapter, t
 
 
 @pytest.mark.parametrize("change", ["changed", "gone"])
-def test_a_changed_adapter_stops_a_resumed_run_and_loading(
+def test_a_changed_adapter_stops_resuming_and_loading(
     change, config, bases, killed_in_round, tmp_path
 ) -> None:
     targets = {"target_modules": ["c_attn"], "fan_in_fan_out": True}

@@ -94,9 +94,7 @@ def test_no_pattern_of_an_adapter_hangs(key, value, bases, tmp_path) -> None:
 
 @pytest.mark.parametrize("key", ["rank_pattern", "target_modules", "layers_pattern", "r"])
 @pytest.mark.parametrize("value", [10**12, [3], {"a": {}}, [[]], "", {"(": 2}])
-def test_settings_of_any_type_are_accepted_or_refused_in_a_sentence(
-    key, value, bases, tmp_path: Path
-) -> None:
+def test_settings_of_any_type_are_accepted_or_refused(key, value, bases, tmp_path: Path) -> None:
     folder = write_lora(tmp_path, bases / "llama")
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {key: value}))

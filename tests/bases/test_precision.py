@@ -20,9 +20,7 @@ from coterie.testing import loop
     ("available", "kernels", "chosen"),
     [(True, True, "bf16"), (True, False, "fp32"), (False, True, "fp32")],
 )
-def test_a_processor_without_kernels_for_bf16_computes_in_fp32(
-    available, kernels, chosen, monkeypatch
-) -> None:
+def test_without_kernels_for_bf16_fp32_is_used(available, kernels, chosen, monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
     monkeypatch.setattr(module, "_onednn_supports_bf16", lambda: kernels)
     assert fast_precision("cpu") == chosen
@@ -64,9 +62,7 @@ def test_a_gpu_that_emulates_bf16_computes_in_fp32(found, native, chosen, monkey
 
 
 @pytest.mark.parametrize("fast", ["bf16", "fp32"])
-def test_a_run_without_a_precision_keeps_the_one_it_began_with(
-    fast, values, tmp_path, monkeypatch
-) -> None:
+def test_a_run_without_a_precision_keeps_its_first(fast, values, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: fast)
     training = {"steps": 1, "batch": 2}
     run = parse(values(training=training, rounds=1))
@@ -88,9 +84,7 @@ def test_a_given_precision_and_stored_weights_decide(values, monkeypatch) -> Non
     assert parse(values(training={})).precision == "fp32"
 
 
-def test_a_deployed_client_that_is_slow_in_the_runs_precision_is_warned(
-    config, tmp_path, monkeypatch
-) -> None:
+def test_a_client_slow_in_the_runs_precision_is_warned(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.client.fast_precision", lambda _: "fp32")
     run = config(method="fedavg", rounds=1, training={"steps": 1, "batch": 2, "precision": "bf16"})
     workers, warnings = loop.workers(run, tmp_path), list[str]()

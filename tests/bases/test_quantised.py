@@ -109,7 +109,7 @@ METHODS: dict[str, dict[str, Any]] = {
         pytest.param("fedamole", "nf4", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_resumes_to_the_same_bits(
+def test_resuming_gives_the_same_bits(
     name, weights, config, folders, tmp_path, killed_in_round
 ) -> None:
     run = config(

@@ -66,7 +66,7 @@ def test_float16_becomes_bfloat16(kept) -> None:
     ],
 )
 @pytest.mark.parametrize("stored", ["bf16", "fp32"])
-def test_a_format_that_is_named_is_that_of_the_weights(
+def test_the_weights_have_the_named_format(
     kept, bases, stored, weights, precision, embedding, linear
 ) -> None:
     folder = kept("llama", "bf16") if stored == "bf16" else str(bases / "llama")
@@ -97,9 +97,7 @@ def halved(config: Callable[..., RunConfig], kept: Callable[..., str]) -> Callab
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_base_kept_in_bf16_trains_and_resumes_to_the_same_bits(
-    halved, family, tmp_path, killed_in_round
-) -> None:
+def test_a_bf16_base_resumes_to_the_same_bits(halved, family, tmp_path, killed_in_round) -> None:
     run = halved(family)
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     killed_in_round(2, run, tmp_path / "again")

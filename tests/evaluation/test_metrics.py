@@ -41,17 +41,11 @@ def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "note"),
-    [(TEXT, "test perplexity 12.35  "), (CHOSEN, "test accuracy 83.06 %  ")],
+    ("score", "note"), [(TEXT, "test perplexity 12.35  "), (CHOSEN, "test accuracy 83.06 %  ")]
 )
 def test_progress_tells_the_same_figure(score, note, config) -> None:
     run = config(method="fedavg")
-    line = {
-        "round": 0,
-        "client": "poet",
-        "name": f"test/{run.method.reports}",
-        "value": score,
-    }
+    line = {"round": 0, "client": "poet", "name": f"test/{run.method.reports}", "value": score}
     assert progress_note(run, 0, [line, {"name": "seconds", "value": 3}]) == note
     assert progress_note(run, 0, []) == ""
     late = f"{note.strip()} after round 1  "  # scored at the start of the second

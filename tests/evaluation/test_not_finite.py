@@ -64,9 +64,7 @@ def test_scores_are_the_worst_there_are(kind, value, values, questions, monkeypa
 
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
-def test_a_run_whose_models_score_nothing_comes_to_a_result(
-    value, config, tmp_path, monkeypatch
-) -> None:
+def test_a_run_with_infinite_losses_has_a_result(value, config, tmp_path, monkeypatch) -> None:
     """Its training is sound, so its uploads count, in one process and in a deployment."""
     original, scoring = Tokens.measured, []
 

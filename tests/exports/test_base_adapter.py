@@ -10,9 +10,7 @@ import coterie
 from coterie.errors import CoterieError
 
 
-def test_the_adapter_of_the_base_is_part_of_every_export(
-    values, bases, in_this_process, tmp_path
-) -> None:
+def test_every_export_contains_the_bases_adapter(values, bases, in_this_process, tmp_path) -> None:
     adapter = write_lora(tmp_path / "lora", bases / "llama")
     training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.05}
     run = values(

@@ -49,7 +49,7 @@ Finished = Callable[..., Path]
     ("method", "base"), [pytest.param(*key, marks=marks(key, FAST, AUTO)) for key in AUTO]
 )
 def test_auto_chooses_the_first_exact_format(
-    method: str, base: str, finished: Finished, in_this_process, tmp_path
+    method, base, finished, in_this_process, tmp_path
 ) -> None:
     run, expected = finished(method, base), AUTO[method, base]
     done = coterie.export(run, "poet", tmp_path / "out")
@@ -185,9 +185,7 @@ def test_a_format_that_computes_something_else_is_refused(finished, tmp_path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_lost_updates_of_experts_are_noticed(
-    finished, in_this_process, monkeypatch, tmp_path
-) -> None:
+def test_lost_expert_updates_are_noticed(finished, in_this_process, monkeypatch, tmp_path) -> None:
     """Some tools have merged Mixtral without the updates of its experts."""
     expert = moe._expert
 
@@ -266,9 +264,7 @@ def test_a_base_that_has_changed_is_refused(values, bases, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
-def test_an_adapter_of_a_quantised_base(
-    weights: str, values, bases, in_this_process, tmp_path
-) -> None:
+def test_a_quantised_bases_adapter(weights: str, values, bases, in_this_process, tmp_path) -> None:
     """The card shows how to quantise the base in the same way."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

@@ -26,10 +26,7 @@ from coterie.report.trust import Trust, trust_matrices
 from coterie.report.uploads import Uploads
 
 LOCAL = {"name": "local"}
-COMIGS = {
-    "name": "comigs-1g1s",
-    "mlp": {"generalists": 1, "specialists": {"anna": 2, "others": 1}},
-}
+COMIGS = {"name": "comigs-1g1s", "mlp": {"generalists": 1, "specialists": {"anna": 2, "others": 1}}}
 
 
 def one(path) -> Experiment:

@@ -85,9 +85,7 @@ def test_a_method_that_does_not_train_has_no_cost(config) -> None:
 @pytest.mark.parametrize(
     ("names", "last"), [(("fedavg", "local"), ["+0.0 %"] * 2), (("local",), None)]
 )
-def test_costs_are_set_against_fedavg_where_it_was_run(
-    names, last, written, values, tmp_path
-) -> None:
+def test_costs_are_relative_to_fedavg_if_it_ran(names, last, written, values, tmp_path) -> None:
     for name in names:
         method = {"name": name, "mlp": {"sets": 1}}
         folder = written(f"runs/{name}", method, figures=[(0, "anna", "loss/joint", 4.0)])

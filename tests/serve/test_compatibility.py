@@ -128,8 +128,7 @@ def test_a_refusal_names_the_field_and_the_reason(kind, changes, field, reason) 
 
 
 @pytest.mark.parametrize(
-    ("path", "field"),
-    [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_tokens")],
+    ("path", "field"), [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_tokens")]
 )
 def test_a_limit_above_the_servers_is_capped(server: httpx.Client, path: str, field: str) -> None:
     prompt = {"messages": [QUESTION]} if path == CHAT else {"prompt": "The sea"}

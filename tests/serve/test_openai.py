@@ -4,13 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import (
-    APIStatusError,
-    AuthenticationError,
-    BadRequestError,
-    NotFoundError,
-    OpenAI,
-)
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from serving import served
 
 from coterie.serve.models import Models

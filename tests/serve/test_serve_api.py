@@ -231,9 +231,7 @@ def stream_without_reading(address: str) -> socket.socket:
     return connection
 
 
-def test_a_full_queue_refuses_and_a_disconnected_client_frees_its_place(
-    models: Models, monkeypatch
-) -> None:
+def test_a_full_queue_refuses_until_a_client_disconnects(models: Models, monkeypatch) -> None:
     from coterie.serve.batches import Forward
 
     gate = threading.Event()
@@ -253,9 +251,7 @@ def test_a_full_queue_refuses_and_a_disconnected_client_frees_its_place(
         gate.set()
 
 
-def test_a_stopped_server_answers_running_requests_with_an_error(
-    models: Models, monkeypatch
-) -> None:
+def test_a_stopped_server_ends_requests_with_an_error(models: Models, monkeypatch) -> None:
     from coterie.serve.batches import Forward
 
     original, replies = Forward.step, []
@@ -326,9 +322,7 @@ def bad_head(draw: random.Random, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("requests", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_malformed_requests_leave_the_server_standing(
-    models: Models, caplog, requests: int
-) -> None:
+def test_malformed_requests_do_not_stop_the_server(models: Models, caplog, requests: int) -> None:
     draw = random.Random(requests)
     statuses: dict[str, int] = {}
     with served(models, limits=LIMITS) as address:

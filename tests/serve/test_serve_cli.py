@@ -92,9 +92,7 @@ def test_wrong_commands_are_refused(talks: Path, tmp_path: Path, refusal) -> Non
         assert message in refusal(*arguments)
 
 
-def test_a_used_port_is_refused_before_anything_is_loaded(
-    talks: Path, refusal, monkeypatch
-) -> None:
+def test_a_used_port_is_refused_before_loading(talks: Path, refusal, monkeypatch) -> None:
     monkeypatch.setattr("coterie.serve.models.Models", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         message = refusal(talks, "--address", f"127.0.0.1:{other.getsockname()[1]}")

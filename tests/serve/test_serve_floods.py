@@ -66,9 +66,7 @@ def test_idle_connections_make_way_for_requests(address: str, monkeypatch) -> No
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /v1/models HTTP/1.1\r\nHost:", PAGE, MODELS % b"wrong"]
 )
-def test_a_connection_without_a_permitted_request_is_closed_soon(
-    sent: bytes, address: str, monkeypatch
-) -> None:
+def test_a_connection_without_a_valid_request_is_closed(sent, address, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "PENDING_SECONDS", 0.3)
     with connection(address) as stranger, connection(address) as caller:
         assert status(caller, MODELS % b"key") == b"200"
