@@ -70,8 +70,7 @@ def test_dict_path_and_configuration_give_one_run(values, config, tmp_path, monk
     for other in runs[1:]:
         assert other.config == runs[0].config
         assert other.results["comigs-1g1s"]["trained"] == runs[0].results["comigs-1g1s"]["trained"]
-    recorded = RunFolder(Path("a")).description["config"]
-    assert parse(recorded) == runs[0].config
+    assert parse(RunFolder(Path("a")).description["config"]) == runs[0].config
     # Also from another folder, as relative paths were made absolute.
     monkeypatch.chdir(tmp_path.parent)
     assert coterie.resume(tmp_path / "runs" / "small").results == runs[0].results
@@ -109,8 +108,7 @@ def test_what_cannot_run_is_refused_before_training(change, values, tmp_path, co
 
 def test_resuming_a_finished_run_only_gives_its_results(config, tmp_path, counted) -> None:
     run = coterie.run(config(rounds=1), out=tmp_path / "run")
-    again = coterie.resume(run.path)
-    assert again.results == run.results
+    assert coterie.resume(run.path).results == run.results
     assert counted == ["comigs-1g1s-0"]
     with pytest.raises(CoterieError, match="already contains a run"):
         coterie.run(config(rounds=1), out=run.path)
@@ -179,8 +177,7 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
     coterie.compare(config(), methods[:1], out=out)
     with pytest.raises(KeyboardInterrupt):
         coterie.compare(config(), methods, out=out, callbacks=[StopAfterFirstRound()])
-    cell = next(out.glob("fedavg-*"))
-    assert RunFolder(cell).turns() == 1
+    assert RunFolder(next(out.glob("fedavg-*"))).turns() == 1
     continued = coterie.compare(config(), methods, out=out)
     assert counted == ["pretrained-0", "fedavg-0", "fedavg-0"]
     fresh = coterie.run(config(method="fedavg"), out=tmp_path / "fresh")

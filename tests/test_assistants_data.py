@@ -41,8 +41,7 @@ Row = tuple[str, str, str]
 
 def read_rows(person: str, split: str) -> list[Row]:
     """Return the conversations of a person's file."""
-    file = FOLDER / person / f"{split}.jsonl"
-    records = list(read_records(file, person))
+    records = list(read_records((FOLDER / person / f"{split}.jsonl"), person))
     rows: list[Row] = []
     for record, item in zip(records, conversations(records, MessagesSpec()), strict=True):
         assert [turn.role for turn in item.turns] == ["user", "assistant"]

@@ -163,8 +163,7 @@ def test_units_and_image_agree_about_the_ports() -> None:
     assert f"--publish {port}:{port}" in PAGE
     metrics = ":".join(address(server, "--metrics"))
     assert metrics.startswith("127.0.0.1:")  # without TLS, and not for other machines
-    ports = set(re.findall(r"--metrics [0-9.]+:([0-9]+)", PAGE))
-    assert ports == {metrics.partition(":")[2]}
+    assert set(re.findall(r"--metrics [0-9.]+:([0-9]+)", PAGE)) == {metrics.partition(":")[2]}
     assert f"http://{metrics}/health" in PAGE
 
 
@@ -244,8 +243,7 @@ def test_the_image_is_made_of_what_is_there() -> None:
     assert f"\n{extra} = [" in project
     entry = json.loads(re.findall(r"^ENTRYPOINT (.+)$", CONTAINERFILE, flags=re.MULTILINE)[0])
     assert f"\n{entry[0]} = " in project
-    users = re.findall(r"^USER (\w+)$", CONTAINERFILE, flags=re.MULTILINE)
-    assert users == ["coterie"]
+    assert re.findall(r"^USER (\w+)$", CONTAINERFILE, flags=re.MULTILINE) == ["coterie"]
 
 
 @pytest.mark.parametrize("text", re.findall(r"^RUN (.+?[^\\])$", CONTAINERFILE, re.DOTALL | re.M))

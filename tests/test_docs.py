@@ -50,8 +50,7 @@ def test_the_example_of_freezing_runs(config) -> None:
         before = {name: copied(tensors) for name, tensors in tensors_of(client, run).items()}
         run.open(run.config.turn(exchange), sorted(run.clients))
         expected = server.expects(run.value, "poet", run.exchange)["adapter"]
-        uploads = one_round(run, exchange)
-        assert expected.keys() == uploads["poet"]["adapter"].keys()
+        assert expected.keys() == one_round(run, exchange)["poet"]["adapter"].keys()
         parameters = server.parameters
         assert {parameters[name].factor for name in expected} == {"B"}
         after = tensors_of(client, run)
@@ -109,7 +108,6 @@ def test_the_page_lists_every_hook() -> None:
     }
     assert set(re.findall(r"^\| `(on_.*?)`", page, re.MULTILINE)) == hooks
     described = re.search(r"`run` has (.*?) \|", page)
-    assert described is not None
     assert re.findall(r"`(\w+)`", described[1]) == [field.name for field in fields(RunStart)]
 
 

@@ -41,10 +41,8 @@ def test_every_client_is_given_the_one_public_text(config: Config) -> None:
     for participant in everyone.values():
         context = client_context(run, base, participant, lambda *_: None)
         assert context.public is first  # tokenised once
-    assert first is not None
     assert torch.equal(first.ids, wanted.ids)
     together = participants(run.model_copy(update={"pooled": True}))[EVERYONE].public
-    assert together is not None
     assert torch.equal(together.ids, wanted.ids)
     assert participants(config())["poet"].public is None
 
@@ -189,15 +187,12 @@ def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: C
     words = load_tokenizer("tiny-gpt2")
     run = config(clients=[], divide=divide, server={}, method="fedmkt")
     who = gathered(run, words)
-    assert who.server is not None
     assert who.server.tests == {}
-    publics = {id(p.public) for p in who.clients}
-    assert publics == {id(who.server.data.train)}
+    assert {id(p.public) for p in who.clients} == {id(who.server.data.train)}
     assert isinstance(who.server.data.train, Tokens)
     share = len(who.server.data.train.ids) / sum(len(words(t)["input_ids"]) for t in texts_of(run))
     assert share == pytest.approx(0.2, abs=0.03)
     scored = gathered(config(**{**run.as_dict(), "server": {"test": "poet.txt"}}), words)
-    assert scored.server is not None
     assert scored.server.tests.keys() == {"server"}
 
 

@@ -91,8 +91,7 @@ COMMANDS: list[Callable[[Path], list[str]]] = [
 def finished(values, tmp_path_factory) -> Path:
     """The folder of a finished run of seconds, with a server's logs, as a deployment has them."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    evaluation = {"every": 1}
-    api.run(parse(values(rounds=2, method="fedavg", evaluation=evaluation)), out=folder)
+    api.run(parse(values(rounds=2, method="fedavg", evaluation={"every": 1})), out=folder)
     (folder / "server.log").write_text("poet is here\n")
     for name in ("without.json", "received.json"):
         (folder / name).write_text('{"clients": ["whaler"]}')

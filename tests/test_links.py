@@ -47,8 +47,7 @@ def finished(values, tmp_path_factory) -> dict[str, Path]:
     api.run(config, out=folder / "local")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coterie.deployment.seats.RETRY", 0.0)
-        network = Loop(workers(config, folder / "clients"))
-        server(config, folder / "server", network).rounds()
+        server(config, folder / "server", Loop(workers(config, folder / "clients"))).rounds()
     for run in (folder / "local", folder / "server"):
         for log in ("server.log", "server.log.1"):
             (run / log).write_text("poet is here\n")
@@ -61,8 +60,7 @@ def finished(values, tmp_path_factory) -> dict[str, Path]:
 
 
 def contents(secret: Path) -> dict[str, tuple[bytes, int, int, int]]:
-    files = sorted(p for p in [secret, *secret.rglob("*")] if p.is_file())
-    stats = {p: p.stat() for p in files}
+    stats = {p: p.stat() for p in sorted(p for p in [secret, *secret.rglob("*")] if p.is_file())}
     return {str(p): (p.read_bytes(), s.st_mode, s.st_uid, s.st_nlink) for p, s in stats.items()}
 
 
@@ -99,8 +97,7 @@ def check(command: str, finished: dict[str, Path], tmp_path: Path, every: int) -
         result = CliRunner().invoke(app, COMMANDS[command](run), input="")
         where = f"{command} with a link at {name}: {result.exception!r}"
         assert contents(secret) == before, where
-        told = result.output + str(result.exception)
-        assert SECRET not in told, where
+        assert SECRET not in result.output + str(result.exception), where
         assert not any(
             SECRET.encode() in p.read_bytes()
             for p in run.rglob("*")

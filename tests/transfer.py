@@ -78,8 +78,7 @@ def transfer(
         LossyProxy(port, fault, rate=rate, every=every) as proxy,
     ):
         server = pool.submit(_serve, folder, port, size)
-        client = pool.submit(_answer, folder, proxy.address, size)
-        ends = server.result(), client.result()
+        ends = server.result(), pool.submit(_answer, folder, proxy.address, size).result()
         seconds = time.monotonic() - began
     return Transfer(size, seconds, len(proxy.interruptions), proxy.carried, *ends)
 
@@ -136,5 +135,4 @@ def _start() -> int:
 
 
 def _resident(which: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{which}:")[2].split()[0]) * 1024
+    return int(Path("/proc/self/status").read_text().partition(f"{which}:")[2].split()[0]) * 1024

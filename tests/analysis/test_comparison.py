@@ -12,8 +12,7 @@ from coterie.errors import CoterieError
 
 def run(nats: list[float], seed: int = 0, of: str = "x") -> dict[str, Any]:
     """A run of one client, whose text has windows of one token each."""
-    perplexity = math.exp(sum(nats) / len(nats))
-    scores = {"ada": {"perplexity": perplexity, "bits_per_byte": 1.0}}
+    scores = {"ada": {"perplexity": math.exp(sum(nats) / len(nats)), "bits_per_byte": 1.0}}
     items = {"trained": {"ada": {"of": of, "nats": nats, "tokens": [1] * len(nats)}}}
     both = {"trained": scores, "aggregated": scores}
     return {"reports": "trained", **both, "seed": seed, "items": items}
@@ -89,8 +88,7 @@ def test_rows_of_several_seeds_are_compared_over_them() -> None:
 
 def test_rows_that_cannot_be_paired_have_no_mark_and_a_reason() -> None:
     found = {"best": [BEST], "old": [OLD], "elsewhere": [ELSEWHERE], "far": [FAR]}
-    comparison = Comparison("c", found)
-    table, differences = comparison.tables()
+    table, differences = Comparison("c", found).tables()
     assert [row[-1] for row in table.rows] == ["1", "1", "1", "4"]
     assert "Not compared with best: old; deployed runs, and runs made with earlier" in table.note
     assert "Not compared with best: elsewhere; they were scored on different" in table.note

@@ -149,8 +149,7 @@ def test_clients_with_the_same_text_are_resampled_together() -> None:
 def test_only_seeds_that_both_have_are_compared() -> None:
     chance = np.random.default_rng(3)
     runs = [outcome(seed, ada=windows(chance, 20, "x")) for seed in (0, 1, 2)]
-    whole = difference(runs[:2], [runs[1]], PERPLEXITY)
-    assert whole.value == 0  # seed 1 with itself
+    assert difference(runs[:2], [runs[1]], PERPLEXITY).value == 0  # seed 1 with itself
     with pytest.raises(Unpaired, match="no seed in common"):
         difference(runs[:1], runs[1:], PERPLEXITY)
 
@@ -203,12 +202,10 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says(nested, monkeypat
         rows: list[list[Any]] = [[], []]
         for seed in range(seeds):
             luck = chance.normal() / 50
-            noise = chance.normal(size=count) / 20
-            gain = hard[seed % len(hard)] + luck + noise
+            gain = hard[seed % len(hard)] + luck + chance.normal(size=count) / 20
             common = chance.normal(size=count)
             for row, shares in zip(rows, (0.5 + gain + common, common), strict=True):
-                of = f"x{seed % len(hard)}"
-                items = {"of": of, "nats": [1] * count, "tokens": [1] * count}
+                items = {"of": f"x{seed % len(hard)}", "nats": [1] * count, "tokens": [1] * count}
                 row.append(outcome(seed, ada=items | {"accuracy": shares.tolist()}))
         found = difference(rows[0], rows[1], ACCURACY)
         held += found.low <= 0.5 <= found.high

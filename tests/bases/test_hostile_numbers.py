@@ -114,8 +114,7 @@ def test_a_header_of_no_gguf_file_is_refused(name, tmp_path) -> None:
 
 def test_a_gguf_file_too_small_for_its_model_is_refused(model, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
-    fields = read_header(file).fields
-    assert fields["llama.block_count"] == model.config.num_hidden_layers
+    assert read_header(file).fields["llama.block_count"] == model.config.num_hidden_layers
     key = b"llama.block_count" + struct.pack("<I", 4)
     content = file.read_bytes()
     place = content.index(key) + len(key)

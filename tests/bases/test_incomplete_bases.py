@@ -22,6 +22,7 @@ from coterie.errors import CoterieError
 
 Tensors = dict[str, torch.Tensor]
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 12345\n"
+EMBEDDING = "transformer.wte.weight"
 SHARD = "model-0000{}-of-00002.safetensors"
 
 
@@ -52,32 +53,25 @@ def fill(folder: Path, part: str, value: float) -> None:
 
 
 def add_layer(folder: Path) -> None:
-    def copy(tensors: Tensors) -> None:
-        layer = {n.replace("h.1.", "h.2."): t.clone() for n, t in tensors.items() if "h.1." in n}
-        tensors.update(layer)
-
-    change(folder, copy)
+    change(
+        folder, lambda t: t.update({n.replace(".1.", ".2."): t[n] + 0 for n in [*t] if "h.1." in n})
+    )
 
 
 def rename(folder: Path) -> None:
-    def prefix(tensors: Tensors) -> None:
-        renamed = {f"base_model.model.{name}": tensors.pop(name) for name in list(tensors)}
-        tensors.update(renamed)
-
-    change(folder, prefix)
+    change(folder, lambda t: t.update({f"base_model.model.{name}": t.pop(name) for name in [*t]}))
 
 
-def shard(folder: Path) -> None:
+def shard(folder: Path, second: Callable[[Path], object] = Path.stat) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = {name: SHARD.format(1 + i % 2) for i, name in enumerate(tensors)}
     for file in set(names.values()):
-        save_file(
-            {n: tensors[n] for n in names if names[n] == file}, folder / file, {"format": "pt"}
-        )
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": names})
-    )
+        part = {n: tensors[n] for n in names if names[n] == file}
+        save_file(part, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    second(folder / SHARD.format(2))
 
 
 def cut(folder: Path, name: str, part: float = 0.5) -> None:
@@ -116,16 +110,6 @@ def without_tokenizer(folder: Path) -> None:
         file.unlink()
 
 
-def lost_shard(folder: Path) -> None:
-    shard(folder)
-    (folder / SHARD.format(2)).unlink()
-
-
-def shard_pointer(folder: Path) -> None:
-    shard(folder)
-    (folder / SHARD.format(2)).write_text(POINTER)
-
-
 def bare_adapter(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
@@ -149,10 +133,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another width": (lambda f: configure(f, n_embd=16), r"does not match its config\.json"),
     "another context": (lambda f: configure(f, n_positions=33), r"transformer\.wpe\.weight has"),
-    "NaN": (
-        lambda f: fill(f, "h.1.mlp.c_fc.weight", float("nan")),
-        r"h\.1\.mlp\.c_fc\.weight cont",
-    ),
+    "NaN": (lambda f: fill(f, "c_fc.weight", float("nan")), r"\.mlp\.c_fc\.weight cont"),
     "infinity": (lambda f: fill(f, "ln_f.weight", float("inf")), r"ln_f\.weight contains values"),
 }
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -172,8 +153,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"contains no weights"),
     "a pickle": (lambda f: replace_weights(f, "pytorch_model.bin"), r"pickle \(pytorch_model\.bin"),
     "GGUF": (lambda f: replace_weights(f, "m.gguf"), r"stores its weights in m\.gguf"),
-    "a shard is missing": (lost_shard, r"lacks the weight file model-00002-of-00002"),
-    "a pointer as a shard": (shard_pointer, r"model-00002-of-00002\.safetensors is a Git LFS"),
+    "a shard is missing": (
+        lambda f: shard(f, Path.unlink),
+        r"lacks the weight file model-00002-of-00002",
+    ),
+    "a pointer as a shard": (
+        lambda f: shard(f, lambda file: file.write_text(POINTER)),
+        r"model-00002-of-00002\.safetensors is a Git LFS",
+    ),
     "an adapter": (bare_adapter, r"PEFT adapter of 'some/model'"),
     "an adapter beside a model": (write_adapter, r"PEFT adapter of 'some/model'"),
     "an unknown architecture": (
@@ -239,12 +226,9 @@ def test_a_quantised_base_with_nan_is_refused(weights, folder) -> None:
 
 
 def old_buffers(folder: Path) -> None:
-    def add(tensors: Tensors) -> None:
-        for layer in range(2):
-            tensors[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 8, 8)
-            tensors[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-
-    change(folder, add)
+    masks = {"bias": torch.ones(1, 1, 8, 8), "masked_bias": torch.tensor(-1e4)}
+    names = {f"transformer.h.{n}.attn.{name}": masks[name] + 0 for n in (0, 1) for name in masks}
+    change(folder, lambda t: t.update(names))
 
 
 @pytest.mark.parametrize(
@@ -253,9 +237,7 @@ def old_buffers(folder: Path) -> None:
         old_buffers,
         shard,
         lambda f: change(f, lambda t: t.update({"v_head.weight": torch.ones(1, 4)})),
-        lambda f: change(
-            f, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 0})
-        ),
+        lambda f: change(f, lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 0})),
         lambda f: (f / "trainer_state.json").write_text(POINTER),
     ],
     ids=["causal masks", "shards", "another head", "tied head", "an unrelated file"],
@@ -274,9 +256,7 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path) -> None:
     assert load_base(str(folder), "fp32", 16).digest == whole
     bias = torch.ones(load_skeleton(str(folder)).config.hidden_size)
     change(folder, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": bias}))
-    with pytest.raises(
-        CoterieError, match=r"does not describe model\.layers\.0\.self_attn\.q_proj"
-    ):
+    with pytest.raises(CoterieError, match=r"not describe model\.layers\.0\.self_attn\.q_proj"):
         load_base(str(folder), "fp32", 16)
 
 

@@ -99,14 +99,11 @@ def test_an_adapter_of_another_base_s_name_is_warned_of(bases, adapter, tmp_path
     assert "was trained on someone/else, but the base is" in record.message
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    weights = load_file(folder / "adapter_model.safetensors")
+def rewrite(folder: Path, base: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Write an adapter whose weights are changed."""
+    weights = load_file(write_lora(folder, base) / "adapter_model.safetensors")
     change(weights)
     save_file(weights, folder / "adapter_model.safetensors")
-
-
-def fill(weights: dict[str, Tensor]) -> None:
-    next(iter(weights.values())).fill_(float("nan"))
 
 
 def prompt(folder: Path, base: Path) -> None:
@@ -115,32 +112,15 @@ def prompt(folder: Path, base: Path) -> None:
     get_peft_model(model, config).save_pretrained(str(folder))
 
 
-def pickled(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-
-
 def cut(folder: Path, base: Path) -> None:
     write_lora(folder, base)
     weights = (folder / "adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(weights[:300])
 
 
-def surplus(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
-    rewrite(folder, lambda weights: weights.update({name: torch.zeros(4, 32)}))
-
-
-def lacking(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    rewrite(folder, lambda weights: weights.pop(name, None) is None)
-
-
-def damaged(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    rewrite(folder, fill)
+def a_of(layer: int) -> str:
+    """Return the name of a matrix A of an adapter."""
+    return f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(
@@ -148,21 +128,30 @@ def damaged(folder: Path, base: Path) -> None:
     [
         (lambda f, b: f.rmdir(), "`adapter`: there is no folder .*; correct the path"),
         (lambda f, b: None, r"the file adapter_config\.json is missing"),
-        (pickled, r"the file adapter_model\.safetensors is missing"),
+        (
+            lambda f, b: (write_lora(f, b) / "adapter_model.safetensors").rename(f / "a.bin"),
+            r"the file adapter_model\.safetensors is missing",
+        ),
         (cut, r"adapter_model\.safetensors is damaged or incomplete"),
         (prompt, "the type 'PROMPT_TUNING'; `adapter` accepts only LoRA"),
         (lambda f, b: write_lora(f, b, use_dora=True), "more than plain LoRA .use_dora: True"),
         (lambda f, b: write_lora(f, b, modules_to_save=["lm_head"]), "LoRA .modules_to_save"),
         (lambda f, b: write_lora(f, b, bias="all"), "more than plain LoRA .bias: 'all'"),
+        (lambda f, b: write_lora(f, b, init_lora_weights="pissa"), "LoRA .init_lora_weights: 'pis"),
         (
-            lambda f, b: write_lora(f, b, init_lora_weights="pissa"),
-            "LoRA .init_lora_weights: 'pissa'",
+            lambda f, b: rewrite(f, b, lambda w: w.update({a_of(7): torch.zeros(4, 32)})),
+            r"does not fit the base .*layers\.7\.self_attn\.q_proj\.lora_A",
         ),
-        (surplus, r"does not fit the base .*layers\.7\.self_attn\.q_proj\.lora_A"),
-        (lacking, r"does not fit the base .* lacks the tensor .*lora_A"),
-        (damaged, "damaged: it contains values that are not finite"),
+        (
+            lambda f, b: rewrite(f, b, lambda w: w.pop(a_of(0))),
+            r"does not fit the base .* lacks the tensor .*lora_A",
+        ),
+        (
+            lambda f, b: rewrite(f, b, lambda w: w[a_of(0)].fill_(float("nan"))),
+            "damaged: it contains values that are not finite",
+        ),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_what_is_no_usable_adapter_is_said_in_a_sentence(make, words, bases, tmp_path) -> None:
     folder = tmp_path / "adapter"

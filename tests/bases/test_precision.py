@@ -31,8 +31,7 @@ def test_processors_without_avx512_are_those_without_kernels() -> None:
     flags = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not flags.exists():
         pytest.skip("needs Linux on x86-64")
-    needed = {"avx512vl", "avx512bw", "avx512dq"}
-    has_kernels = needed <= set(flags.read_text().split())
+    has_kernels = {"avx512vl", "avx512bw", "avx512dq"} <= set(flags.read_text().split())
     assert fast_precision("cpu") == ("bf16" if has_kernels else "fp32")
 
 
@@ -64,8 +63,7 @@ def test_a_gpu_that_emulates_bf16_computes_in_fp32(found, native, chosen, monkey
 @pytest.mark.parametrize("fast", ["bf16", "fp32"])
 def test_a_run_without_a_precision_keeps_its_first(fast, values, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: fast)
-    training = {"steps": 1, "batch": 2}
-    run = parse(values(training=training, rounds=1))
+    run = parse(values(training={"steps": 1, "batch": 2}, rounds=1))
     assert run.training.precision == run.precision == fast
     done = coterie.run(run, out=tmp_path / "run")
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: "neither")
@@ -76,8 +74,7 @@ def test_a_run_without_a_precision_keeps_its_first(fast, values, tmp_path, monke
 
 def test_a_given_precision_and_stored_weights_decide(values, monkeypatch) -> None:
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: "fp32")
-    given = values(training={"precision": "bf16"})
-    assert parse(given).precision == "bf16"
+    assert parse(values(training={"precision": "bf16"})).precision == "bf16"
     stored = values(training={}, bases={"poet": {"name": "tiny-gpt2", "weights": "bf16"}})
     stored["method"] = "local"
     assert parse(stored).precision == "bf16"

@@ -128,8 +128,7 @@ def test_resuming_gives_the_same_bits(
 
 @pytest.mark.slow
 def test_a_deployment_ends_in_the_same_bits(config, folders, tmp_path) -> None:
-    base = {"name": folders["llama"], "weights": "nf4"}
-    run = config(base=base, rounds=1)
+    run = config(base={"name": folders["llama"], "weights": "nf4"}, rounds=1)
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
     deploy(run, tmp_path)
     assert_as_local(run, tmp_path, local)

@@ -27,8 +27,7 @@ def test_a_format_is_kept_told_and_another_run() -> None:
     assert run.visible_to("poet")["base"] == {"name": "gpt2", "revision": "v1"}
     assert run.digest() != parse({**CLIENTS, "base": "gpt2", "bases": {"poet": "gpt2"}}).digest()
     assert len({run.base, run.base_of("poet"), BaseSpec.model_validate(NF4)}) == 2
-    own = parse({**CLIENTS, "server": {"base": NF4}})
-    assert own.base_of("server") == run.base
+    assert parse({**CLIENTS, "server": {"base": NF4}}).base_of("server") == run.base
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def test_what_the_base_would_rather_do_is_set_aside(bases) -> None:
     base = adapted(str(bases / "gpt2"))
     plain = continuations(base, base.model, prompts(), 6, 4)
     config = base.model.generation_config
-    assert config is not None
     config.repetition_penalty, config.do_sample, config.temperature = 5.0, True, 9.0
     assert continuations(base, base.model, prompts(), 6, 4) == plain
 
@@ -169,8 +168,7 @@ def test_an_answer_ends_with_the_marker_of_its_template(bases, marker) -> None:
     found = continuations(base, base.model, prompts, 6, 3, [stop])
     assert found == [text.split(stop)[0] for text in whole]
     assert len(found[0]) < len(whole[0])
-    texts = generate_answers(base, base.model, samples, 6, 2)
-    assert texts == [text.strip() for text in whole]
+    assert generate_answers(base, base.model, samples, 6, 2) == [text.strip() for text in whole]
 
 
 def test_a_token_of_its_own_ends_an_answer(bases) -> None:

@@ -26,8 +26,7 @@ SHIPPED = ["alpaca", "plain", "chat"]
 
 def test_near_pairs_are_those_of_the_definition(passages: list[str]) -> None:
     draw = random.Random(1)
-    versions = [changed(passages[0], 2, draw) for _ in range(6)]
-    records = [[text] for text in passages + versions]
+    records = [[text] for text in passages + [changed(passages[0], 2, draw) for _ in range(6)]]
     wanted = naive_pairs(records)
     assert len(wanted) > 30  # all versions of the first text, and some of the changed ones
     assert near_pairs(records) == wanted

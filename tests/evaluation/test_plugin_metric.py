@@ -90,8 +90,7 @@ def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> 
     table = done.table()
     assert "distinct-2 (%)" in table.title
     assert table.rows[0] == [clients[0], f"{100 * scores[clients[0]]['distinct-2']:.2f}"]
-    plugin = RunFolder(done.path).description["plugins"]["metric distinct-2"]
-    assert plugin["file"] == str(EXAMPLE)
+    assert RunFolder(done.path).description["plugins"]["metric distinct-2"]["file"] == str(EXAMPLE)
 
     comparison = Comparison("c", {"local": [outcome], "again": [outcome]}, asked="distinct-2")
     assert "distinct-2 (%)" in comparison.table().title

@@ -19,8 +19,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def fields(file: Path) -> dict[str, Any]:
-    reader = gguf.GGUFReader(file)
-    return {name: field.contents() for name, field in reader.fields.items()}
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
 @pytest.fixture

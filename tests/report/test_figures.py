@@ -104,8 +104,7 @@ def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_
 
 def test_a_run_says_which_figure_is_drawn(written) -> None:
     asked = {"every": None, "split": "test", "metric": "perplexity"}
-    run = written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)
-    assert one(run).metric is PERPLEXITY
+    assert one(written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)).metric is PERPLEXITY
 
 
 @pytest.fixture
@@ -250,8 +249,7 @@ def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) ->
     ]
     written("cmp/0", LOCAL, 0, figures=figures)
     (weights,) = trust_matrices(one(tmp_path / "cmp").all).values()
-    rows = weights.to_numpy().tolist()
-    assert rows == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
+    assert weights.to_numpy().tolist() == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
 
 
 def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_path) -> None:

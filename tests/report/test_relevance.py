@@ -75,8 +75,7 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
             expected = [float(mean @ expert) / mean.numel() ** 0.5 for expert in known]
             scores = relevance_to(server, value, path, embedding[None])
             assert scores[0].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    names = sorted(folder.description["clients"])
-    assigned = server.choices(value, names, config.exchanges)
+    assigned = server.choices(value, sorted(folder.description["clients"]), config.exchanges)
     for held in assigned.values():  # each of five experts has chosen two clients
         assert all(1 <= len(experts) <= 5 for experts in held.values())
     assert sum(len(held[path]) for held in assigned.values()) == 10
@@ -111,8 +110,7 @@ def test_the_caption_says_where_scikit_learn_is_missing(run, monkeypatch) -> Non
 
 def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> None:
     monkeypatch.setattr(relevance, "_tsne", lambda: None)
-    chance = np.random.default_rng(0)
-    rows = chance.normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
+    rows = np.random.default_rng(0).normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
     found, name = reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
     assert name == relevance.NOT_INSTALLED
     assert [len(points) for points in found.values()] == [10, 20]
@@ -125,8 +123,7 @@ def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> No
 @pytest.mark.parametrize(("rows", "name"), [(3, relevance.COMPONENTS), (8, "t-SNE")])
 def test_the_reduction_that_was_used_is_named(rows, name) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    vectors = np.random.default_rng(0).normal(size=(rows, 5))
-    assert reduce_to_plane({"ada": vectors}, 0)[1] == name
+    assert reduce_to_plane({"ada": np.random.default_rng(0).normal(size=(rows, 5))}, 0)[1] == name
 
 
 def test_a_long_text_gives_evenly_spaced_samples() -> None:

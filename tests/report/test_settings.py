@@ -81,8 +81,7 @@ def test_a_number_per_client_is_offered_where_the_method_accepts_it(name) -> Non
     rows = {row[0]: row[2] for row in method_table(name).rows}
     offered = {key for key, text in rows.items() if text.endswith("{CLIENT: N, others: N}")}
     settings = METHODS[name]
-    names = ("poet", "diarist", "whaler")
-    facts = RunFacts(names, public=True, server=True, instructions=True)
+    facts = RunFacts(("poet", "diarist", "whaler"), public=True, server=True, instructions=True)
     method_from(settings).check(facts)  # the settings are valid for these clients
     for key in rows:
         if (field := key.removeprefix("mlp.")) == key or field in ("placement",):

@@ -87,8 +87,7 @@ def test_another_format_is_refused_by_commands(command, other, monkeypatch, caps
         with pytest.raises(SystemExit) as left:
             main()
         assert left.value.code == 2
-        shown = capsys.readouterr().err
-        assert "".join(shown.split()) == "".join(f"Error: {sentence}".split())
+        assert "".join(capsys.readouterr().err.split()) == "".join(f"Error: {sentence}".split())
     assert content(path) == before
 
 

@@ -100,8 +100,7 @@ def test_answers_do_not_depend_on_other_requests(models: Models, scheduler: Sche
     wanted: list[tuple[ServedModel, list[int], int, int]] = []
     for number in range(25):
         model = models.by_name[NAMES[number % len(NAMES)]]
-        room = 30 if model.method == "fedprompt" else 150
-        ids = prompt(1 + number * 37 % room, number)
+        ids = prompt(1 + number * 37 % (30 if model.method == "fedprompt" else 150), number)
         count = 1 + number * 7 % 26
         tokens = alone(model, ids, count)
         end = tokens[count // 2] if number % 3 == 0 else NEVER
@@ -168,8 +167,7 @@ def test_logprobs_and_routing_are_those_of_the_model(models, scheduler) -> None:
     tokens = [token for piece in asked.pieces for token in piece.tokens]
     for token, row, share in zip(tokens, logits, shares, strict=True):
         assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
-        best = row.topk(3)
-        assert [id for id, _ in token.top] == best.indices.tolist()
+        assert [id for id, _ in token.top] == row.topk(3).indices.tolist()
         assert token.roles["generalist"] == pytest.approx(float(share[0]), abs=1e-4)
         assert sum(token.roles.values()) == pytest.approx(1, abs=1e-5)
 

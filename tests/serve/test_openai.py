@@ -19,14 +19,12 @@ def client(models: Models) -> Iterator[OpenAI]:
 
 
 def test_it_chats_and_streams(client: OpenAI) -> None:
-    names = [model.id for model in client.models.list()]
-    assert "comigs-1g1s:anna" in names
+    assert "comigs-1g1s:anna" in [model.id for model in client.models.list()]
     assert client.models.retrieve("comigs-1g1s:anna").owned_by == "coterie"
     asked: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 16}
     whole = client.chat.completions.create(model="anna", **asked)
     text = whole.choices[0].message.content
     assert text
-    assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     stream = client.chat.completions.create(
         model="anna", stream=True, stream_options={"include_usage": True}, **asked

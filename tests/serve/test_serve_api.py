@@ -119,8 +119,7 @@ def test_a_completion_continues_the_text(server, models: Models) -> None:
 
 
 def test_an_empty_text_is_continued_from_the_end_token(server) -> None:
-    reply = server.post(TEXT, json={**CONTINUE, "prompt": ""})
-    assert reply.json()["usage"]["prompt_tokens"] == 1
+    assert server.post(TEXT, json={**CONTINUE, "prompt": ""}).json()["usage"]["prompt_tokens"] == 1
 
 
 def test_a_seed_repeats_a_sampled_answer(server) -> None:
@@ -143,8 +142,7 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
         assert sum(token["weights"].values()) == pytest.approx(1, abs=1e-3)
     plain = server.post(CHAT, json={**body, "model": "base:ben"}).json()["choices"][0]
     assert plain["coterie"] == {"routing": None}
-    streamed = events(server, CHAT, body)
-    tokens = [t for e in streamed for t in e["choices"][0]["coterie"]["routing"]]
+    tokens = [t for e in events(server, CHAT, body) for t in e["choices"][0]["coterie"]["routing"]]
     assert tokens == routing
 
 
@@ -264,8 +262,7 @@ def test_a_stopped_server_ends_requests_with_an_error(models: Models, monkeypatc
     with served(models) as address:
         body = {**ASK, "max_tokens": 64, "stream": True}
         streaming = httpx.stream("POST", f"{address}{CHAT}", json=body, timeout=60)
-        reply = streaming.__enter__()
-        lines = reply.iter_lines()
+        lines = streaming.__enter__().iter_lines()
         next(lines)
         post = lambda: replies.append(httpx.post(f"{address}{CHAT}", json=body | {"stream": False}))  # noqa: E731
         waiting = threading.Thread(target=post)

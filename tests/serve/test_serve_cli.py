@@ -35,7 +35,6 @@ def test_serves_the_page_and_the_api_until_ctrl_c(talks: Path, tmp_path: Path) -
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         preexec_fn=die_with_parent(),
     )
-    assert process.stdout is not None
     lines: list[str] = []
     while not lines or "Serving" not in lines[-1]:
         lines.append(process.stdout.readline())
