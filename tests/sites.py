@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import psutil
@@ -98,12 +97,7 @@ class Deployment:
         """Nothing runs yet."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill whatever still runs."""
         for name in self.programs:
             self.kill(name)

@@ -108,8 +108,7 @@ def test_what_cannot_run_is_refused_before_training(change, values, tmp_path, co
 
 def test_resuming_a_finished_run_only_gives_its_results(config, tmp_path, counted) -> None:
     run = coterie.run(config(rounds=1), out=tmp_path / "run")
-    assert coterie.resume(run.path).results == run.results
-    assert counted == ["comigs-1g1s-0"]
+    assert (coterie.resume(run.path).results, counted) == (run.results, ["comigs-1g1s-0"])
     with pytest.raises(CoterieError, match="already contains a run"):
         coterie.run(config(rounds=1), out=run.path)
     assert coterie.run(config(rounds=1), out=run.path, force=True).results.keys()

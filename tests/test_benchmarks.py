@@ -40,8 +40,7 @@ def test_the_overhead_of_comigs_is_the_papers(monkeypatch: pytest.MonkeyPatch) -
     assert (ours.router, ours.sent, ours.attention) == (12 * 2 * 768, mlp, attention)
     assert ours.flops == 2 * 128 * (2 * mlp + attention + 12 * 2 * 768)
     assert 494e6 < ours.flops < 496e6
-    assert round(2 * ours.router / 2**20, 3) == 0.035
-    assert round(2 * ours.sent / 2**20, 2) == 1.41
+    assert (round(2 * ours.router / 2**20, 3), round(2 * ours.sent / 2**20, 2)) == (0.035, 1.41)
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -181,8 +180,7 @@ def test_a_contestants_peak_excludes_the_memory_of_the_other(steps, monkeypatch)
     contestant = steps.Contestant(make, torch.device("cuda"))
     assert contestant.held == 200
     hold(100, 100)
-    assert contestant.measure()[1] == 250
-    assert contestant.measure()[1] == 260
+    assert (contestant.measure()[1], contestant.measure()[1]) == (250, 260)
 
 
 @pytest.mark.slow
@@ -228,8 +226,7 @@ def written_run(folder: Path, value: float = 1.0, **changes: Any) -> Path:
 def test_the_same_results_at_another_time_are_the_same(same, tmp_path) -> None:
     old = same.contents(written_run(tmp_path / "old"))
     new = same.contents(written_run(tmp_path / "new", seconds=0.2, version="2"))
-    assert len(old) == 4
-    assert same.differences(old, new) == []
+    assert (len(old), same.differences(old, new)) == (4, [])
 
 
 def next_float() -> float:
@@ -280,8 +277,7 @@ def test_two_runs_without_files_are_not_the_same(same, tmp_path) -> None:
 def test_a_deployed_run_is_compared_without_its_number(same, tmp_path) -> None:
     old = same.contents(written_run(tmp_path / "old/poet-0123456789abcdef").parent)
     new = same.contents(written_run(tmp_path / "new/poet-fedcba9876543210").parent)
-    assert len(old) == 4
-    assert same.differences(old, new) == []
+    assert (len(old), same.differences(old, new)) == (4, [])
 
 
 def test_a_run_that_fails_is_a_difference(same, tmp_path, monkeypatch) -> None:

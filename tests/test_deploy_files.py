@@ -104,8 +104,7 @@ def test_run_files_of_the_page_are_deployments(text: str, tmp_path: Path) -> Non
     path = tmp_path / "us.yaml"
     path.write_text(text, encoding="utf-8")
     config = load_deployment(read_values(path), ["alice", "bob"])
-    assert config.name == "us"
-    assert [client.name for client in config.clients] == ["alice", "bob"]
+    assert (config.name, [client.name for client in config.clients]) == ("us", ["alice", "bob"])
     with pytest.raises(CoterieError, match="'bob' has no key"):
         check_start(config, ["alice"])
 
@@ -124,8 +123,7 @@ def test_the_page_explains_every_key_of_the_deployment() -> None:
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 def test_a_unit_starts_what_the_cli_takes(path: Path) -> None:
     program, role, *rest = start(path)
-    assert program == PROGRAM
-    assert role == path.stem.removeprefix("coterie-")
+    assert (program, role) == (PROGRAM, path.stem.removeprefix("coterie-"))
     parse([role, *rest])
 
 
@@ -223,8 +221,7 @@ def test_the_health_check_tells_a_server_that_answers_from_one_that_does_not(tmp
         again = deployment.serve("--metrics", f"127.0.0.1:{port}", "--resume")
         deployment.wait(lambda: health(again.process.pid) == 0)
         again.send(signal.SIGTERM)
-        assert again.end(20) == 130
-        assert health(again.process.pid) == 1
+        assert (again.end(20), health(again.process.pid)) == (130, 1)
 
 
 def test_files_that_the_page_installs_exist() -> None:

@@ -116,8 +116,7 @@ def test_sentencepiece_offsets_are_the_characters_of_each_token(sentencepiece):
 
 def test_sentencepiece_vocabulary_is_full_and_laid_out_as_said(sentencepiece):
     tokens = [sentencepiece.id_to_token(i) for i in range(sentencepiece.get_vocab_size())]
-    assert len(tokens) == 520
-    assert tokens[0] == script.END
+    assert (len(tokens), tokens[0]) == (520, script.END)
     assert tokens[1:257] == [f"<0x{byte:02X}>" for byte in range(256)]
     assert [added.content for added in sentencepiece.get_added_tokens_decoder().values()] == [
         script.END

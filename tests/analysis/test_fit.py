@@ -85,8 +85,7 @@ def test_what_fits_nothing_is_told_the_smallest_need() -> None:
 
 
 def test_sizes_have_decimal_or_binary_units() -> None:
-    assert parsed_size("24GB") == 24 * 10**9
-    assert parsed_size(" 1.5 gib") == 3 * 2**29
+    assert (parsed_size("24GB"), parsed_size(" 1.5 gib")) == (24 * 10**9, 3 * 2**29)
     for wrong in ("24", "GB", "24 potatoes", "-1GB", "24KB"):
         with pytest.raises(CoterieError, match="give a size such as 24GB"):
             parsed_size(wrong)

@@ -97,11 +97,9 @@ def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
     rarer = min(sum(n <= 0 for n in naive), sum(n >= 0 for n in naive))
     assert found.p == pytest.approx(min(1, 2 * (rarer + 1) / (DRAWS + 1)))
-    means = [
-        np.mean([s["perplexity"] for r in results for s in r["trained"].values()])
-        for results in (one, other)
-    ]
-    assert found.value == pytest.approx(means[0] - means[1])
+    scores = ([s["perplexity"] for r in row for s in r["trained"].values()] for row in (one, other))
+    first, second = map(np.mean, scores)
+    assert found.value == pytest.approx(first - second)
 
 
 def test_shares_are_means_over_the_samples_that_have_them() -> None:
@@ -134,14 +132,8 @@ def test_clients_with_the_same_text_are_resampled_together() -> None:
     chance = np.random.default_rng(7)
     better, worse = (windows(chance, 60, "x", shift) for shift in (0, 0.02))
     alone = difference([outcome(0, a=better)], [outcome(0, a=worse)], PERPLEXITY)
-    shared, apart = (
-        difference(
-            [outcome(0, a=better, b={**better, "of": of})],
-            [outcome(0, a=worse, b={**worse, "of": of})],
-            PERPLEXITY,
-        )
-        for of in "xy"
-    )
+    pairs = ([outcome(0, a=x, b={**x, "of": of}) for x in (better, worse)] for of in "xy")
+    shared, apart = (difference([one], [other], PERPLEXITY) for one, other in pairs)
     assert shared == alone
     assert apart.high - apart.low < 0.9 * (alone.high - alone.low)
 
@@ -165,14 +157,14 @@ def test_rows_are_compared_each_by_itself() -> None:
         assert found[name] == difference(row, b, PERPLEXITY)
 
 
+OTHER = {"of": "x", "nats": [1], "tokens": [1]}
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"items": {}}, "deployed runs, and runs made with earlier versions of Coterie"),
-        (
-            {"items": {"trained": {"ada": {"of": "x", "nats": [1], "tokens": [1]}}}},
-            "a different round",
-        ),
+        ({"items": {"trained": {"ada": OTHER}}}, "a different round"),
         ({"ada": "y"}, "different clients, texts, tokens or windows"),
         ({"bob": "x"}, "different clients, texts, tokens or windows"),
     ],
@@ -180,10 +172,9 @@ def test_rows_are_compared_each_by_itself() -> None:
 def test_windows_that_cannot_be_paired_are_refused(change, why) -> None:
     chance = np.random.default_rng(4)
     one = outcome(0, ada=windows(chance, 9, "x"))
-    if "items" in change:
-        other = outcome(0, ada=windows(chance, 9, "x")) | change
-    else:
-        other = outcome(0, **{name: windows(chance, 9, of) for name, of in change.items()})
+    texts = {"ada": "x"} if "items" in change else change
+    other = outcome(0, **{name: windows(chance, 9, of) for name, of in texts.items()})
+    other |= change if "items" in change else {}
     for first, second in ((one, other), (other, one)):
         with pytest.raises(Unpaired, match=why):
             difference([first], [second], PERPLEXITY)

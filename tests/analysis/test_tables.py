@@ -65,8 +65,7 @@ def test_a_table_of_answers_has_no_narrower_form() -> None:
 def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:
     found = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedavg": [result(a=8, b=16)] * 2}
     local, fedavg = Comparison("x", found).summary()
-    assert local["clients"] == {"a": 12, "b": 20}
-    assert local["perplexity"] == 16
+    assert (local["clients"], local["perplexity"]) == ({"a": 12, "b": 20}, 16)
     assert local["std"] == pytest.approx(math.sqrt(2))  # of 15 and 17
     assert (local["rank"], fedavg["rank"], fedavg["std"]) == (2, 1, 0)
     assert "16.00 (1.41)" in shown(Comparison("x", found).table())[4]
@@ -196,8 +195,7 @@ def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> No
     once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
     assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "16.00 (b)", "1.200", "1", "2.00"]
     alone = Comparison("x", {"local": found["local"]}).table()
-    assert alone.columns[-1] == "rank"
-    assert alone.rows[0][1] == "12.00 (2.83)"
+    assert (alone.columns[-1], alone.rows[0][1]) == ("rank", "12.00 (2.83)")
 
 
 def test_figures_are_never_cut_or_wrapped_however_many_there_are() -> None:

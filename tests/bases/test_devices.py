@@ -27,8 +27,7 @@ GPUS = [torch.device(f"cuda:{n}") for n in range(3)]
 def test_a_device_is_no_part_of_a_run_s_identity(device) -> None:
     values = {**CLIENTS, "training": {"precision": "fp32"}}  # unset, it follows the device
     run, plain = parse({**values, "device": device}), parse(values)
-    assert run.as_dict()["device"] == device
-    assert parse(run.as_dict()) == run
+    assert (run.as_dict()["device"], parse(run.as_dict())) == (device, run)
     assert run.digest() == plain.digest()
     assert "device" not in run.visible_to("poet")
 
@@ -50,8 +49,7 @@ def test_the_error_for_a_missing_device_counts_the_gpus(count, gpus, monkeypatch
     fault = f"'cuda:3' is not available: PyTorch finds {gpus} on this machine; set `device`"
     with pytest.raises(CoterieError, match=fault):
         devices_of(("cuda:0", "cuda:3") if count else "cuda:3")
-    assert names_of("auto") == ("cuda" if count else "cpu")
-    assert names_of("cpu") == "cpu"
+    assert (names_of("auto"), names_of("cpu")) == ("cuda" if count else "cpu", "cpu")
     if count == 2:
         assert names_of(("cuda:1", "cuda:0")) == "cuda:1, cuda:0"
         assert names_of("cuda:1") == "cuda:1"

@@ -165,8 +165,7 @@ def test_the_tokenizer_and_the_template_are_those_of_the_file(model, tmp_path) -
     for text in ("The sea was calm.", " Don't  go,\n\n  in 2024!", "für  Ümlaut"):
         assert tokenizer(text).input_ids == expected(text).input_ids
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.chat_template == TEMPLATE
-    assert tokenizer.eos_token == "<|endoftext|>"
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<|endoftext|>")
 
 
 def test_a_file_is_converted_once_until_it_changes(model, cache, tmp_path, monkeypatch) -> None:

@@ -56,8 +56,7 @@ def test_clients_and_servers_may_choose_different_precisions(values, monkeypatch
 def test_a_gpu_that_emulates_bf16_computes_in_fp32(found, native, chosen, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: native)
-    assert fast_precision("cuda") == chosen
-    assert fast_precision("mps") == "bf16"
+    assert (fast_precision("cuda"), fast_precision("mps")) == (chosen, "bf16")
 
 
 @pytest.mark.parametrize("fast", ["bf16", "fp32"])
@@ -77,8 +76,7 @@ def test_a_given_precision_and_stored_weights_decide(values, monkeypatch) -> Non
     assert parse(values(training={"precision": "bf16"})).precision == "bf16"
     stored = values(training={}, bases={"poet": {"name": "tiny-gpt2", "weights": "bf16"}})
     stored["method"] = "local"
-    assert parse(stored).precision == "bf16"
-    assert parse(values(training={})).precision == "fp32"
+    assert (parse(stored).precision, parse(values(training={})).precision) == ("bf16", "fp32")
 
 
 def test_a_client_slow_in_the_runs_precision_is_warned(config, tmp_path, monkeypatch) -> None:

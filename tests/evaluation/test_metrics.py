@@ -32,8 +32,7 @@ def test_what_suits_every_score_is_shown(scores, asked, key) -> None:
 
 
 def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
-    assert PERPLEXITY.cell(12.3456) == "12.35"
-    assert ACCURACY.cell(0.83064) == "83.06"
+    assert (PERPLEXITY.cell(12.3456), ACCURACY.cell(0.83064)) == ("12.35", "83.06")
     assert (PERPLEXITY.label, metric_named("rouge_l").label) == ("perplexity", "ROUGE-L (%)")
     assert sorted([0.2, 0.9, 0.5], key=ACCURACY.order) == [0.9, 0.5, 0.2]
     assert sorted([2, 9, 5], key=PERPLEXITY.order) == [2, 5, 9]

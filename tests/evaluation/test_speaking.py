@@ -149,10 +149,8 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_came(base) -> None
 
 def test_an_answer_without_a_word_is_not_remembered(base) -> None:
     talk = speaker(base, model=Scripted([[base.tokenizer.eos_token_id], ids_of(base, " Yes.")]))
-    assert talk.answer("Well?", pytest.fail) == ""
-    assert talk.turns == ()
-    assert talk.answer("Well?", lambda piece: None) == "Yes."
-    assert len(talk.turns) == 2
+    assert (talk.answer("Well?", pytest.fail), talk.turns) == ("", ())
+    assert (talk.answer("Well?", lambda piece: None), len(talk.turns)) == ("Yes.", 2)
 
 
 def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
@@ -168,8 +166,7 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
             if len(ids_of(base, *template.opening_and_answer([system, *said[n:]])[:-1])) + 12 <= 91
         ]
         expected = template.opening_and_answer([system, *said[fits[0] :]])[:-1]
-        assert model.read[-1] == ids_of(base, *expected)
-        assert talk.left_out == fits[0] // 2
+        assert (model.read[-1], talk.left_out) == (ids_of(base, *expected), fits[0] // 2)
     assert talk.left_out > 2
     assert len(talk.turns) == 19  # all is remembered
     with pytest.raises(CoterieError, match=r"exceed the base's context of 90 tokens; ask a short"):

@@ -52,8 +52,7 @@ def test_auto_chooses_the_first_exact_format(
 ) -> None:
     run, expected = finished(method, base), AUTO[method, base]
     done = coterie.export(run, "poet", tmp_path / "out")
-    assert done.format == expected
-    assert (done.reason is None) == (expected == "peft")
+    assert (done.format, done.reason is None) == (expected, expected == "peft")
     assert done.difference <= 2e-5 * done.largest
     described = json.loads((done.path / "coterie.json").read_text())
     assert described["export"] == expected

@@ -161,11 +161,8 @@ class Both(FedAvg):
 class BothServer(AdapterServer):
     def download(self, value, client, exchange):
         own = super().download(value, client, exchange).groups
-        peers = {
-            name: {group: copied(tensors) for group, tensors in own.items()}
-            for name in value.held
-            if name != client
-        }
+        names = [name for name in value.held if name != client]
+        peers = {name: {group: copied(own[group]) for group in own} for name in names}
         return Message(exchange.turn.exchange, own, peers=peers)
 
 

@@ -128,6 +128,4 @@ def test_the_reduction_that_was_used_is_named(rows, name) -> None:
 
 def test_a_long_text_gives_evenly_spaced_samples() -> None:
     pieces = spaced_samples(Tokens(torch.arange(9 * 1000, dtype=torch.int32), 9), 8).ids
-    assert pieces.shape == (SAMPLES, 9)
-    assert pieces[0, 0] == 0
-    assert pieces[-1, -1] == 8999
+    assert (pieces.shape, pieces[0, 0], pieces[-1, -1]) == ((SAMPLES, 9), 0, 8999)

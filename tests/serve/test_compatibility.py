@@ -83,31 +83,22 @@ def test_common_fields_of_messages_and_neutral_samplers_are_accepted(server: htt
     assert replies[0].json()["choices"] == replies[1].json()["choices"]
 
 
+AUDIO = {"type": "input_audio"}
+CALLS = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def content(value: Any) -> dict[str, Any]:
+    return {"messages": [{**QUESTION, "content": value}]}
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "field", "reason"),
     [
-        (ChatRequest, {"messages": [{**QUESTION, "content": [IMAGE]}]}, "image_url", "supported"),
-        (
-            ChatRequest,
-            {"messages": [{**QUESTION, "content": [{"type": "input_audio"}]}]},
-            "messages[0].content[0].type",
-            "should be 'text'",
-        ),
-        (
-            ChatRequest,
-            {"messages": [{**QUESTION, "content": 5}]},
-            "messages[0].content",
-            "a string or an array",
-        ),
-        (
-            ChatRequest,
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
-            "messages[0].tool_calls",
-            "not supported",
-        ),
+        (ChatRequest, content([IMAGE]), "image_url", "supported"),
+        (ChatRequest, content([AUDIO]), "messages[0].content[0].type", "should be 'text'"),
+        (ChatRequest, content(5), "messages[0].content", "a string or an array"),
+        (ChatRequest, CALLS, "messages[0].tool_calls", "not supported"),
         (ChatRequest, {"messages": ["Name a sea."]}, "messages[0]", "should be an object"),
         (ChatRequest, {"stop": ["a", 5]}, "stop[1]", "valid string"),
         (ChatRequest, {"stop": ["a"] * 5}, "stop", "at most 4"),
@@ -118,10 +109,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     ],
 )
 def test_a_refusal_names_the_field_and_the_reason(kind, changes, field, reason) -> None:
-    required = {"model": "anna", "messages": [QUESTION]}
-    if kind is CompletionRequest:
-        required = {"model": "anna", "prompt": "The"}
-    error = refusal(kind, {**required, **changes})
+    required = {"messages": [QUESTION]} if kind is ChatRequest else {"prompt": "The"}
+    error = refusal(kind, {"model": "anna", **required, **changes})
     assert error.field.endswith(field)
     assert reason in str(error)
 

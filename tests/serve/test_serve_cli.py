@@ -50,8 +50,7 @@ def test_serves_the_page_and_the_api_until_ctrl_c(talks: Path, tmp_path: Path) -
             next(pieces)
             process.send_signal(signal.SIGINT)
             rest = [json.loads(piece[6:]) for piece in pieces if piece and "[DONE]" not in piece]
-    assert process.wait(60) == 0
-    assert process.stdout.read() == "Stopped.\n"
+    assert (process.wait(60), process.stdout.read()) == (0, "Stopped.\n")
     assert "error" in rest[-1] or rest[-1]["choices"][0]["finish_reason"], "or it was fast"
 
 
