@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +25,7 @@ from coterie.runs import Callback, RunFolder
 @pytest.fixture
 def own_texts(texts, tmp_path) -> Path:
     """Texts that a test may change."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for file in texts.iterdir():
-        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    return folder
+    return Path(shutil.copytree(texts, tmp_path / "texts"))
 
 
 @pytest.fixture
@@ -195,11 +192,8 @@ def test_a_loaded_model_has_the_recorded_score_and_writes(method, config, tmp_pa
     run = coterie.run(config(method=method), out=tmp_path / "run")
     result = run.results[method]
     session = Session(run.config)
-    tests = {
-        name: tokens
-        for participant in session.participants(run.config)
-        for name, tokens in participant.tests.items()
-    }
+    tests = [participant.tests for participant in session.participants(run.config)]
+    tests = {name: tokens for texts in tests for name, tokens in texts.items()}
     for client in ("poet", "whaler"):
         model = coterie.load(run.path, client)
         score = evaluate(session.base, model, tests[client], run.config.data.window)
@@ -249,8 +243,7 @@ def test_a_base_that_is_nowhere_is_refused_without_waiting(config, tmp_path, mon
 
 
 def test_a_baseline_that_is_the_runs_own_method_is_run_once(config, tmp_path) -> None:
-    run = coterie.run(
-        config(method="local", baselines=["pretrained", "local"]), out=tmp_path / "run"
-    )
+    both = config(method="local", baselines=["pretrained", "local"])
+    run = coterie.run(both, out=tmp_path / "run")
     assert list(run.results) == ["pretrained", "local"]
     assert not (run.path / "baselines" / "local").exists()

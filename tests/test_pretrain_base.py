@@ -19,14 +19,15 @@ from scripts import pretrain_base as script
 STEPS = 5
 STYLES = ["byte-level", "sentencepiece"]
 STRANGE = [
-    "the whale 🐳 sang",
-    " leading\n\n  spaces\t",
-    "größte 東京 👩‍👩‍👧",
-    "<|not special|>",
-    "",
-    "   ",
-    "  two  and three   \r\n\u2028 \n ",
-    "a byte's name, <0x0A>, and ▁ itself ▁▁",
+    *(
+        "the whale 🐳 sang",
+        " leading\n\n  spaces\t",
+        "größte 東京 👩‍👩‍👧",
+        "<|not special|>",
+        "",
+        "   ",
+    ),
+    *("  two  and three   \r\n\u2028 \n ", "a byte's name, <0x0A>, and ▁ itself ▁▁"),
     "\x00\t\t\ufffd e\u0301",
 ]
 
@@ -118,9 +119,8 @@ def test_sentencepiece_vocabulary_is_full_and_laid_out_as_said(sentencepiece):
     tokens = [sentencepiece.id_to_token(i) for i in range(sentencepiece.get_vocab_size())]
     assert (len(tokens), tokens[0]) == (520, script.END)
     assert tokens[1:257] == [f"<0x{byte:02X}>" for byte in range(256)]
-    assert [added.content for added in sentencepiece.get_added_tokens_decoder().values()] == [
-        script.END
-    ]
+    [added] = sentencepiece.get_added_tokens_decoder().values()
+    assert added.content == script.END
     pieces = tokens[257:]
     assert "▁whale" in pieces
     assert not any("\n" in piece or " " in piece for piece in pieces)

@@ -1,6 +1,8 @@
 """Where bases are computed: what is refused, and how layers are spread over GPUs."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +34,7 @@ def test_a_device_is_no_part_of_a_run_s_identity(device) -> None:
     assert "device" not in run.visible_to("poet")
 
 
-@pytest.mark.parametrize(
-    "device", ["gpu", "cuda:x", 0, [], ["cuda:0"], ["cuda:1", "cuda:1"], "cpu:1"]
-)
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", 0, [], ["cuda:0"], ["cuda:1"] * 2, "cpu:1"])
 def test_what_is_no_device_is_said_in_a_sentence(device) -> None:
     with pytest.raises(CoterieError, match=r"^device(: give auto, cpu, cuda| should be)"):
         parse({**CLIENTS, "device": device})
@@ -180,11 +180,15 @@ def test_main_memory_counts_only_on_a_mac_s_gpu(bases, monkeypatch, gpus) -> Non
             load_base(name, "fp32", 16, device=device)
 
 
+def copy(base: Path, folder: Path, dtype: str | None) -> None:
+    """Copy a base whose configuration states another format, or none."""
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_two_bytes_are_certain_if_the_configuration_states_no_format(bases, tmp_path, gpus) -> None:
-    for file in (bases / "gpt2").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": None}))
+    copy(bases / "gpt2", tmp_path, None)
     size = sum(p.numel() for p in load_skeleton(str(tmp_path)).parameters()) * 2
     for free, reason in [(size, READ), (size - 1, "for its weights, but the memory of cuda")]:
         gpus(free)
@@ -193,17 +197,14 @@ def test_two_bytes_are_certain_if_the_configuration_states_no_format(bases, tmp_
 
 
 def test_float64_is_refused_on_a_mac_s_gpu(bases, tmp_path, monkeypatch, gpus) -> None:
-    for file in (bases / "gpt2").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float64"}))
+    copy(bases / "gpt2", tmp_path, "float64")
+    fp32 = BaseSpec(name=str(tmp_path), weights="fp32")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(CoterieError, match=r"is stored in float64, .* set base.weights: fp32, or"):
         load_base(str(tmp_path), "bf16", 16, device="mps")
-    with pytest.raises(CoterieError, match=READ):
-        load_base(BaseSpec(name=str(tmp_path), weights="fp32"), "bf16", 16, device="mps")
-    with pytest.raises(CoterieError, match=READ):
-        load_base(str(tmp_path), "fp32", 16, device="mps")
+    for base, precision in ((fp32, "bf16"), (str(tmp_path), "fp32")):
+        with pytest.raises(CoterieError, match=READ):
+            load_base(base, precision, 16, device="mps")
 
 
 def test_a_missing_device_is_reported_before_anything_is_read(values, monkeypatch) -> None:

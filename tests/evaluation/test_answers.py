@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, load_base
+from coterie.bases.precision import Precision
 from coterie.data.examples import Encoding, Examples, with_choices
 from coterie.data.items import Instruction
 from coterie.data.kinds.instructions import examples
@@ -38,12 +39,12 @@ ITEMS = [
 ]
 
 
-def adapted(folder: str, precision: Literal["fp32", "bf16"] = "fp32") -> Base:
+def adapted(folder: str, precision: Precision = "fp32", seed: int = 1, std: float = 0.3) -> Base:
     base = load_base(folder, precision, 64)
     adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda _: False)
-    chance = torch.Generator().manual_seed(1)
+    chance = torch.Generator().manual_seed(seed)
     for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=chance)
+        parameter.data.normal_(std=std, generator=chance)
     adapter.attach(base.model)
     return base
 

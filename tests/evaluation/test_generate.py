@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
+from test_answers import adapted as randomly_adapted
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AddedToken
 
-from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, context_token, load_base
 from coterie.data.chat import ChatTemplate, chat_template
 from coterie.data.examples import Encoding, Examples
@@ -30,13 +30,7 @@ def prompts() -> list[Tensor]:
 
 def adapted(folder: str) -> Base:
     """A base with an adapter whose values make texts differ."""
-    base = load_base(folder, "fp32", 16)
-    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda _: False)
-    chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.5, generator=chance)
-    adapter.attach(base.model)
-    return base
+    return randomly_adapted(folder, seed=5, std=0.5)
 
 
 def encoding(encoder: Tokenizer, template: ChatTemplate) -> Encoding:

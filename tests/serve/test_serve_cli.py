@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,14 +28,10 @@ def test_serves_the_page_and_the_api_until_ctrl_c(talks: Path, tmp_path: Path) -
     keys.write_text("a-key\n")
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "coterie", "serve", talks, "--address", address]
-    process = subprocess.Popen(
-        [*command, "--key-file", keys],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        preexec_fn=die_with_parent(),
-    )
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **streams}
+    command += ["--key-file", keys]
+    process = subprocess.Popen(command, preexec_fn=die_with_parent(), **options)
     lines: list[str] = []
     while not lines or "Serving" not in lines[-1]:
         lines.append(process.stdout.readline())
