@@ -114,15 +114,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `gpt2` and `llama`: two layers of width 32 with random weights."""
     folder = tmp_path_factory.mktemp("bases")
     write_base(folder / "gpt2")
-    llama = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        vocab_size=TOKENS,
-    )
+    sizes: Any = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=TOKENS)
     LlamaForCausalLM(llama).save_pretrained(folder / "llama")
     write_tokenizer(folder / "llama")
     return folder

@@ -114,24 +114,17 @@ def test_the_page_explains_every_key_of_the_deployment() -> None:
     defaults = DeploymentSpec().model_dump(mode="json")
     assert blocks("yaml")
     for key, value in defaults.items():
-        shown = (
-            "" if value is None else f"`{int(value) if key == 'deadline' else json.dumps(value)}`"
-        )
-        assert rows[key].strip() == shown, key
+        text = str(int(value)) if key == "deadline" and value else json.dumps(value)
+        assert rows[key].strip() == ("" if value is None else f"`{text}`"), key
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_starts_what_the_cli_takes(path: Path) -> None:
+def test_a_unit_starts_what_the_cli_takes_and_writes_only_there(path: Path) -> None:
     program, role, *rest = start(path)
     assert (program, role) == (PROGRAM, path.stem.removeprefix("coterie-"))
     parse([role, *rest])
-
-
-@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_writes_only_where_it_may(path: Path) -> None:
-    service = unit(path)["Service"]
+    service, words = unit(path)["Service"], start(path)
     place = f"/var/lib/{service['StateDirectory']}"
-    words = start(path)
     assert service["ProtectSystem"] == "strict"
     assert service["ReadWritePaths"] == service["WorkingDirectory"] == place
     assert words[words.index("--out") + 1].startswith(place + "/")
@@ -170,12 +163,8 @@ def test_units_and_image_agree_about_the_ports() -> None:
 def test_systemd_knows_every_line(path: Path, tmp_path: Path) -> None:
     copy = tmp_path / path.name
     copy.write_text(path.read_text(encoding="utf-8").replace(PROGRAM, sys.executable))
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(copy)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["systemd-analyze", "verify", "--man=no", str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = [line for line in done.stderr.splitlines() if path.stem in line]
     assert (done.returncode, said) == (0, [])
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, small_model
+from every_method import some
 from live import LiveTensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -128,13 +129,7 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("llama", "mixtral") else pytest.mark.thorough)
-        for name in ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("name", some(("llama", "mixtral"), ARCHITECTURES, ()))
 def test_architectures_have_an_estimate_or_none(name) -> None:
     """Two layers of width 32 have many small tensors, so the tolerance is larger."""
     made: Any = small_model(name)

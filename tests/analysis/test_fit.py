@@ -67,9 +67,8 @@ def test_the_lines_fit(name, size, weights, tmp_path) -> None:
 
 def test_a_larger_gpu_gets_larger_batches() -> None:
     config = run_on("tiny-llama")
-    small, large = (
-        yaml.safe_load(fitting(config, "anna", parsed_size(size))[1]) for size in ("1.3GB", "80GB")
-    )
+    texts = [fitting(config, "anna", parsed_size(size))[1] for size in ("1.3GB", "80GB")]
+    small, large = map(yaml.safe_load, texts)
     assert large["training"] == {"batch": 64, "micro_batch": 64, "checkpointing": False}
     assert large["base"]["weights"] == "bf16"
     assert small["training"]["micro_batch"] < 64

@@ -64,11 +64,8 @@ def stored(arch: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name, weight in model.named_parameters():
         weights = {name: weight.detach()}
         if name.endswith("gate_up_proj"):
-            halves = weight.detach().chunk(2, dim=1)
-            weights = {
-                name.replace("gate_up", part): half
-                for part, half in zip(("gate", "up"), halves, strict=True)
-            }
+            halves = zip(("gate", "up"), weight.detach().chunk(2, dim=1), strict=True)
+            weights = {name.replace("gate_up", part): half for part, half in halves}
         for part, values in weights.items():
             short = names.get_name(part, (".weight", ".bias"))
             assert short is not None

@@ -8,7 +8,7 @@ from coterie.config.run import parse
 from coterie.config.values import apply_setting
 
 CLIENTS = {"clients": [{"name": "poet", "path": "poet.txt"}]}
-NF4 = {"name": "gpt2", "weights": "nf4"}
+NF4, BF16 = ({"name": "gpt2", "weights": weights} for weights in ("nf4", "bf16"))
 
 
 def test_a_name_alone_stays_one_wherever_it_is_written() -> None:
@@ -33,7 +33,7 @@ def test_a_format_is_kept_told_and_another_run() -> None:
     [
         ({"name": "gpt2"}, "gpt2"),
         (NF4, "gpt2 in nf4"),
-        ({"name": "gpt2", "weights": "bf16", "revision": "v1"}, "gpt2 in bf16 at revision v1"),
+        (BF16 | {"revision": "v1"}, "gpt2 in bf16 at revision v1"),
     ],
 )
 def test_it_reads_well_in_a_sentence(spec, words) -> None:
@@ -56,18 +56,11 @@ def test_what_is_no_base_is_said_in_a_sentence(base, said) -> None:
 
 
 @pytest.mark.parametrize(
-    "bases",
-    [
-        {"base": {"name": "gpt2", "weights": "bf16"}},
-        {"bases": {"poet": {"name": "gpt2", "weights": "bf16"}}},
-        {"server": {"base": {"name": "gpt2", "weights": "bf16"}}},
-    ],
+    "bases", [{"base": BF16}, {"bases": {"poet": BF16}}, {"server": {"base": BF16}}]
 )
 def test_bf16_weights_contradict_training_in_fp32(bases) -> None:
     assert parse({**CLIENTS, **bases})
-    with pytest.raises(
-        CoterieError, match=r"precision: fp32` contradicts `weights: bf16` of a base"
-    ):
+    with pytest.raises(CoterieError, match=r": fp32` contradicts `weights: bf16` of a base"):
         parse({**CLIENTS, **bases, "training": {"precision": "fp32"}})
 
 

@@ -38,18 +38,8 @@ def breaking(monkeypatch, value: float, when=lambda: True) -> None:
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
 @pytest.mark.parametrize("kind", ["text", "instructions"])
-def test_scores_are_the_worst_there_are(kind, value, values, questions, monkeypatch) -> None:
-    changes: dict[str, Any] = {}
-    if kind == "instructions":
-        changes = {
-            "data_root": str(questions),
-            "data": {
-                "window": 48,
-                "instructions": {"template": "{{ instruction }}?", "choices": ["yes", "no"]},
-            },
-            "clients": [{"name": WHO, "path": f"{WHO}.jsonl"}],
-        }
-    session = Session(parse(values(**changes)))
+def test_scores_are_the_worst_there_are(kind, value, values, answering, monkeypatch) -> None:
+    session = Session(parse(values(**answering if kind == "instructions" else {})))
     [who] = [p for p in session.participants(session.config) if p.name == WHO]
     assert who.base is not None
     breaking(monkeypatch, value)

@@ -33,21 +33,12 @@ def loaded(monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def run(values, questions):
+def run(values, answering):
     """Make a run that generates answers and shows the metric."""
 
     def make(**changes):
-        chosen = {
-            "rounds": 1,
-            "data_root": str(questions),
-            "data": {
-                "window": 48,
-                "instructions": {"template": "{{ instruction }}?", "choices": ["yes", "no"]},
-            },
-            "clients": [{"name": n, "path": f"{n}.jsonl"} for n in NAMES],
-            "evaluation": {"generate": 6, "metric": "distinct-2", "keep": "last"},
-        }
-        return parse(values(**chosen | changes))
+        evaluation = {"generate": 6, "metric": "distinct-2", "keep": "last"}
+        return parse(values(**{**answering, "rounds": 1, "evaluation": evaluation, **changes}))
 
     return make
 

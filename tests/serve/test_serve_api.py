@@ -17,7 +17,10 @@ from serving import LIMITS, chat_values, served
 import coterie
 from coterie.data.items import Turn
 from coterie.errors import CoterieError
+from coterie.evaluation.generation import Sampling
+from coterie.inference.speaking import Speaker
 from coterie.serve.app import Limits
+from coterie.serve.batches import Forward
 from coterie.serve.models import Models
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -77,9 +80,6 @@ def test_equal_models_share_one_batch(models: Models) -> None:
 
 
 def test_a_chat_has_the_answer_of_coterie_chat(server, models: Models) -> None:
-    from coterie.evaluation.generation import Sampling
-    from coterie.inference.speaking import Speaker
-
     reply = server.post(CHAT, json=ASK).json()
     model = models.by_name["comigs-1g1s:anna"]
     assert model.template is not None
@@ -162,9 +162,8 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
 )
 def test_wrong_requests_are_refused(server, path, changes, status, said) -> None:
     body = {**(ASK if path == CHAT else CONTINUE), **changes}
-    reply = server.post(
-        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
-    )
+    kind = {"Content-Type": "application/json"}
+    reply = server.post(path, content=json.dumps(body), headers=kind)
     error = reply.json()["error"]
     assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert said in error["message"]
@@ -184,10 +183,9 @@ def test_the_page_allows_only_itself(server) -> None:
     policy = reply.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
-    page = reply.text
-    for forbidden in ("innerHTML", "insertAdjacentHTML", "document.write", "style=", "http://"):
-        assert forbidden not in page
-    assert "https://" not in page
+    writing = ("innerHTML", "insertAdjacentHTML", "document.write", "style=")
+    for forbidden in (*writing, "http://", "https://"):
+        assert forbidden not in reply.text
 
 
 def test_keys_are_required_everywhere_but_for_the_page(models: Models) -> None:
@@ -222,8 +220,6 @@ def stream_without_reading(address: str) -> socket.socket:
 
 
 def test_a_full_queue_refuses_until_a_client_disconnects(models: Models, monkeypatch) -> None:
-    from coterie.serve.batches import Forward
-
     gate = threading.Event()
     original = Forward.step
 
@@ -242,8 +238,6 @@ def test_a_full_queue_refuses_until_a_client_disconnects(models: Models, monkeyp
 
 
 def test_a_stopped_server_ends_requests_with_an_error(models: Models, monkeypatch) -> None:
-    from coterie.serve.batches import Forward
-
     original, replies = Forward.step, []
 
     def slow(self, *arguments):
@@ -303,9 +297,8 @@ def bad_head(draw: random.Random, body: bytes) -> bytes:
     kind = draw.choice(["application/json"] * 6 + ["", "\xff", "application/json; charset=utf-99"])
     path = draw.choice([CHAT] * 4 + [TEXT] * 3 + ["/v1/models/%ff%00", "/../x", "//", "*"])
     method = draw.choice(["POST"] * 9 + ["GET", "PUT", "BREW"])
-    more = draw.choice(
-        [""] * 9 + ["A" * 9000 + ": b\r\n", "Transfer-Encoding: chunked\r\n", ":\r\n"]
-    )
+    odd = ["A" * 9000 + ": b\r\n", "Transfer-Encoding: chunked\r\n", ":\r\n"]
+    more = draw.choice([""] * 9 + odd)
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n"
     return f"{head}Content-Type: {kind}\r\n{more}Connection: close\r\n\r\n".encode("latin-1")
 
