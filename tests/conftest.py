@@ -43,12 +43,8 @@ set_variables(None)  # before any test imports Ray
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--tenth",
-        type=int,
-        choices=range(10),
-        help="tenth of the tests to run, 0 to 9 (default: all)",
-    )
+    help = "tenth of the tests to run, 0 to 9 (default: all)"
+    parser.addoption("--tenth", type=int, choices=range(10), help=help)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,11 +13,8 @@ from coterie.config.run import RunConfig, parse
 from coterie.methods.fedmkt.method import FedMKT
 from coterie.methods.registry import available
 
-MIXED = {
-    "diarist": {"prose": 1.0},
-    "poet": {"verse": 1.0},
-    "whaler": {"prose": 0.75, "verse": 0.25},
-}
+MIXED = {"diarist": {"prose": 1.0}, "poet": {"verse": 1.0}}
+MIXED |= {"whaler": {"prose": 0.75, "verse": 0.25}}
 AT_ONCE: dict[str, Any] = {
     **{"experts": 6, "warmup": 1, "every": 1, "validation_batches": 1, "public_batches": 1},
     **{"mixtures": MIXED, "groups": {"diarist": "prose", "poet": "verse", "whaler": "prose"}},
@@ -75,10 +72,8 @@ def each_method(fast: Container[str] = frozenset(FEW)) -> list[Any]:
         fast: names of the methods to test in `make test`. Other methods in BEHAVIOURS are marked
             slow, and the rest thorough.
     """
-    return [
-        pytest.param(method, id=name, marks=marks(name, fast, BEHAVIOURS))
-        for name, method in METHODS.items()
-    ]
+    kinds = {name: marks(name, fast, BEHAVIOURS) for name in METHODS}
+    return [pytest.param(METHODS[name], id=name, marks=kinds[name]) for name in METHODS]
 
 
 def some(fast: Container[Any], values: Iterable[Any], slow: Any = None) -> list[Any]:

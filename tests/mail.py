@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,9 +147,7 @@ def ping(connection: ssl.SSLSocket) -> int:
 
 
 @contextmanager
-def post(
-    folder: Path, largest: int = LARGEST, clients: Iterable[str] = ("anna",)
-) -> Iterator[Post]:
+def post(folder: Path, largest: int = LARGEST, clients: Any = ("anna",)) -> Iterator[Post]:
     """Run the server of a mailbox, with its keys and files in a folder."""
     keys = Keys.create(folder / "keys")
     for name in clients:

@@ -19,7 +19,8 @@ from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
 from coterie.methods.contract import Method
 from coterie.methods.pretrained import PretrainedClient
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
 
 
 @pytest.fixture
@@ -40,11 +41,6 @@ def counted(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(Rounds, "run", run)
     return labels
-
-
-class StopAfterFirstRound(Callback):
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
 
 
 def change(folder: Path, name: str) -> None:
@@ -115,7 +111,7 @@ def test_resuming_a_finished_run_only_gives_its_results(config, tmp_path, counte
 def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> None:
     run = parse(values(data_root=str(own_texts)))
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
+        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
     change(own_texts, "poet")
     with pytest.raises(CoterieError, match="text of client 'poet' has changed"):
         coterie.resume(tmp_path / "run")
@@ -172,7 +168,7 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
     out, methods = tmp_path / "compare", ["pretrained", "fedavg"]
     coterie.compare(config(), methods[:1], out=out)
     with pytest.raises(KeyboardInterrupt):
-        coterie.compare(config(), methods, out=out, callbacks=[StopAfterFirstRound()])
+        coterie.compare(config(), methods, out=out, callbacks=[Stop()])
     assert RunFolder(next(out.glob("fedavg-*"))).turns() == 1
     continued = coterie.compare(config(), methods, out=out)
     assert counted == ["pretrained-0", "fedavg-0", "fedavg-0"]
@@ -220,7 +216,7 @@ class Unregistered(Method):
 def test_a_method_that_is_not_registered_can_be_resumed_and_loaded(config, tmp_path) -> None:
     method, out = Unregistered(), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(config(), method=method, out=out, callbacks=[StopAfterFirstRound()])
+        coterie.run(config(), method=method, out=out, callbacks=[Stop()])
     with pytest.raises(CoterieError, match="no method 'unregistered'"):
         coterie.resume(out)
     run = coterie.resume(out, method=method)

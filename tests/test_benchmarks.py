@@ -229,22 +229,15 @@ def test_the_same_results_at_another_time_are_the_same(same, tmp_path) -> None:
     assert (len(old), same.differences(old, new)) == (4, [])
 
 
-def next_float() -> float:
-    return float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
+NEXT = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
+STATE, SCORES = "./checkpoints/00002/client-poet.safetensors", "./scores/trained/poet.json"
 
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        (
-            {"value": next_float()},
-            "./checkpoints/00002/client-poet.safetensors: "
-            "1 of 3 entries differ, the first is adapter/b",
-        ),
-        (
-            {"scores": [1.5]},
-            "./scores/trained/poet.json: 1 of 1 entries differ, the first is losses",
-        ),
+        ({"value": NEXT}, f"{STATE}: 1 of 3 entries differ, the first is adapter/b"),
+        ({"scores": [1.5]}, f"{SCORES}: 1 of 1 entries differ, the first is losses"),
     ],
 )
 def test_a_changed_value_is_found(same, tmp_path, changes, difference) -> None:
@@ -282,9 +275,8 @@ def test_a_deployed_run_is_compared_without_its_number(same, tmp_path) -> None:
 
 def test_a_run_that_fails_is_a_difference(same, tmp_path, monkeypatch) -> None:
     """Even if it fails in the same way with both commits, as nothing is compared then."""
-    monkeypatch.setattr(
-        same, "carry_out", lambda *_: {"fedavg": {"seconds": 1.0, "error": "ValueError: no"}}
-    )
+    done = {"fedavg": {"seconds": 1.0, "error": "ValueError: no"}}
+    monkeypatch.setattr(same, "carry_out", lambda *_: done)
     old, new = tmp_path / "old", tmp_path / "new"
     failed, unfinished = same.compare(tmp_path, "local", ["fedavg", "local"], old, new)
     assert failed.differences == ["old: ValueError: no", "new: ValueError: no"]

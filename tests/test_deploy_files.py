@@ -28,9 +28,8 @@ from coterie.errors import CoterieError
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("set-up", "operate", "hostile", "container")
-PAGE = "\n".join(
-    (ROOT / "docs" / "deploy" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES
-)
+PAGES = [ROOT / "docs" / "deploy" / f"{name}.md" for name in NAMES]
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
 UNITS = sorted((ROOT / "deploy").glob("*.service"))
 PROGRAM = "/opt/coterie/bin/coterie"

@@ -24,10 +24,8 @@ from coterie.runs import RunFolder, RunStart
 from coterie.testing.rounds import joined, one_round
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *sorted(p for name in ("docs", "papers") for p in (ROOT / name).rglob("*.md")),
-]
+PAGES = [path for name in ("docs", "papers") for path in (ROOT / name).rglob("*.md")]
+PAGES = [ROOT / "README.md", *sorted(PAGES)]
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:

@@ -179,6 +179,5 @@ def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: C
 
 
 def texts_of(run: RunConfig) -> list[str]:
-    return [
-        (run.root / f"{n}.txt").read_text(encoding="utf-8") for n in ("diarist", "poet", "whaler")
-    ]
+    files = [run.root / f"{name}.txt" for name in ("diarist", "poet", "whaler")]
+    return [file.read_text(encoding="utf-8") for file in files]

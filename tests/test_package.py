@@ -89,9 +89,8 @@ USED_IF_THERE = {"scikit-learn", "llama-cpp"}
 USED_BY_OTHERS = {"click"}
 """Packages with a range because another package works only with certain versions of them."""
 SOURCE = ROOT / "src" / "coterie"
-IMPORTED = {
-    path.relative_to(SOURCE).as_posix(): _imported(path) for path in sorted(SOURCE.rglob("*.py"))
-}
+FILES = sorted(SOURCE.rglob("*.py"))
+IMPORTED = {path.relative_to(SOURCE).as_posix(): _imported(path) for path in FILES}
 
 
 def test_a_library_does_not_choose_its_users_versions() -> None:
@@ -119,10 +118,8 @@ def test_what_is_imported_is_asked_for() -> None:
 
 
 def test_what_is_asked_for_is_imported() -> None:
-    asked = _names(
-        [*NEEDED, *(each for name in EXTRAS if name not in TOOLS for each in EXTRAS[name])]
-    )
-    assert asked - USED_BY_OTHERS <= set().union(*IMPORTED.values())
+    used = [each for name in EXTRAS if name not in TOOLS for each in EXTRAS[name]]
+    assert _names([*NEEDED, *used]) - USED_BY_OTHERS <= set().union(*IMPORTED.values())
 
 
 def test_it_says_its_version() -> None:

@@ -30,8 +30,7 @@ RESULTS = {"far": [FAR], "best": [BEST], "near": [NEAR]}
 def test_rows_that_do_not_differ_from_the_best_are_marked() -> None:
     comparison = Comparison("c", RESULTS)
     table, differences = comparison.tables()
-    ranks = {row[0]: row[-1] for row in table.rows}
-    assert ranks == {"far": "3", "best": "1", "near": "2 ="}
+    assert {row[0]: row[-1] for row in table.rows} == {"far": "3", "best": "1", "near": "2 ="}
     assert "`=`: no significant difference from best (95 %, paired bootstrap over" in table.note
     assert "windows (or samples) of one seed)." in table.note
     far, best, near = (row["difference"] for row in comparison.summary())

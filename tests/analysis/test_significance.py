@@ -69,10 +69,10 @@ def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
     sizes = {"ada": 5, "bob": 3}
 
     def row(shift: float) -> list[dict[str, Any]]:
-        return [
-            outcome(s, **{n: windows(chance, k, f"{n}{s}", shift) for n, k in sizes.items()})
-            for s in (4, 5, 6)
-        ]
+        def texts(seed: int) -> dict[str, Any]:
+            return {n: windows(chance, k, f"{n}{seed}", shift) for n, k in sizes.items()}
+
+        return [outcome(seed, **texts(seed)) for seed in (4, 5, 6)]
 
     one, other = row(0.1), row(0)
     draws = drawn(monkeypatch)
@@ -192,8 +192,7 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says(nested, monkeypat
         hard = chance.normal(size=(seeds if nested else 1, count)) / 20
         rows: list[list[Any]] = [[], []]
         for seed in range(seeds):
-            luck = chance.normal() / 50
-            gain = hard[seed % len(hard)] + luck + chance.normal(size=count) / 20
+            gain = hard[seed % len(hard)] + chance.normal() / 50 + chance.normal(size=count) / 20
             common = chance.normal(size=count)
             for row, shares in zip(rows, (0.5 + gain + common, common), strict=True):
                 items = {"of": f"x{seed % len(hard)}", "nats": [1] * count, "tokens": [1] * count}

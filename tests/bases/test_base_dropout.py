@@ -32,8 +32,7 @@ IDS = torch.arange(3, 35).view(2, 16)
 def made(kind: str, rate: float) -> PreTrainedModel:
     settings, names = KINDS[kind]
     torch.manual_seed(0)
-    rates = dict.fromkeys(names, rate)
-    config = AutoConfig.for_model(kind, vocab_size=61, **settings, **rates)
+    config = AutoConfig.for_model(kind, vocab_size=61, **settings, **dict.fromkeys(names, rate))
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -28,9 +28,8 @@ PATTERNS: dict[str, Any] = {"rank_pattern": {"0.*q_proj": 6}, "alpha_pattern": {
 
 @pytest.fixture(scope="module")
 def adapter(bases, tmp_path_factory) -> Path:
-    return write_lora(
-        tmp_path_factory.mktemp("adapter"), bases / "llama", use_rslora=True, **PATTERNS
-    )
+    folder = tmp_path_factory.mktemp("adapter")
+    return write_lora(folder, bases / "llama", use_rslora=True, **PATTERNS)
 
 
 @torch.no_grad()

@@ -79,9 +79,7 @@ def test_a_client_reads_no_adapter_that_only_the_server_names(config, adapter, t
 
 
 @pytest.mark.parametrize("change", ["changed", "gone"])
-def test_a_changed_adapter_stops_resuming_and_loading(
-    change, config, bases, killed_in_round, tmp_path
-) -> None:
+def test_a_changed_adapter_is_refused(change, config, bases, killed_in_round, tmp_path) -> None:
     targets = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
     folder = write_lora(tmp_path / "lora", bases / "gpt2", **targets)
     killed_in_round(2, config(adapter=str(folder)), tmp_path / "run")

@@ -25,8 +25,7 @@ def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -
     with torch.no_grad():
         for start in range(0, count, 16):
             window = stream[start : start + 17][None]
-            loss = base.model(window, labels=window).loss
-            nats.append(loss.item() * (window.shape[1] - 1))
+            nats.append(base.model(window, labels=window).loss.item() * (window.shape[1] - 1))
             predicted.append(window.shape[1] - 1)
     assert score.items() == {"nats": pytest.approx(nats, rel=1e-4), "tokens": predicted}
     assert score.tokens == sum(predicted) == count

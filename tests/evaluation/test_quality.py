@@ -12,16 +12,8 @@ from coterie.data.spec import PIECE, DataSpec, InstructionSpec
 from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, tokenise
 from coterie.errors import CoterieError
-from coterie.evaluation.quality import (
-    Copy,
-    Kind,
-    Place,
-    Quality,
-    find_copies,
-    quality,
-    sentences,
-    without_held_out,
-)
+from coterie.evaluation import quality
+from coterie.evaluation.quality import Copy, Kind, Place, Quality, find_copies, without_held_out
 from coterie.evaluation.survey import Survey
 
 WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
@@ -82,7 +74,7 @@ def test_near_copies_are_looked_for_in_the_start_alone(passages: list[str]) -> N
 
 
 def found_in(own: Texts, tokens: ClientData, most: int, empty: int = 0) -> Quality:
-    return quality({"ann": own}, {"ann": tokens}, most, Survey(empty, {}, {}), [])
+    return quality.quality({"ann": own}, {"ann": tokens}, most, Survey(empty, {}, {}), [])
 
 
 def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
@@ -103,7 +95,7 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     assert sum(test.exact.values()) == 0
     assert found.compared is None
     assert found_in(own, tokens, 300).compared == 100
-    first, last = sentences(found)
+    first, last = quality.sentences(found)
     assert first.startswith("Data: validation or test texts duplicated in the same client's train")
     assert last == "Data: empty records, excluded: 2; run `coterie data FILE` for details"
 

@@ -192,6 +192,5 @@ def test_with_thinking_the_model_reads_what_stands_before_it(base) -> None:
     model = Scripted([ids_of(base, "<think>Hm.</think>Yes.")])
     talk = speaker(base, Sampling(9, 0, 1, 0, thinking=True), model)
     assert talk.answer("Well?", lambda piece: None) == "<think>Hm.</think>Yes."
-    assert model.read == [
-        ids_of(base, *talk.template.opening_and_answer([Turn("user", "Well?")], True)[:-1])
-    ]
+    opening = talk.template.opening_and_answer([Turn("user", "Well?")], True)[:-1]
+    assert model.read == [ids_of(base, *opening)]

@@ -291,10 +291,8 @@ def test_uploads_have_a_ratio_per_client_and_excluded_ones_are_named(written) ->
     ]
     folder = written("run", LOCAL, figures=figures, perplexities=None)
     table = table_of(Uploads().pictures(one(folder)))
-    assert table.rows == [
-        ["local", "anna", "1", "0.00", ""],
-        ["local", "ben", "9,000", "-0.50", "2, 4"],
-    ]
+    rows = [["anna", "1", "0.00", ""], ["ben", "9,000", "-0.50", "2, 4"]]
+    assert table.rows == [["local", *row] for row in rows]
 
 
 def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:

@@ -93,8 +93,7 @@ def test_a_side_that_recorded_nothing_has_no_panel(whose, panels, mutual) -> Non
 
 def test_a_long_run_shows_ten_of_its_rounds(mutual) -> None:
     figures = [(r, None, "taught", lesson(r, 1, anna=1)) for r in range(30)]
-    table = drawn(Teaching().pictures(mutual(figures))).table
-    shown = [int(row[0]) for row in table.rows]
+    shown = [int(row[0]) for row in drawn(Teaching().pictures(mutual(figures))).table.rows]
     assert (len(shown), shown[0], shown[-1]) == (10, 1, 30)
 
 

@@ -52,10 +52,8 @@ def rounds(*numbers: int) -> list[tuple[Any, ...]]:
 
 def lines(path: Any) -> list[dict[str, Any]]:
     """Return what metrics.jsonl says."""
-    return [
-        {key: line[key] for key in ("round", "client", "name", "value")}
-        for line in RunFolder(path).metrics()
-    ]
+    keys = ("round", "client", "name", "value")
+    return [{key: line[key] for key in keys} for line in RunFolder(path).metrics()]
 
 
 def test_one_object_follows_the_baselines_and_the_run(config, tmp_path) -> None:

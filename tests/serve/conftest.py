@@ -24,10 +24,8 @@ def prompts(values, tmp_path_factory) -> Path:
     """A finished run on plain text whose adapters are soft prompts."""
     folder = tmp_path_factory.mktemp("serve") / "prompts"
     changes = {"training": {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.1}}
-    changes |= {
-        "method": {"name": "fedprompt", "virtual_tokens": 5},
-        "evaluation": {"keep": "last"},
-    }
+    changes |= {"method": {"name": "fedprompt", "virtual_tokens": 5}}
+    changes |= {"evaluation": {"keep": "last"}}
     coterie.run(values(rounds=1, **changes), out=folder)
     return folder
 

@@ -7,16 +7,10 @@ import httpx
 import pytest
 from serving import served
 
+from coterie.serve import protocol
 from coterie.serve.app import Limits
 from coterie.serve.models import Models
-from coterie.serve.protocol import (
-    IGNORED,
-    NEUTRAL,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    parse_request,
-)
+from coterie.serve.protocol import IGNORED, NEUTRAL, ApiError, ChatRequest, CompletionRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = {"role": "user", "content": "Name a sea."}
@@ -34,12 +28,12 @@ def with_fields(level: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(body: dict[str, Any]) -> ChatRequest:
-    return parse_request(ChatRequest, json.dumps(body).encode())
+    return protocol.parse_request(ChatRequest, json.dumps(body).encode())
 
 
 def refusal(kind: type[ChatRequest | CompletionRequest], body: dict[str, Any]) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        parse_request(kind, json.dumps(body).encode())
+        protocol.parse_request(kind, json.dumps(body).encode())
     assert raised.value.status == 400
     return raised.value
 
@@ -69,11 +63,8 @@ def test_common_fields_of_messages_and_neutral_samplers_are_accepted(server: htt
     answer = {
         "role": "assistant",
         "content": [{"type": "text", "text": "The North Sea.", "annotations": []}],
-        "reasoning_content": "A sea is asked for.",
-        "tool_calls": [],
-        "function_call": None,
-        "refusal": None,
-        "provider_specific_fields": {"refusal": None},
+        **{"reasoning_content": "A sea is asked for.", "tool_calls": [], "function_call": None},
+        **{"refusal": None, "provider_specific_fields": {"refusal": None}},
     }
     cached = {"type": "text", "text": "Name a sea.", "cache_control": {"type": "ephemeral"}}
     samplers = {"top_k": -1, "min_p": 0, "typical_p": 1.0, "repetition_penalty": 1.0, "mirostat": 0}

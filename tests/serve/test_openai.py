@@ -26,23 +26,16 @@ def test_it_chats_and_streams(client: OpenAI) -> None:
     text = whole.choices[0].message.content
     assert text
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-    stream = client.chat.completions.create(
-        model="anna", stream=True, stream_options={"include_usage": True}, **asked
-    )
-    events = list(stream)
+    streamed: Any = {"stream": True, "stream_options": {"include_usage": True}, **asked}
+    events = list(client.chat.completions.create(model="anna", **streamed))
     assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == text
     assert events[-1].usage == whole.usage
 
 
 def test_it_reads_log_probabilities_and_the_extension(client: OpenAI) -> None:
-    reply = client.chat.completions.create(
-        model="ben",
-        messages=QUESTION,
-        max_tokens=4,
-        logprobs=True,
-        top_logprobs=2,
-        extra_body={"coterie": {"routing": True}},
-    )
+    asked: Any = {"model": "ben", "messages": QUESTION, "max_tokens": 4, "top_logprobs": 2}
+    extra = {"coterie": {"routing": True}}
+    reply = client.chat.completions.create(**asked, logprobs=True, extra_body=extra)
     choice: Any = reply.choices[0]
     assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
     assert len(choice.coterie["routing"]) == len(choice.logprobs.content)
