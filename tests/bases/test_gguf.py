@@ -206,7 +206,7 @@ def unknown_quantisation(file: Path) -> None:
 def test_a_damaged_file_is_one_sentence_and_leaves_nothing(damage, model, cache, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
     damage(file)
-    with pytest.raises(CoterieError, match=r"file .*small\.gguf could not be read: [^/]+$"):
+    with pytest.raises(CoterieError, match=r"GGUF file .*small\.gguf could not be read: [^/]+$"):
         load_base(str(file), None, 64)
     assert not list(cache.iterdir())
 

@@ -123,12 +123,13 @@ def put(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
 
+MODEL, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a layer is missing": (lambda f: drop(f, "h.1."), r"lacks transformer\.h\.1\..* and 9 more"),
     "a bias is missing": (lambda f: drop(f, "ln_f.bias"), r"lacks transformer\.ln_f\.bias;"),
     "the embedding is missing": (lambda f: drop(f, "wte"), r"lacks .*transformer\.wte\.weight"),
     "config.json has more layers": (lambda f: configure(f, n_layer=9), r"lacks transformer\.h\.2"),
-    "config.json has fewer layers": (lambda f: configure(f, n_layer=1), r"h\.1\..* more tensors"),
+    "fewer layers": (lambda f: configure(f, n_layer=1), r"not describe .*h\.1\..* more tensors"),
     "a further layer": (add_layer, r"does not describe transformer\.h\.2\..* more tensors"),
     "names have a prefix": (rename, r"incomplete: it lacks lm_head\.weight"),
     "another vocab_size": (
@@ -141,10 +142,10 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinity": (lambda f: fill(f, "ln_f.weight", float("inf")), r"ln_f\.weight contains values"),
 }
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "half the weights": (lambda f: cut(f, "model.safetensors"), r"or incomplete \([\d,]+ bytes"),
+    "half the weights": (lambda f: cut(f, MODEL), r"is damaged or incomplete \([\d,]+ bytes"),
     "empty weights": (lambda f: cut(f, "model.safetensors", 0), r"incomplete \(0 bytes"),
-    "a pointer as weights": (put("model.safetensors", POINTER), r"model\.safetensors is a Git LFS"),
-    "a web page as weights": (put("model.safetensors", "<html>" * 50), r"model\.saf.* is damaged"),
+    "a pointer as weights": (put(MODEL, POINTER), r"model\.safetensors is a Git LFS pointer"),
+    "a web page as weights": (put(MODEL, "<html>" * 50), r"model\.safetensors is damaged"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"contains no weights"),
     "a pickle": (lambda f: replace_weights(f, "pytorch_model.bin"), r"pickle \(pytorch_model\.bin"),
     "GGUF": (lambda f: replace_weights(f, "m.gguf"), r"stores its weights in m\.gguf"),
@@ -158,23 +159,23 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an adapter": (bare_adapter, r"PEFT adapter of 'some/model'"),
     "an adapter beside a model": (write_adapter, r"PEFT adapter of 'some/model'"),
-    "an unknown architecture": (lambda f: configure(f, model_type="riddle"), "'riddle' .* is unkn"),
+    "no architecture": (
+        lambda f: configure(f, model_type="riddle"),
+        "'riddle' of .* is unknown to",
+    ),
     "an encoder-decoder": (lambda f: configure(f, model_type="t5"), r"not a causal language model"),
     "an encoder": (write_encoder, r"not a causal language model"),
     "no config.json": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
     "half a config.json": (lambda f: cut(f, "config.json"), r"config\.json is not valid JSON"),
-    "a pointer as config.json": (put("config.json", POINTER), r"config\.json is a Git LFS pointer"),
-    "a list as config.json": (
-        put("config.json", "[]"),
-        r"config\.json does not contain a JSON obj",
-    ),
+    "a pointer as config.json": (put(CONFIG, POINTER), r"config\.json is a Git LFS pointer"),
+    "a list as config.json": (put(CONFIG, "[]"), r"config\.json does not contain a JSON object"),
     "a word for a number": (lambda f: configure(f, n_layer="six"), r"Field 'n_layer' expected int"),
     "heads that do not divide": (lambda f: configure(f, n_head=3), r"divisible by num_heads"),
     "no tokenizer": (without_tokenizer, r"has no tokenizer"),
-    "a pointer as tokenizer": (put("tokenizer.json", POINTER), r"tokenizer\.json is a Git LFS poi"),
+    "a pointer as tokenizer": (put(TOKENIZER, POINTER), r"tokenizer\.json is a Git LFS pointer"),
     "null as tokenizer": (
-        put("tokenizer.json", "null"),
-        r"tokenizer\.json does not contain a JSON",
+        put(TOKENIZER, "null"),
+        r"tokenizer\.json does not contain a JSON object",
     ),
     "an empty vocabulary": (forget_tokens, r"has only special tokens"),
     "more tokens than embeddings": (

@@ -150,7 +150,7 @@ def a_of(layer: int) -> str:
             "damaged: it contains values that are not finite",
         ),
     ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_what_is_no_usable_adapter_is_said_in_a_sentence(make, words, bases, tmp_path) -> None:
     folder = tmp_path / "adapter"

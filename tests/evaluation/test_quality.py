@@ -96,7 +96,8 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     assert found.compared is None
     assert found_in(own, tokens, 300).compared == 100
     first, last = quality.sentences(found)
-    assert first.startswith("Data: validation or test texts duplicated in the same client's train")
+    copies = "validation or test texts duplicated in the same client's training text: "
+    assert first.startswith(f"Data: {copies}")
     assert last == "Data: empty records, excluded: 2; run `coterie data FILE` for details"
 
 
@@ -141,5 +142,5 @@ def test_instructions_that_are_held_out_leave_training() -> None:
     one, two, three = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
     left, removed = without_held_out(Texts([one, two, three, two], [two], [three]), "Ann")
     assert (left.train, removed) == ([one], 3)
-    with pytest.raises(CoterieError, match=r"^Ann: data\.deduplicate removes .* train .*\(2 "):
+    with pytest.raises(CoterieError, match=r"^Ann: data\.dedup.* removes the whole train .*\(2 "):
         without_held_out(Texts([two, three], [two], [three]), "Ann")
