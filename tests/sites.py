@@ -265,7 +265,7 @@ class Cable:
 
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
     """The server and every client ended in the state, and with the scores, of the local engine."""
-    from coterie.testing.loop import assert_same_state  # this file, as a program, finds none
+    from coterie.testing.loop import assert_same_state  # the program does not find it
 
     pairs = {"server": deployment.server}
     pairs |= {f"client-{name}": deployment.client(name) for name in deployment.texts}

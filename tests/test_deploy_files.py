@@ -118,7 +118,7 @@ def test_the_page_explains_every_key_of_the_deployment() -> None:
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-def test_a_unit_starts_what_the_cli_takes_and_writes_only_there(path: Path) -> None:
+def test_a_unit_starts_a_valid_command_and_writes_only_where_it_may(path: Path) -> None:
     program, role, *rest = start(path)
     assert (program, role) == (PROGRAM, path.stem.removeprefix("coterie-"))
     parse([role, *rest])

@@ -19,16 +19,9 @@ from scripts import pretrain_base as script
 STEPS = 5
 STYLES = ["byte-level", "sentencepiece"]
 STRANGE = [
-    *(
-        "the whale 🐳 sang",
-        " leading\n\n  spaces\t",
-        "größte 東京 👩‍👩‍👧",
-        "<|not special|>",
-        "",
-        "   ",
-    ),
-    *("  two  and three   \r\n\u2028 \n ", "a byte's name, <0x0A>, and ▁ itself ▁▁"),
-    "\x00\t\t\ufffd e\u0301",
+    *("the whale 🐳 sang", " leading\n\n  spaces\t", "größte 東京 👩‍👩‍👧", "<|not special|>"),
+    *("", "   ", "  two  and three   \r\n\u2028 \n ", "\x00\t\t\ufffd e\u0301"),
+    "a byte's name, <0x0A>, and ▁ itself ▁▁",
 ]
 
 

@@ -78,7 +78,8 @@ def transfer(
         LossyProxy(port, fault, rate=rate, every=every) as proxy,
     ):
         server = pool.submit(_serve, folder, port, size)
-        ends = server.result(), pool.submit(_answer, folder, proxy.address, size).result()
+        client = pool.submit(_answer, folder, proxy.address, size)
+        ends = server.result(), client.result()
         seconds = time.monotonic() - began
     return Transfer(size, seconds, len(proxy.interruptions), proxy.carried, *ends)
 
