@@ -129,8 +129,8 @@ def test_assignments_become_who_held_what(assigned) -> None:
 
 def test_assignments_are_drawn_with_their_tables(assigned) -> None:
     who, how_many, common = Assignment().pictures(one(assigned))
-    rows = [row[1:] for row in table_of([who]).rows]
-    assert rows == [["1, 2, 3", "4"], ["2, 3", "4"], ["none", "4"]]
+    rows = [["anna", "1, 2, 3", "4"], ["ben", "2, 3", "4"], ["carl", "none", "4"]]
+    assert table_of([who]).rows == rows
     rows = table_of([how_many]).rows
     assert rows == [["anna", "1.50", "2.00"], ["ben", "1.00", "1.50"], ["carl", "1.00", "0.50"]]
     assert table_of([common]).rows[0] == ["anna", "1.000", "0.833", "0.500"]
