@@ -46,6 +46,7 @@ def test_shares_gain_points() -> None:
     alone = outcome("local", {"ada": answers(10)}, "accuracy")
     together = outcome("fedavg", {"ada": answers(30)}, "accuracy")
     said = gains({"local": alone, "fedavg": together}, "accuracy")
+    assert said is not None
     assert "accuracy is higher for ada (+50.0 points)." in said
 
 

@@ -202,7 +202,8 @@ def test_float64_is_refused_on_a_mac_s_gpu(bases, tmp_path, monkeypatch, gpus) -
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(CoterieError, match=r"is stored in float64, .* set base.weights: fp32, or"):
         load_base(str(tmp_path), "bf16", 16, device="mps")
-    for base, precision in ((fp32, "bf16"), (str(tmp_path), "fp32")):
+    cases: list[Any] = [(fp32, "bf16"), (str(tmp_path), "fp32")]
+    for base, precision in cases:
         with pytest.raises(CoterieError, match=READ):
             load_base(base, precision, 16, device="mps")
 

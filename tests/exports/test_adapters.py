@@ -79,6 +79,7 @@ def test_a_pair_with_a_residual_keeps_its_scale_and_is_restored(config, tmp_path
     [(_, first), *_] = adapted(source.attach())
     first.residual_A, first.residual_B = torch.randn(3, 32) / 3, torch.randn(32, 3) / 3
     expected, model = logits(source.attach()), source.base.model
+    assert source.adapter is not None
     assert torch.equal(logits(unpacked(packed(source.adapter), model).attach(model)), expected)
     PEFT.write(source, tmp_path)
     assert len(json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"]) > 0

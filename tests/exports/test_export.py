@@ -114,6 +114,7 @@ def test_another_process_loads_the_folder(format: str, method: str, finished, tm
     done = coterie.export(finished(method), "poet", tmp_path / "out", format=format)
     assert done.format == format
     assert done.tool == {"peft": "peft", "bundle": "coterie"}.get(format, "transformers")
+    assert done.difference is not None
     assert 0 <= done.difference <= 2e-5 * done.largest
 
 

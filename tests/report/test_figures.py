@@ -216,7 +216,8 @@ def test_a_client_without_weights_so_far_has_an_empty_row(written) -> None:
 
 def test_panels_of_many_clients_are_large_enough_for_their_names() -> None:
     names = [f"client {n}" for n in range(20)]
-    rounds = dict.fromkeys(("round 1", "round 2"), pd.DataFrame(np.eye(20), names, names))
+    weights = pd.DataFrame(np.eye(20), names, names)
+    rounds = {"round 1": weights, "round 2": weights}
     for narrow in (False, True):
         figure = of_pairs(Canvas(THEMES[0], narrow), rounds, 0, 1, "trust weight")
         figure.draw_without_rendering()
