@@ -8,7 +8,6 @@ import termios
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Literal, Self
 
 PIECE = 1 << 16
@@ -60,12 +59,7 @@ class LossyProxy:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all connections."""
         for each in (self.listening, *self.sockets):
             with suppress(OSError):

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import psutil
@@ -36,16 +35,9 @@ class Program:
     def __init__(self, command: list[str], folder: Path, out: Path) -> None:
         self.out = out
         with out.open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=ENVIRONMENT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            own: Any = {"start_new_session": True, "preexec_fn": die_with_parent(), **streams}
+            self.process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **own)
 
     @property
     def text(self) -> str:
@@ -98,12 +90,7 @@ class Deployment:
         """Nothing runs yet."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill whatever still runs."""
         for name in self.programs:
             self.kill(name)
@@ -146,9 +133,8 @@ class Deployment:
             (self.folder / f"tape-{name}").mkdir(exist_ok=True)
             command = [sys.executable, __file__, str(self.folder / f"tape-{name}")]
         command = [*command, *arguments, *self.plugins]
-        program = Program(command, self.folder, self.folder / f"{name}.out")
-        self.programs[name] = program
-        return program
+        self.programs[name] = Program(command, self.folder, self.folder / f"{name}.out")
+        return self.programs[name]
 
     def kill(self, name: str) -> list[psutil.Process]:
         """kill -9; returns what the process had started, which should end by itself."""
@@ -175,10 +161,8 @@ class Deployment:
 
     def logs(self) -> dict[Path, str]:
         """Return the text that the server has logged."""
-        at = self.server.path
-        return {
-            path: path.read_text(encoding="utf-8") for path in [at / "server.log"] if path.exists()
-        }
+        path = self.server.path / "server.log"
+        return {path: path.read_text(encoding="utf-8")} if path.exists() else {}
 
     def log(self, before: Mapping[Path, str] | None = None) -> str:
         """All of these as one text; or what came to it since they were as `before`."""
@@ -281,15 +265,12 @@ class Cable:
 
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
     """The server and every client ended in the state, and with the scores, of the local engine."""
-    from coterie.testing.loop import (
-        assert_same_state,  # which this file, as a program, does not find
-    )
+    from coterie.testing.loop import assert_same_state  # the program does not find it
 
     pairs = {"server": deployment.server}
     pairs |= {f"client-{name}": deployment.client(name) for name in deployment.texts}
     for side, mine in pairs.items():
         assert_same_state(mine, local, side)
-    assert local.result is not None
     for name in deployment.texts:
         result = deployment.client(name).result
         assert result is not None, name
