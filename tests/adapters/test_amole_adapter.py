@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load, save
+from tensors import fill
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -101,19 +102,13 @@ def adapter_of(
     paths = list(chosen_linears(base, layout.targets))
     choice = dict.fromkeys(paths[:-1], held) | {paths[-1]: held[:-1]}
     adapter = AmoleAdapter(base, layout, 3, choice)
-    randomise(adapter, 0)
+    fill(values(adapter), 0.5, 0)
     return adapter
 
 
 def values(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """What may travel, by name; views, not copies."""
     return {name: part.tensor.data for name, part in adapter.parameters().items()}
-
-
-def randomise(adapter: AmoleAdapter, seed: int) -> None:
-    chance = torch.Generator().manual_seed(seed)
-    for tensor in values(adapter).values():
-        tensor.normal_(std=0.5, generator=chance)
 
 
 def put_naive(base: PreTrainedModel, adapter: AmoleAdapter) -> dict[str, Tensor]:
@@ -278,7 +273,7 @@ def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor)
 
 def test_values_travel_by_expert_and_come_back(base: PreTrainedModel, ids: Tensor) -> None:
     adapter, other = adapter_of(base), adapter_of(base)
-    randomise(other, 1)
+    fill(values(other), 0.5, 1)
     tensors = load(save(values(adapter)))
     paths = list(chosen_linears(base, LAYOUT.targets))
     last, d = paths[-1], base.config.hidden_size
@@ -302,7 +297,7 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
     adapters = [adapter_of(base), adapter_of(base, replace(LAYOUT, router="vanilla"), [0, 3])]
     alone = []
     for i, adapter in enumerate(adapters):
-        randomise(adapter, i)
+        fill(values(adapter), 0.5, i)
         alone.append(adapter.attach(base)(ids).logits)
     for i in (0, 1, 0):
         assert torch.equal(adapters[i].attach(base)(ids).logits, alone[i])

@@ -1,12 +1,12 @@
 """LoRA dropout against the naive form: every pair's A reads its input times a mask of its own."""
 
-import copy
-from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from naive_mixture import naive_mixture
+from tensors import fill
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -52,57 +52,14 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return drawn
 
 
-def filled(base: nn.Module, layout: Layout) -> Adapter:
-    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
-    draws = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=draws)
+def filled(base: nn.Module, layout: Layout | AmoleLayout) -> Any:
+    if isinstance(layout, Layout):
+        adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
+    else:
+        held = dict.fromkeys(chosen_linears(base, layout.targets), (1, 4, 5))
+        adapter = AmoleAdapter(base, layout, 3, held)
+    fill(adapter.tensors(), 0.3, 5)
     return adapter
-
-
-class Masked(nn.Module):
-    """W x + b + g B A (m x), with the mask given."""
-
-    def __init__(self, linear: nn.Module, A: Tensor, B: Tensor, gain: float, m: Tensor) -> None:
-        super().__init__()
-        self.linear, self.A, self.B, self.gain, self.m = linear, A, B, gain, m
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.gain * (x * self.m) @ self.A.T @ self.B.T
-
-
-def naive(
-    mlp: nn.Module, layout: Layout, path: str, p: Mapping[str, Tensor], x: Tensor, m: list[Tensor]
-) -> Tensor:
-    """Full MLPs; masks m: of each up-projection, one per expert; last, (slots, tokens, wide)."""
-    shape = mlp_shape(mlp)
-    assert shape is not None
-    experts = [f"generalist.{i}" for i in range(layout.generalists)]
-    experts += [f"specialist.{i}" for i in range(layout.specialists)]
-    n = len(experts)
-    weights, slot = torch.full((len(x), n), 1 / n, dtype=x.dtype), None
-    if layout.routed:
-        scores = x @ p[f"router/{path}.weight"].T
-        best, chosen = scores.topk(layout.slots)
-        among = scores.softmax(-1).gather(1, chosen) if layout.slots == 1 else best.softmax(-1)
-        weights = torch.zeros_like(scores).scatter(1, chosen, among)
-        if layout.slots < n:  # else slot s is expert s
-            slot = chosen
-    total = torch.zeros_like(x)
-    for i, expert in enumerate(experts):
-        one = copy.deepcopy(mlp)
-        wide = m[-1][i % layout.slots] if slot is None else torch.zeros_like(m[-1][0])
-        if slot is not None:
-            for token, s in product(range(len(x)), range(layout.slots)):
-                if slot[token, s] == i:
-                    wide[token] = m[-1][s][token]
-        for j, name in enumerate(shape.linears):
-            key = f"{expert}/{path}.{name}"
-            mask = wide if name == shape.down else m[j * n + i]
-            linear, gain = getattr(one, name), layout.gain(layout.rank)
-            setattr(one, name, Masked(linear, p[f"{key}.A"], p[f"{key}.B"], gain, mask))
-        total = total + weights[:, [i]] * one(x)
-    return total
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -126,7 +83,7 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     assert shape is not None
     assert len(masks) == len(shape.up) * layout.experts + 1
     got = torch.autograd.grad(y, [x, *mine.values()], dy)
-    wanted = naive(mlp, layout, path, mine, x, masks)
+    wanted = naive_mixture(mlp, layout, path, mine, x, masks)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-9)
     expected = torch.autograd.grad(wanted, [x, *mine.values()], dy)
     for name, a, b in zip(["x", *mine], got, expected, strict=True):
@@ -152,12 +109,8 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
     base: PreTrainedModel, shared: bool, masks: list[Tensor]
 ) -> None:
     layout, held = replace(AMOLE, shared=shared), (1, 4, 5)
-    linears = chosen_linears(base, layout.targets)
-    adapter = AmoleAdapter(base, layout, 3, dict.fromkeys(linears, held))
-    draws = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=draws)
-    path, linear = next(iter(linears.items()))
+    adapter = filled(base, layout)
+    path, linear = next(iter(chosen_linears(base, layout.targets).items()))
     p = {name: part.tensor for name, part in adapter.parameters().items()}
     x = torch.randn(4, 12, dtype=torch.float64, generator=chance())
     adapter.attach(base)
@@ -180,19 +133,12 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
     torch.testing.assert_close(y, wanted)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "amole"])
+@pytest.mark.parametrize("layout", [LAYOUTS["two"], AMOLE], ids=["mixture", "amole"])
 def test_nothing_drops_out_but_in_training(
-    base: PreTrainedModel, ids: Tensor, kind: str, masks: list[Tensor]
+    base: PreTrainedModel, ids: Tensor, layout: Any, masks: list[Tensor]
 ) -> None:
     """And there the chance that is given says what, not torch's own."""
-    if kind == "mixture":
-        adapter = filled(base, LAYOUTS["two"])
-    else:
-        paths = chosen_linears(base, AMOLE.targets)
-        adapter = AmoleAdapter(base, AMOLE, 3, dict.fromkeys(paths, (1, 2, 3)))
-        for parameter in adapter.tensors().values():
-            parameter.data.normal_(std=0.3, generator=chance())
-    adapter.attach(base)
+    filled(base, layout).attach(base)
     plain = base(ids).logits
     assert not masks
     before, logits = torch.random.get_rng_state(), []
