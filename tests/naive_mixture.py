@@ -9,6 +9,16 @@ from torch import Tensor, nn
 from coterie.adapters import Layout
 from coterie.bases.sites import mlp_shape
 
+LAYOUTS = {
+    "one": Layout(1, 0, rank=3),
+    "two": Layout(1, 1, rank=3),
+    "four, top 2": Layout(2, 2, rank=3),
+    "four, top 1": Layout(1, 3, rank=3, top_k=1),
+    "four, top 4": Layout(1, 3, rank=3, top_k=4, scale="rank"),
+    "two, averaged": Layout(0, 2, rank=3, routed=False),
+    "four, averaged": Layout(3, 1, rank=3, routed=False),
+}
+
 
 class WithPair(nn.Module):
     """W x + b + g B A (m x) with the matrices given; m is a dropout mask, 1 by default."""
@@ -31,6 +41,7 @@ def naive_mixture(
     p: Mapping[str, Tensor],
     x: Tensor,
     masks: Sequence[Tensor] = (),
+    also: Sequence[Tensor] = (),
 ) -> Tensor:
     """Compute a mixture's output by one MLP for each expert, on every token.
 
@@ -42,6 +53,7 @@ def naive_mixture(
         x: The input, (..., dim), or (tokens, dim) if there are masks.
         masks: Dropout masks; for each up-projection, one per expert, and at the end one for the
             down-projection, (slots, tokens, wide).
+        also: Other arguments of the MLP, such as a residual.
     """
     shape = mlp_shape(mlp)
     assert shape is not None
@@ -70,5 +82,5 @@ def naive_mixture(
                 slots = enumerate(masks[-1])
                 mask = torch.stack([(chosen[..., s, None] == i) * m for s, m in slots]).sum(0)
             setattr(own, name, WithPair(getattr(own, name), A, B, gain, mask))
-        total = total + weights[..., [i]] * own(x)
+        total = total + weights[..., [i]] * own(x, *also)
     return total

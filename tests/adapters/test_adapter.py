@@ -13,13 +13,8 @@ ALL: tuple[str, ...] = ("dense", "generalist", "specialist", "router")
 
 
 def adapter_of(base: nn.Module, client: str = "ada", layout: Layout | None = None) -> Adapter:
-    return Adapter(
-        base,
-        layout or Layout(),
-        seed=3,
-        client=client,
-        common=lambda parameter: parameter.role in ("generalist", "dense"),
-    )
+    shared = of_roles("generalist", "dense")
+    return Adapter(base, layout or Layout(), seed=3, client=client, common=shared)
 
 
 def roles(adapter: Adapter) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SMALL, WITHOUT_MLP, small_model, table
 from every_method import some
+from naive_mixture import naive_mixture
 from tensors import equal, fill
 from torch import Tensor, nn
 from transformers import (
@@ -113,19 +114,9 @@ def test_two_experts_are_two_mlps_weighed_by_the_router(name) -> None:
     adapter = adapter_of(base, layout := Layout(attention_rank=0))
     fill(adapter.tensors(), 0.2, 1)
     path, (mlp, _) = next(iter(expert_sites(base).items()))
-    parts, outputs = adapter.parameters(), []
     x, residual = torch.randn(2, 5, 32).double(), torch.randn(2, 5, 32).double()
     also = (residual,) if name == "bloom" else ()
-    for expert in ("generalist.0", "specialist.0"):
-        own = deepcopy(mlp)
-        for linear in (n for n, m in own.named_children() if isinstance(m, nn.Linear)):
-            A, B = (parts[f"{expert}/{path}.{linear}.{f}"].tensor for f in "AB")
-            weight = own.get_submodule(linear).weight
-            assert isinstance(weight, Tensor)
-            weight.data += layout.gain(8) * B @ A
-        outputs.append(own(x, *also))
-    weights = (x @ parts[f"router/{path}.weight"].tensor.t()).softmax(-1)
-    want = sum(w[..., None] * y for w, y in zip(weights.unbind(-1), outputs, strict=True))
+    want = naive_mixture(mlp, layout, path, adapter.tensors(), x, also=also)
     adapter.attach(base)
     torch.testing.assert_close(base.get_submodule(path)(x, *also), want)
 

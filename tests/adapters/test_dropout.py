@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import naive_mixture
 import pytest
 import torch
-from naive_mixture import naive_mixture
+from naive_amole import NaiveAmole
 from tensors import fill
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,12 +25,8 @@ from coterie.adapters.dropout import drawing_masks
 from coterie.bases.sites import chosen_linears, mlp_shape
 
 RATE = 0.3
-LAYOUTS = {
-    "two": Layout(1, 1, rank=3, dropout=RATE),
-    "four, top 2": Layout(2, 2, rank=3, dropout=RATE),
-    "four, top 1": Layout(1, 3, rank=3, top_k=1, dropout=RATE),
-    "four, averaged": Layout(3, 1, rank=3, routed=False, dropout=RATE),
-}
+KINDS = ("two", "four, top 2", "four, top 1", "four, averaged")
+LAYOUTS = {name: replace(naive_mixture.LAYOUTS[name], dropout=RATE) for name in KINDS}
 AMOLE = AmoleLayout(experts=9, rank=3, alpha=7.0, dropout=RATE)
 
 
@@ -83,7 +80,7 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     assert shape is not None
     assert len(masks) == len(shape.up) * layout.experts + 1
     got = torch.autograd.grad(y, [x, *mine.values()], dy)
-    wanted = naive_mixture(mlp, layout, path, mine, x, masks)
+    wanted = naive_mixture.naive_mixture(mlp, layout, path, mine, x, masks)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-9)
     expected = torch.autograd.grad(wanted, [x, *mine.values()], dy)
     for name, a, b in zip(["x", *mine], got, expected, strict=True):
@@ -116,21 +113,9 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
     adapter.attach(base)
     with drawing_masks(chance()):
         y = base.get_submodule(path)(x[None])[0]
-    ms, wanted = iter(masks), linear(x)
-    if shared:
-        wanted = wanted + layout.gain * (x * next(ms)) @ p[f"shared/{path}.A"].T @ (
-            p[f"shared/{path}.B"].T
-        )
-    lows = [(x * next(ms)) @ p[f"domain.{e}/{path}.A"].T for e in held]
-    seen = x @ p[f"projection/{path}"].T
-    scores = torch.stack([(seen * low).sum(-1) for low in lows], 1) / layout.rank**0.5
-    weights = scores.softmax(-1)
-    weights = weights * torch.zeros_like(weights).scatter(1, weights.topk(2).indices, 1)
-    weights = weights / weights.sum(-1, keepdim=True)
-    for j, e in enumerate(held):
-        added = lows[j] @ p[f"domain.{e}/{path}.B"].T
-        wanted = wanted + layout.gain * weights[:, [j]] * added
-    torch.testing.assert_close(y, wanted)
+    naive = NaiveAmole(linear, path, layout, held, p)
+    naive.masks = masks
+    torch.testing.assert_close(y, naive(x))
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS["two"], AMOLE], ids=["mixture", "amole"])

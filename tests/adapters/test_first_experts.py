@@ -19,7 +19,8 @@ from coterie.adapters import (
 
 def attached(base, **layout: Any) -> Adapter:
     """An adapter with three experts, unless its layout says otherwise."""
-    whole = Layout(**{"generalists": 1, "specialists": 2} | layout)
+    numbers: dict[str, Any] = {"generalists": 1, "specialists": 2}
+    whole = Layout(**numbers | layout)
     adapter = Adapter(base, whole, seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
     return adapter

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from naive_mixture import naive_mixture
+from naive_mixture import LAYOUTS, naive_mixture
 from tensors import fill
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -13,16 +13,6 @@ from transformers.activations import ACT2FN
 from coterie.adapters import Adapter, Layout, Mixture, first_experts, of_roles
 from coterie.bases.padding import real_tokens
 from coterie.errors import CoterieError
-
-LAYOUTS = {
-    "one": Layout(1, 0, rank=3),
-    "two": Layout(1, 1, rank=3),
-    "four, top 2": Layout(2, 2, rank=3),
-    "four, top 1": Layout(1, 3, rank=3, top_k=1),
-    "four, top 4": Layout(1, 3, rank=3, top_k=4, scale="rank"),
-    "two, averaged": Layout(0, 2, rank=3, routed=False),
-    "four, averaged": Layout(3, 1, rank=3, routed=False),
-}
 
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
@@ -166,9 +156,8 @@ def test_load_balance_is_the_mean_over_layers_and_trains_routers(
     loss = adapter.load_balance("uniform")
     torch.testing.assert_close(loss, sum(layers) / len(layers))
     loss.backward()
-    assert all(
-        p.grad is not None and p.grad.any() for p in adapter.tensors(of_roles("router")).values()
-    )
+    routers = adapter.tensors(of_roles("router")).values()
+    assert all(p.grad is not None and p.grad.any() for p in routers)
     assert all(w.sum().item() == pytest.approx(1) for w in adapter.routing().values())
 
 

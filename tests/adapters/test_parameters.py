@@ -31,12 +31,8 @@ PLACES = {
         "attn.c_proj": "attention.out",
     },
     "llama": {
-        "mlp.up_proj": "mlp.up",
-        "mlp.gate_proj": "mlp.gate",
-        "mlp.down_proj": "mlp.down",
-        "self_attn.q_proj": "attention.q",
-        "self_attn.k_proj": "attention.k",
-        "self_attn.v_proj": "attention.v",
+        **{f"mlp.{name}_proj": f"mlp.{name}" for name in ("up", "gate", "down")},
+        **{f"self_attn.{name}_proj": f"attention.{name}" for name in "qkv"},
         "self_attn.o_proj": "attention.out",
     },
 }
