@@ -1,22 +1,13 @@
 """The states of a deployment in which the crash tests kill the server with SIGKILL.
 
 The states follow the life of a run: the start, a client's joining, an order, its reply, the end of
-a round, the end of the run, and the restart of a process that was killed before. A sentence says
-what has happened when the process is killed, and what has not.
+a round, the end of the run, and the restart of a process that was killed before. The comment on a state
+says what has happened when the process is killed, and what has not.
 """
 
 from collections.abc import Callable
 
-from crashes.state import (
-    CLIENTS,
-    FOLDER,
-    ROUNDS,
-    RUN_FOLDER,
-    drops,
-    is_state,
-    named,
-    server,
-)
+from crashes.state import CLIENTS, FOLDER, ROUNDS, RUN_FOLDER, drops, is_state, named, server
 from crashes.ways import (
     after,
     before,

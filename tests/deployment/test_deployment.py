@@ -28,16 +28,7 @@ from coterie.runs import RunFolder
 from coterie.testing.loop import flat
 
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
-from sites import (
-    COTERIE,
-    Cable,
-    Deployment,
-    Program,
-    about,
-    assert_same_bits,
-    say,
-    stopped,
-)
+from sites import COTERIE, Cable, Deployment, Program, about, assert_same_bits, say, stopped
 
 pytestmark = pytest.mark.slow
 NAMES = ("diarist", "lexicographer", "poet", "whaler")
@@ -337,9 +328,7 @@ def filled(folder: Path, program: Program) -> Callable[[], object]:
 
 
 @pytest.mark.thorough
-def test_a_client_whose_key_is_renewed_is_cut_off_and_goes_on_with_the_new_one(
-    long_run,
-) -> None:
+def test_a_client_whose_key_is_renewed_is_cut_off_and_goes_on_with_the_new_one(long_run) -> None:
     here = long_run
     all_here(here)
     said = len(here.programs["poet"].text)

@@ -143,10 +143,7 @@ def renamed(reply: bytes) -> bytes:
             f"rejected a message from {ROGUE}: The message belongs to another run or client.",
         ),
         (lambda _: os.urandom(1000), f"rejected a message from {ROGUE}: The bytes received"),
-        (
-            lambda reply: reply + os.urandom(300 * MiB),
-            f"the limit is {256 * MiB}",
-        ),
+        (lambda reply: reply + os.urandom(300 * MiB), f"the limit is {256 * MiB}"),
     ],
     ids=["nan", "shape", "another's name", "random bytes", "300 MiB"],
 )

@@ -261,11 +261,7 @@ def test_idle_connections_do_not_stop_the_monitoring(monitor, monkeypatch) -> No
 )
 def test_the_log_says_why_a_server_ended(error, line, tmp_path, caplog) -> None:
     caplog.set_level("INFO", log.name)
-    with (
-        pytest.raises(type(error)),
-        logged(tmp_path / "server.log", log.name),
-        errors_logged(),
-    ):
+    with pytest.raises(type(error)), logged(tmp_path / "server.log", log.name), errors_logged():
         raise error
     assert line in (tmp_path / "server.log").read_text()
 

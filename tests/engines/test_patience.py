@@ -154,11 +154,7 @@ def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, m
     monkeypatch.setattr(engine, "GRACE", 0.0)
     deployment = {"quorum": 2, "deadline": 0.001}
     run = config(
-        method="local",
-        rounds=9,
-        training=HIGH,
-        evaluation={"patience": 1},
-        deployment=deployment,
+        method="local", rounds=9, training=HIGH, evaluation={"patience": 1}, deployment=deployment
     )
     loop.deploy(run, tmp_path, events={2: lambda network: network.away.add("whaler")})
     assert RunFolder(tmp_path / "server").turns() < 9

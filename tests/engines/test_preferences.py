@@ -69,8 +69,7 @@ def losses(folder: RunFolder, client: str, level: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    some(FEW, [name for name in LEARNS if name != "pretrained"], BEHAVIOURS),
+    "name", some(FEW, [name for name in LEARNS if name != "pretrained"], BEHAVIOURS)
 )
 def test_a_methods_loss_falls(name, run, tmp_path) -> None:
     settings = {k: v for k, v in AT_ONCE.items() if k in available()[name].model_fields}
@@ -219,10 +218,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
         ({"training": {"dpo": {"label_smoothing": 0.5}}}, "less than 0.5"),
         ({"server": {}}, "`data.preferences` and `server` are mutually exclusive"),
         ({"evaluation": {"generate": 5}}, "needs answers"),
-        (
-            {"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}},
-            "needs pairs",
-        ),
+        ({"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}}, "needs pairs"),
         ({"data": {"window": 48, "preferences": {"template": "x"}}}, "plain"),
     ],
 )

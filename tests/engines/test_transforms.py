@@ -191,10 +191,7 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
         ({"transforms": ["int8", "median", "int8"]}, "has 'int8' twice; keep one of them"),
         ({"transforms": ["median", "median"]}, "has 'median' twice"),
         ({"transforms": ["bounds"]}, r"no transform 'bounds'\. Bounds, .* keys of the section"),
-        (
-            {"transforms": ["masked_sum", "phased"]},
-            "Two phases have the name 'keys'",
-        ),
+        ({"transforms": ["masked_sum", "phased"]}, "Two phases have the name 'keys'"),
         ({"transforms": ["trained"]}, "Two phases have the name 'train'.* rename the phase"),
         ({"transforms": ["failing"]}, "The transform 'failing' failed: check raised KeyError"),
         (

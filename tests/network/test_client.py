@@ -97,10 +97,7 @@ def test_a_transfer_arrives_over_a_slow_link(post: Post) -> None:
 
 
 def test_requests_share_connections(post: Post) -> None:
-    with (
-        LossyProxy(post.port) as proxy,
-        running(proxy.address, post.credentials(), Echo(b"reply")),
-    ):
+    with LossyProxy(post.port) as proxy, running(proxy.address, post.credentials(), Echo(b"reply")):
         wait(lambda: is_present(post.mailbox))
         for number in range(5):
             assert reply_to(post.mailbox, post.mailbox.send("anna", b"order", number, 60))
@@ -201,9 +198,7 @@ def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None
         assert reply_to(post.mailbox, post.mailbox.send("anna", b"next", 1, 60)) == b"smaller"
 
 
-def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(
-    post: Post,
-) -> None:
+def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(post: Post) -> None:
     worker = Echo(b"reply", released=threading.Event())
     with running(post.address, post.credentials(), worker):
         wait(lambda: is_present(post.mailbox))

@@ -273,9 +273,7 @@ def test_a_certificate_never_outlives_its_authority(tmp_path, monkeypatch) -> No
 def with_key(content: bytes, curve: ec.EllipticCurve) -> bytes:
     """Another key than the certificate's."""
     key = ec.generate_private_key(curve).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return content[: content.index(b"-----BEGIN PRIVATE")] + key
 

@@ -88,10 +88,7 @@ def test_a_port_below_1024_needs_permission() -> None:
 def test_a_server_does_not_start_with_the_key_of_another_certificate(tmp_path: Path) -> None:
     keys, other = Keys.create(tmp_path / "keys"), Keys.create(tmp_path / "other")
     shutil.copy(other.key, keys.key)
-    with (
-        listen("127.0.0.1:0") as listening,
-        pytest.raises(CoterieError, match="do not match"),
-    ):
+    with listen("127.0.0.1:0") as listening, pytest.raises(CoterieError, match="do not match"):
         MailboxServer(Mailbox(tmp_path / "mailbox"), keys, listening, 1000)
 
 

@@ -168,10 +168,7 @@ def test_a_ticket_that_is_unknown_or_another_clients_reveals_and_changes_nothing
         assert replies(post, ticket) == []
     assert post.request(
         "GET", f"/orders/{of_berta}", name="berta", Coterie_Session=OTHER_SESSION
-    ) == (
-        200,
-        ORDER,
-    )
+    ) == (200, ORDER)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +198,7 @@ def test_other_paths_and_methods_do_nothing(
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        {PROTOCOL: "0"},
-        {PROTOCOL: ""},
-        {SESSION: ""},
-        {SESSION: "A" * 32},
-        {SESSION: "0" * 31},
-    ],
+    [{PROTOCOL: "0"}, {PROTOCOL: ""}, {SESSION: ""}, {SESSION: "A" * 32}, {SESSION: "0" * 31}],
 )
 def test_another_version_of_the_protocol_is_refused(
     headers: dict[str, Any], post: Post, caplog: pytest.LogCaptureFixture
