@@ -42,9 +42,7 @@ def test_the_formats_of_the_option_are_those_of_the_function() -> None:
     assert (exporting.AUTO, *exporting.FORMATS) == FORMATS
 
 
-def test_a_model_is_exported(
-    finished: Path, measured: Any, coterie_command: Command, tmp_path: Path
-) -> None:
+def test_a_model_is_exported(finished, measured, coterie_command, tmp_path) -> None:
     out = tmp_path / "mine"
     said = coterie_command("export", finished, "--client", "anna", "--to", out)
     assert said.code == 0

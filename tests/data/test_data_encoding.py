@@ -1,6 +1,5 @@
 """Prompts with answers as tokens: what the loss counts, what is too long, what is pooled."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +33,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, given: list[Instruction], **data
     return data_of(tokenise(Texts(given, other, other), tokenizer, spec, "anna").train)
 
 
-def test_the_loss_counts_the_answer_and_the_end_alone(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
     split = encoded(tokenizer, SAMPLES)
     ids, counted, real = split.batch(range(len(SAMPLES)))
     assert counted is not None
@@ -73,9 +70,7 @@ def test_a_tokenizer_s_own_first_token_comes_first() -> None:
     assert split.answers.tolist() == [3, 9]
 
 
-def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(tokenizer) -> None:
     def length(sample: Instruction) -> int:
         parts = (sample.prompt, f" {sample.answer}")
         return sum(len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts)
@@ -120,9 +115,7 @@ def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBa
     assert len(data_of(both.validation)) == 6
 
 
-def test_the_public_text_may_be_instructions(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_the_public_text_may_be_instructions(tokenizer, tmp_path) -> None:
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
     found = data_of(public_text(data, tmp_path, tokenizer))

@@ -42,9 +42,7 @@ def test_blank_records_and_lines_are_skipped(tmp_path: Path) -> None:
     assert read(tmp_path, "a.jsonl") == ["one", "two"]
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(tmp_path) -> None:
     names = ["b.txt", "a/z.TXT", "a/notes.md", ".git/x.txt", "a/.y.txt", "c.jsonl"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -75,9 +73,7 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
         ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_a_remedy(
-    tmp_path: Path, name: str, content: bytes, sentence: str
-) -> None:
+def test_what_cannot_be_used_is_named_with_a_remedy(tmp_path, name, content, sentence) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CoterieError, match=f"^Client anna: .*{sentence}"):
         read(tmp_path, name)

@@ -1,7 +1,6 @@
 """Templates: the shipped ones exactly, a user's own, and what is said of those that cannot be."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,9 +40,7 @@ TASK = "Überlege\nwohl."
         ("Q {{ text | trim }}\n\n", {"text": " a\n"}, "Q a\n\n"),
     ],
 )
-def test_a_prompt_is_exactly_what_the_template_says(
-    template: str, fields: dict[str, Any], prompt: str
-) -> None:
+def test_a_prompt_is_exactly_what_the_template_says(template, fields, prompt) -> None:
     assert render(template, fields, "line 3") == prompt
     assert render(inlined(template, Path("nowhere")), fields, "line 3") == prompt
 
@@ -80,9 +77,7 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
         ("{% if a %}\n", r"Line 1 .*: Unexpected end of template"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_named(
-    tmp_path: Path, template: str, sentence: str
-) -> None:
+def test_a_template_that_cannot_be_used_is_named(tmp_path, template, sentence) -> None:
     (tmp_path / "none.jinja").write_text("What is it?")
     (tmp_path / "latin.jinja").write_bytes("{{ é }}".encode("latin-1"))
     (tmp_path / "bad.jinja").write_text("{{ a }}\n{% fi %}")
@@ -110,9 +105,7 @@ def test_a_template_that_cannot_be_used_is_named(
         ),
     ],
 )
-def test_a_record_that_does_not_fit_is_named(
-    template: str, fields: dict[str, Any], sentence: str
-) -> None:
+def test_a_record_that_does_not_fit_is_named(template, fields, sentence) -> None:
     start = "" if template == "own.jinja" else "line 3 of x.jsonl "
     with pytest.raises(CoterieError, match=f"^{start}.*{sentence}"):
         render(template, fields, "line 3 of x.jsonl")

@@ -57,9 +57,7 @@ def test_adjacent_pieces_of_a_split_stay_one_document() -> None:
     st.floats(0.05, 0.45),
     st.floats(0.05, 0.45),
 )
-def test_records_are_dealt_whole_in_order_and_near_the_fractions(
-    lengths: list[int], validation: float, test: float
-) -> None:
+def test_records_are_dealt_whole_in_order_and_near_the_fractions(lengths, validation, test) -> None:
     documents = [f"{i:03d}" + "x" * n for i, n in enumerate(lengths)]
     fractions = {"validation": validation, "test": test}
     chance = generator(3, "split", "anna")

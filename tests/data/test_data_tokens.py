@@ -1,6 +1,5 @@
 import json
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -53,9 +52,7 @@ def test_documents_are_joined_by_end_of_text(tokenizer: PreTrainedTokenizerBase)
     ),
     st.integers(12, 80),
 )
-def test_bytes_are_exact_under_any_limit(
-    tokenizer: PreTrainedTokenizerBase, more: list[str], limit: int
-) -> None:
+def test_bytes_are_exact_under_any_limit(tokenizer, more, limit) -> None:
     documents = [PLAIN, *more, MIXED]
     everything = train_tokens(documents, tokenizer)
     tokens = train_tokens(documents, tokenizer, limit)
@@ -108,9 +105,7 @@ def test_bytes_are_exact_with_byte_fallback_and_a_prepended_space() -> None:
         assert kept >= min(limit - 1, len(text.encode())) - 3
 
 
-def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(
-    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(tokenizer, caplog) -> None:
     line = "A line of text with a number of words 你好.\n"
     text = line * (3 * CHUNK // len(line))
     once = tokenizer(line, add_special_tokens=False)["input_ids"]
@@ -125,9 +120,7 @@ def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(
     assert len(kept.ids) >= 497
 
 
-def test_a_tokenizer_that_truncates_and_pads_does_neither_here(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tokenizer) -> None:
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     before = tokenizer.backend_tokenizer.to_str()
     tokenizer.backend_tokenizer.enable_truncation(4)
@@ -152,9 +145,7 @@ def test_a_short_split_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenise(texts, tokenizer, DataSpec(), "anna")
 
 
-def test_the_public_text_is_read_whole_and_encoded_as_any_text(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_the_public_text_is_read_whole_and_encoded_as_any_text(tokenizer, tmp_path) -> None:
     (tmp_path / "public").mkdir()
     (tmp_path / "public" / "a.txt").write_bytes(MIXED.encode())
     (tmp_path / "public" / "b.jsonl").write_text(json.dumps({"body": PLAIN}))
@@ -169,9 +160,7 @@ def test_the_public_text_is_read_whole_and_encoded_as_any_text(
     assert torch.equal(few.ids, tokens.ids[:12])
 
 
-def test_a_public_text_that_cannot_be_used_is_said(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_public_text_that_cannot_be_used_is_said(tokenizer, tmp_path) -> None:
     with pytest.raises(CoterieError, match=r"^The public text: there is no file or folder .*gone"):
         public_text(DataSpec(public="gone"), tmp_path, tokenizer)
     (tmp_path / "a.txt").write_text("Short.")

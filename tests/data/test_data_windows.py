@@ -18,9 +18,7 @@ def stream(count: int) -> Tokens:
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
-def test_every_token_is_predicted_once_after_the_token_before_it(
-    count: int, window: int, batch: int
-) -> None:
+def test_every_token_is_predicted_once_after_the_token_before_it(count, window, batch) -> None:
     seen: list[tuple[int, int]] = []
     for ids, mask in evaluation_windows(stream(count), window, CONTEXT, batch):
         assert ids.dtype == torch.int64
@@ -63,9 +61,7 @@ def test_a_split_of_one_window_suffices() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 70))
-def test_an_even_windows_is_windows_of_the_whole_evenly_spaced(
-    count: int, window: int, most: int
-) -> None:
+def test_an_even_windows_is_windows_of_the_whole_evenly_spaced(count, window, most) -> None:
     [(ids, mask)] = evaluation_windows(stream(count), window, CONTEXT, 60)
     rows = len(ids)
     chosen = [n * rows // min(most, rows) for n in range(min(most, rows))]
