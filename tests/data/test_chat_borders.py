@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from every_method import some
 from kinds import KINDS, STRIPS, tokenizer
-from talks import NAMES, TEMPLATES, needs_templates
+from talks import NAMES, TEMPLATES
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -52,6 +52,8 @@ def conversations(system: bool) -> list[Conversation]:
 @cache
 def template(name: str, kind: str, strip: str) -> ChatTemplate:
     path = OURS if name == "ours" else TEMPLATES / f"{name}.jinja"
+    if not path.is_file():
+        pytest.skip("needs the chat templates beside the repository")
     words: PreTrainedTokenizerFast = smollm() if kind == "smollm2" else tokenizer(kind, strip)
     return ChatTemplate(words, path.read_text(encoding="utf-8"), name)
 
@@ -107,18 +109,11 @@ CASES = [(kind, strip) for kind in KINDS for strip in STRIPS] + [("smollm2", "ow
 
 
 @pytest.mark.parametrize(("kind", "strip"), CASES)
-@needs_templates
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", [*FEW, "ours"])
 def test_tokens_are_those_of_the_whole_rendering(name: str, kind: str, strip: str) -> None:
     check(template(name, kind, strip))
 
 
-@pytest.mark.parametrize(("kind", "strip"), CASES)
-def test_tokens_by_our_template_are_those_of_the_whole_rendering(kind: str, strip: str) -> None:
-    check(template("ours", kind, strip))
-
-
-@needs_templates
 @pytest.mark.parametrize(("kind", "strip"), CASES)
 @pytest.mark.parametrize("name", FEW)
 def test_a_model_answers_from_the_tokens_of_training(name: str, kind: str, strip: str) -> None:

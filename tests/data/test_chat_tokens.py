@@ -1,7 +1,8 @@
 """Conversations as tokens: what counts, where they are cut, and what a model answers from."""
 
 import random
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -48,15 +49,9 @@ def tokens(
 
 def runs(samples: Examples, number: int) -> list[tuple[list[int], bool]]:
     """A sample's tokens in runs that count or do not."""
-    start, end = int(samples.starts[number]), int(samples.starts[number + 1])
-    found: list[tuple[list[int], bool]] = []
-    for id, counts in zip(
-        samples.ids[start:end].tolist(), samples.counted[start:end].tolist(), strict=True
-    ):
-        if not found or found[-1][1] != counts:
-            found.append(([], counts))
-        found[-1][0].append(id)
-    return found
+    own = slice(int(samples.starts[number]), int(samples.starts[number + 1]))
+    both = zip(samples.counted[own].tolist(), samples.ids[own].tolist(), strict=True)
+    return [([id for _, id in run], counts) for counts, run in groupby(both, itemgetter(0))]
 
 
 def text(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -79,11 +74,10 @@ def test_tokens_that_count_are_what_the_assistant_said(name: str, base: str) -> 
         read = runs(samples, number)
         assert [said for _, said in read] == [said for _, said in parts]
         for n, ((ids, _), (part, _)) in enumerate(zip(read, parts, strict=True)):
+            # Llama's decoder leaves out a space at the beginning.
+            space = " " if base == "tiny-llama" else ""
             decoded = text(template.tokenizer, ids)
-            if base == "tiny-gpt2":
-                assert decoded == part
-            else:  # decoders of this kind leave out a space at the beginning
-                assert decoded.removeprefix(" ") == part.removeprefix(" "), n
+            assert decoded.removeprefix(space) == part.removeprefix(space), n
         last = sum(len(ids) for ids, _ in read[:-1])
         assert samples.answers[number] == samples.starts[number] + last
         assert samples.sizes[number] == template.rendered(item).bytes
@@ -114,11 +108,10 @@ def test_a_batch_counts_what_the_samples_count() -> None:
     assert batch.counted is not None
     for row, number in enumerate(chosen.tolist()):
         start, end = int(samples.starts[number]), int(samples.starts[number + 1])
-        assert batch.ids[row, : end - start].tolist() == samples.ids[start:end].tolist()
-        assert batch.counted[row, : end - start - 1].tolist() == (
-            samples.counted[start + 1 : end].tolist()
-        )
-        assert not batch.counted[row, end - start - 1 :].any()
+        size = end - start
+        assert torch.equal(batch.ids[row, :size], samples.ids[start:end].long())
+        assert torch.equal(batch.counted[row, : size - 1], samples.counted[start + 1 : end])
+        assert not batch.counted[row, size - 1 :].any()
     some = samples.only([3, 0, 3])
     assert torch.equal(some.batch(range(3)).ids, batch.ids)
     both = joined([samples, some])
@@ -168,13 +161,9 @@ def test_long_conversations_are_cut_between_exchanges(window: int) -> None:
 
 def test_conversations_that_do_not_suffice_are_a_sentence() -> None:
     item = Talk(None, [Said("What do you say?", None, "So much that it is too long.")])
-    with pytest.raises(
-        CoterieError,
-        match=r"^The train text of client anna has no conversation in which",
-    ):
-        tokens([item.conversation()], chat("ours"), 4)
-    with pytest.raises(CoterieError, match=r"^The train text of client anna has no conversations;"):
-        tokens([], chat("ours"), 4)
+    for items, reason in (([item.conversation()], "conversation in which"), ([], "conversations;")):
+        with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
+            tokens(items, chat("ours"), 4)
 
 
 def test_which_template_is_used() -> None:
@@ -200,10 +189,9 @@ def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
         metaspace: Any = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         encoder.pre_tokenizer = metaspace
     encoder.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
-    parts = ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"]
-    whole = encoder.encode("".join(parts), add_special_tokens=False).ids
-    assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole
-    # An answer in the middle of a text has no space of its own.
-    asked = ["User: Hi\nAnswer:", " Yes</s>"]
-    whole = encoder.encode("".join(asked), add_special_tokens=False).ids
-    assert [id for ids in PartEncoder(encoder).ids(asked) for id in ids] == whole
+    for parts in (
+        ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"],
+        ["User: Hi\nAnswer:", " Yes</s>"],  # An answer in the middle of a text has no space.
+    ):
+        whole = encoder.encode("".join(parts), add_special_tokens=False).ids
+        assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole

@@ -36,8 +36,6 @@ def encoded(tokenizer: PreTrainedTokenizerBase, given: list[Instruction], **data
 def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
     split = encoded(tokenizer, SAMPLES)
     ids, counted, real = split.batch(range(len(SAMPLES)))
-    assert counted is not None
-    assert real is not None
     end = tokenizer.eos_token
     for row, learnt, inside, sample in zip(ids, counted, real, SAMPLES, strict=True):
         prompt = sample.prompt.rstrip(" ")
@@ -45,10 +43,8 @@ def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
         assert str(tokenizer.decode(row[1:][learnt].tolist())) == f"{space}{sample.answer}{end}"
         # in front of the answer: the first token, and the prompt as it is without its answer
         before = row[: int(learnt.nonzero()[0]) + 1].tolist()
-        assert before == [
-            tokenizer.eos_token_id,
-            *tokenizer(prompt, add_special_tokens=False)["input_ids"],
-        ]
+        alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert before == [tokenizer.eos_token_id, *alone]
         assert inside.sum() == len(before) + learnt.sum() - 1
         assert not learnt[inside.sum() :].any()
     assert split.bytes == sum(len(sample.answer.encode()) for sample in SAMPLES)
@@ -60,9 +56,8 @@ def test_a_tokenizer_s_own_first_token_comes_first() -> None:
     names = [*letters, "<start>", "<end>"]
     encoder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=encoder, bos_token="<start>", eos_token="<end>"
-    )
+    ends = {"bos_token": "<start>", "eos_token": "<end>"}
+    words = PreTrainedTokenizerFast(tokenizer_object=encoder, **ends)
     split = encoded(words, [Instruction("ab", "c"), Instruction("d\n", "e")])
     read = words.convert_ids_to_tokens(split.ids.tolist())
     assert read == ["<start>", *"abĠc", "<end>", "<start>", *"dĊe", "<end>"]
@@ -83,12 +78,9 @@ def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(tokeni
     assert split.batch(range(3)).ids.shape == (3, window + 1)
     one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
     assert one.items == (given[0],)
-    with pytest.raises(
-        CoterieError, match=r"^The train text of client anna has no sample of at most"
-    ):
-        encoded(tokenizer, given[1:2], window=10)
-    with pytest.raises(CoterieError, match=r"^The train text of client anna has no samples; add"):
-        encoded(tokenizer, [])
+    for samples, reason in ((given[1:2], "sample of at most"), ([], "samples; add")):
+        with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
+            encoded(tokenizer, samples, window=10)
 
 
 def test_a_batch_is_rows_of_the_samples(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,19 +11,13 @@ from coterie.data.kinds.instructions import examples
 from coterie.data.parts import PartEncoder, bare_encoder
 
 SPACE = "\u2581"
+SPACES = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+DIGITS = [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
 PREFIXED = {
-    "a normaliser": (
-        normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]),
-        None,
-    ),
+    "a normaliser": (normalizers.Sequence(SPACES), None),
     "one normaliser": (normalizers.Prepend(" "), None),
     "words' pieces": (None, pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")),
-    "bytes": (
-        None,
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
-        ),
-    ),
+    "bytes": (None, pre_tokenizers.Sequence(DIGITS)),
 }
 
 

@@ -51,9 +51,14 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(tm
     assert find_files(tmp_path / "b.txt", "Client anna") == [tmp_path / "b.txt"]
 
 
+FIELDS = r"no field text \(did you mean texts\?\); its fields are: texts, id\. Correct"
+NO_RECORDS = b"a table without rows"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
+        ("gone.txt", None, r"there is no file or folder .*gone\.txt"),
         ("empty.txt", b" \n", r"empty\.txt is empty; add text"),
         ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it contains NUL bytes\); export"),
         ("latin.txt", "né".encode("latin-1"), r"latin\.txt is not UTF-8 \(at byte 1\); save it"),
@@ -62,35 +67,23 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(tm
         ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not valid JSON"),
         ("list.jsonl", b'["a"]', r"line 1 of .*list\.jsonl is not a JSON object"),
         ("empty.jsonl", b"\n\n", r"empty\.jsonl is empty"),
-        (
-            "field.jsonl",
-            b'{"texts": "a", "id": 1}',
-            r"no field text \(did you mean texts\?\); its fields are: texts, id\. Correct",
-        ),
+        ("field.jsonl", b'{"texts": "a", "id": 1}', FIELDS),
         ("none.jsonl", b"{}", r"line 1 of .* has no field text; its fields are: none"),
         ("null.jsonl", b'{"text": null}', r"field text contains NoneType, not text"),
         ("half.jsonl", b'{"text": "ab\\ud83d"}', r"half a character .* at character 2"),
+        ("none.parquet", NO_RECORDS, r"none\.parquet has no records"),
+        ("notes.md", b"text", r"no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"),
         ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_a_remedy(tmp_path, name, content, sentence) -> None:
-    (tmp_path / name).write_bytes(content)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    if content is NO_RECORDS:
+        table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+        pyarrow.parquet.write_table(table, tmp_path / name)
     with pytest.raises(CoterieError, match=f"^Client anna: .*{sentence}"):
-        read(tmp_path, name)
-
-
-def test_a_missing_file_and_a_useless_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CoterieError, match=r"Client anna: there is no file or folder .*gone\.txt"):
-        read(tmp_path, "gone.txt")
-    (tmp_path / "notes.md").write_text("text")
-    with pytest.raises(
-        CoterieError, match=r"contains no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"
-    ):
-        read(tmp_path, ".")
-    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
-    pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
-    with pytest.raises(CoterieError, match=r"none\.parquet has no records"):
-        read(tmp_path, "none.parquet")
+        read(tmp_path, "." if name == "notes.md" else name)
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="may read every file")

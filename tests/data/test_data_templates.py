@@ -9,6 +9,7 @@ from coterie.data.spec import InstructionSpec
 from coterie.data.templates import SHIPPED, inlined, render
 from coterie.errors import CoterieError
 
+BUILT_IN = r"built-in template \(alpaca, chat, plain, snli\)"
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further"
     " context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
@@ -18,6 +19,7 @@ WITHOUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes"
     " the request.\n\n### Instruction:\nÜberlege\nwohl.\n\n### Response:"
 )
+WET = 'Suppose It <rains>. Can we infer that "It\'s {wet}."? Yes, No, or Maybe?'
 TASK = "Überlege\nwohl."
 
 
@@ -30,11 +32,7 @@ TASK = "Überlege\nwohl."
         ("alpaca", {"instruction": TASK, "input": None}, WITHOUT),
         ("plain", {"instruction": "Wer?", "input": "a\nb"}, "Wer?\na\nb\nAnswer:"),
         ("plain", {"instruction": "Wer?"}, "Wer?\nAnswer:"),
-        (
-            "snli",
-            {"premise": "It <rains>.", "hypothesis": "It's {wet}."},
-            'Suppose It <rains>. Can we infer that "It\'s {wet}."? Yes, No, or Maybe?',
-        ),
+        ("snli", {"premise": "It <rains>.", "hypothesis": "It's {wet}."}, WET),
         ("{{ q }} ", {"q": "{{ x }}"}, "{{ x }} "),
         ("{% for w in words %}{{ w }}\n{% endfor %}!", {"words": ["a", 1]}, "a\n1\n!"),
         ("Q {{ text | trim }}\n\n", {"text": " a\n"}, "Q a\n\n"),
@@ -64,10 +62,7 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        (
-            "alpacca",
-            r"there is no file .*alpacca; .* built-in template \(alpaca, chat, plain, snli\)",
-        ),
+        ("alpacca", rf"there is no file .*alpacca; .* {BUILT_IN}"),
         ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, use a built-in"),
         ("none.jinja", r"The template .*none\.jinja uses no field; insert one"),
         ("latin.jinja", r"latin\.jinja is not UTF-8"),
@@ -98,11 +93,7 @@ def test_a_template_that_cannot_be_used_is_named(tmp_path, template, sentence) -
         ("{{ a.append(1) }}", {"a": [1]}, r"does not fit .*not safe|does not fit .*unsafe"),
         ("{{ a }}\n ", {"a": " "}, "gives an empty text; fix the record or the template"),
         ("{{ a }}", {"a": "ab\ud83d"}, "half a character"),
-        (
-            "own.jinja",
-            {"a": "x"},
-            r"no template 'own\.jinja'; use a built-in template \(alpaca, chat, plain, snli\)",
-        ),
+        ("own.jinja", {"a": "x"}, rf"no template 'own\.jinja'; use a {BUILT_IN}"),
     ],
 )
 def test_a_record_that_does_not_fit_is_named(template, fields, sentence) -> None:
