@@ -14,3 +14,4 @@ class Said:
 
 
 Command = Callable[..., Said]
+Refuses = Callable[..., str]
