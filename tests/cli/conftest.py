@@ -72,7 +72,7 @@ def chats(values, tmp_path_factory) -> dict[str, Any]:
         data_root=str(folder),
         clients=[{"name": name, "path": f"{name}.jsonl"} for name in ("anna", "ben")],
         training={"steps": 4, "batch": 2, "precision": "fp32", "learning_rate": 0.05},
-        evaluation={"keep": "last", "generate": 6},
+        evaluation={"keep": "last", "generate": 6, "metric": "perplexity"},
     )
 
 

@@ -124,6 +124,12 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
     rows = [line.split()[0] for line in lines]
     note = rows.index("Column")
     assert rows[note - 2 : note] == ["pretrained", "local"]
+    words = ("compare", run_file, "--methods", "pretrained,local", "--out", out, "--against")
+    assert coterie_command(*words, "pretrained").code == 0
+    page = (out / "compare.md").read_text()
+    assert "| method | difference from pretrained | 95 % interval | p |" in page
+    assert "no significant difference from pretrained" in page
+    assert "no row 'fedavg' to compare with" in coterie_command(*words, "fedavg").err
 
 
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:

@@ -21,13 +21,9 @@ SLOW = {"torch", "transformers", "datasets", "aiohttp", "ray", "pandas", "matplo
 
 def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[str, set[str]]:
     """What a command says in a process of its own, and the modules that it imported."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module), *command.split()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
+    process = [sys.executable, "-c", PROGRAM.format(module=module), *command.split()]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(process, env=env, capture_output=True, text=True, cwd=folder)
     assert found.returncode == (0 if "--help" in command or "--version" in command else 2)
     *said, modules = (found.stderr + found.stdout).splitlines()
     return "\n".join(said), set(modules.split())

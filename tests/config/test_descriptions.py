@@ -58,13 +58,8 @@ class Second(First[str]):
     spelt: int = Field(default=2, description="another argument")
 
 
-FIRST = {
-    "plain": "a plain field",
-    "bounded": "a bounded field",
-    "spelt": "an argument",
-    "bare": "",
-    "generic": "a field of any type",
-}
+FIRST = {"plain": "a plain field", "bounded": "a bounded field", "spelt": "an argument"}
+FIRST |= {"bare": "", "generic": "a field of any type"}
 SECOND = {**FIRST, "bounded": "declared again", "spelt": "another argument"}
 
 
@@ -103,11 +98,8 @@ def test_a_plugin_s_settings_are_described(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "near.py"
     path.write_text(PLUGIN, encoding="utf-8")
     (near,) = plugins.load_plugin(path)
-    assert descriptions(near) == {
-        **descriptions(kind_of("fedprox")),
-        "own": "a plugin's setting",
-        "other": "another setting",
-    }
+    own = {"own": "a plugin's setting", "other": "another setting"}
+    assert descriptions(near) == descriptions(kind_of("fedprox")) | own
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,9 @@ from coterie.bases.sites import QUERY_VALUE
 from coterie.config.run import RunConfig, parse
 from coterie.methods.registry import method_from
 
+RANDOM = {"assignment": "random"}
+VANILLA = {"kind": "vanilla", "score_scale": "dim"}
+
 
 @pytest.mark.parametrize(
     ("name", "settings", "sentence"),
@@ -21,14 +24,10 @@ from coterie.methods.registry import method_from
         ("pcl-1", {"exact": True}, "Unknown key 'method.exact'."),
         (
             "fedamole",
-            {"assignment": "random", "embeddings": {"share": 0.1}},
-            "has no effect with `assignment: random`; remove it.",
+            RANDOM | {"embeddings": {"share": 0.1}},
+            "has no effect with `assignment: ran",
         ),
-        (
-            "fedamole",
-            {"assignment": "random", "router": {"kind": "vanilla", "score_scale": "dim"}},
-            "method.router: score_scale has no effect with",
-        ),
+        ("fedamole", RANDOM | {"router": VANILLA}, "method.router: score_scale has no effect with"),
         ("comigs-1g1s", {"mlp": None}, "method.mlp should be a mapping of keys to values"),
         ("fedit", {"attention": None}, "method.attention should be a mapping of keys to values"),
         ("fedavg", {"mlp": {"ranc": 4}}, "'method.mlp.ranc'. Did you mean 'method.mlp.rank'?"),
