@@ -129,7 +129,9 @@ def test_a_file_that_is_no_run_file(content, sentence, tmp_path) -> None:
 def test_a_missing_file_and_a_folder(tmp_path) -> None:
     with pytest.raises(CoterieError, match="There is no run file"):
         load_config(tmp_path / "gone.yaml")
-    with pytest.raises(CoterieError, match="is a folder, not a run file; write one with `coterie init"):
+    with pytest.raises(
+        CoterieError, match="is a folder, not a run file; write one with `coterie init"
+    ):
         load_config(tmp_path)
 
 

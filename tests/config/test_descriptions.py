@@ -1,6 +1,5 @@
 """Fields are described by the docstrings below them, which are read only on demand."""
 
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -13,7 +12,7 @@ from coterie.config.sections import DeploymentSpec
 from coterie.data.division.spec import DivideSpec, SourceSpec
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 from coterie.exchanges.spec import AggregationSpec, ServerOptimiserSpec
-from coterie.methods.registry import METHODS, kind_of
+from coterie.methods.registry import kind_of
 from coterie.training.spec import DPOSpec, EvaluationSpec, TrainingSpec
 
 T = TypeVar("T")
@@ -92,9 +91,7 @@ def test_without_its_source_a_model_has_empty_descriptions() -> None:
     assert descriptions(scope["Lost"]) == {"field": ""}
 
 
-def test_a_plugin_s_settings_are_described(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(METHODS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
+def test_a_plugin_s_settings_are_described(tmp_path) -> None:
     path = tmp_path / "near.py"
     path.write_text(PLUGIN, encoding="utf-8")
     (near,) = plugins.load_plugin(path)

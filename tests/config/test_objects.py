@@ -8,7 +8,6 @@ import pytest
 
 import coterie
 from coterie import Callback, CoterieError, Metric, Transform
-from coterie.config import plugins
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
 from coterie.data.measured import Measured
@@ -20,7 +19,6 @@ from coterie.privacy import secrets
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_same_states
 from coterie.transforms.reductions import Median, TrimmedMean
-from coterie.transforms.registry import TRANSFORMS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transforms" / "median.py"
 
@@ -55,11 +53,7 @@ class Stop(Callback):
 
 
 @pytest.fixture(autouse=True)
-def _unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(TRANSFORMS, "registered", {})
-    monkeypatch.setattr(METRICS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
+def _same_secrets(monkeypatch) -> None:
     monkeypatch.setattr(secrets, "draw", lambda: 42)  # clients' secrets are part of their states
 
 

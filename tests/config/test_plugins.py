@@ -20,12 +20,6 @@ from coterie.testing import loop
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedsa_lora.py"
 
 
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch):
-    monkeypatch.setattr(METHODS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
-
-
 def forgotten(monkeypatch) -> None:
     """As in a new process, which was given no plugin."""
     monkeypatch.setattr(METHODS, "registered", {})

@@ -1,15 +1,14 @@
 """Balanced Dirichlet division, against what FedAMoLE's paper describes."""
 
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+from divisions import divide, items
+from questions import write
 
-from coterie.data.division.divide import MINIMUM, Pools, _by_dirichlet, divided_texts
-from coterie.data.division.spec import DivideSpec
+from coterie.data.division.divide import MINIMUM, Pools, _by_dirichlet
 from coterie.data.spec import DataSpec, InstructionSpec
 
 CLIENTS = 4
@@ -86,26 +85,18 @@ def test_the_scarcest_of_chance_does_not_stop_it() -> None:
         assert min(map(len, _by_dirichlet(records, CLIENTS, 1e-6, True, seed))) >= 25
 
 
-def test_the_run_file_s_key_balances(tmp_path: Path) -> None:
-    lines = [
-        json.dumps({"instruction": f"{label} {i}", "output": label})
-        for label, size in SIZES.items()
-        for i in range(size)
-    ]
-    (tmp_path / "records.jsonl").write_text("\n".join(lines))
+def test_the_run_file_s_key_balances(tmp_path) -> None:
+    asked = [{"instruction": f"{k} {i}", "output": k} for k, n in SIZES.items() for i in range(n)]
+    write(tmp_path / "records.jsonl", *asked)
     data = DataSpec(instructions=InstructionSpec(template="{{ instruction }}"))
 
-    def divided(**more: Any) -> dict[str, Counter[str]]:
-        values = {"source": "records.jsonl", "label": "output", "by": "dirichlet", **more}
-        spec = DivideSpec.model_validate({"clients": CLIENTS, "alpha": 1.0, **values})
-        parts = divided_texts(spec, data, tmp_path, 3)
-        return {
-            name: Counter(item.answer for split in vars(texts).values() for item in split)
-            for name, texts in parts.items()
-        }
+    def divided(**more: Any) -> list[list[int]]:
+        options = {"label": "output", "by": "dirichlet", "clients": CLIENTS, "alpha": 1.0, **more}
+        parts = divide(tmp_path, data, 3, **options).values()
+        counts = [Counter(item.answer for item in items(texts)) for texts in parts]
+        return [[count[label] for label in SIZES] for count in counts]
 
     balanced = divided(balanced=True)
-    counts = numpy.array([[count[label] for label in SIZES] for count in balanced.values()])
-    assert counts.sum() == sum(SIZES.values())
-    assert not full_clients_get_more(counts)
+    assert numpy.sum(balanced) == sum(SIZES.values())
+    assert not full_clients_get_more(numpy.array(balanced))
     assert divided() == divided(balanced=False) != balanced
