@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import speaker_of
 
 import coterie.cli
 from coterie.config.deployed import load_deployment, load_with_any_text
 from coterie.config.run import parse
-from coterie.data.chat import chat_template
 from coterie.evaluation.generation import Sampling
 from coterie.inference import asking
-from coterie.inference.finished import Loader, recorded
-from coterie.inference.speaking import Speaker
-from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 from coterie.testing.small import teaching_values
 
@@ -23,15 +20,8 @@ QUESTIONS = ["Sea?", "Name a long river."]
 
 def alone(run: Path, client: str | None) -> list[str]:
     """Return the answers in a chat with one model; None: the base without an adapter."""
-    folder, loader = RunFolder(run), Loader()
-    config = recorded(folder)
-    base = loader.base(config, client or "anna")
-    model = (lambda: bare(base)) if client is None else loader.load(folder, config, client).model
-    texts: list[str] = []
-    for question in QUESTIONS:
-        speaker = Speaker(base, model, chat_template(base.tokenizer, None), Sampling(6))
-        texts.append(speaker.answer(question, lambda _: None))
-    return texts
+    begin = speaker_of(run, client, "anna", Sampling(6))
+    return [begin().answer(question, lambda _: None) for question in QUESTIONS]
 
 
 def shown(name: str, text: str, column: int) -> str:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from commands import Said
+from commands import Said, speaker_of
 
 import coterie.cli
 from coterie.cli import talk
@@ -19,7 +19,6 @@ from coterie.data.items import Conversation, Turn
 from coterie.evaluation.generation import Sampling
 from coterie.inference.finished import Loader, recorded
 from coterie.inference.speaking import Speaker
-from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 
 HOW = ["--tokens", 6, "--temperature", 0]
@@ -42,12 +41,8 @@ def ask(finished, coterie_command, monkeypatch) -> Ask:
 
 
 def alone(run: Path, client: str | None, questions: list[str]) -> list[str]:
-    """What a model answers, loaded on its own; None: the base without adapter."""
-    folder = RunFolder(run)
-    loader, config = Loader(), recorded(RunFolder(run))
-    base = loader.base(config, client or "poet")
-    model = (lambda: bare(base)) if client is None else loader.load(folder, config, client).model
-    speaker = Speaker(base, model, chat_template(base.tokenizer, None), Sampling(6, 0, 0.95, 0))
+    """Return what a model answers, loaded on its own; None: the base without adapter."""
+    speaker = speaker_of(run, client, "poet", Sampling(6, 0, 0.95, 0))()
     return [speaker.answer(question, lambda piece: None) for question in questions]
 
 
