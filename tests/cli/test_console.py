@@ -45,14 +45,10 @@ def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
         monitor.start(1)
         monitor.moved("anna", up=2_400_000, down=512)
         monitor.excludes("ben")
-        seats = {
-            "anna": Seat(present="1", joined=True),
-            "ben": Seat(present="2"),
-            "chloe": Seat(joined=True),
-            "dan": Seat(present="3", joined=True),
-            "eve": Seat(present="4", joined=True, stopped=True),
-            "fay": Seat(declined=True),
-        }
+        seats = {"anna": Seat(present="1", joined=True), "ben": Seat(present="2")}
+        seats |= {"chloe": Seat(joined=True), "dan": Seat(present="3", joined=True)}
+        seats["eve"] = Seat(present="4", joined=True, stopped=True)
+        seats["fay"] = Seat(declined=True)
         monitor.shows(seats, {"dan"})
     text = shown(console)
     assert "round 2 of 4" in text
@@ -64,19 +60,22 @@ def test_a_server_shows_who_is_there_and_what_they_do(tmp_path) -> None:
     assert states == ["ready", "joining", "away", "working", "stopped", "declined"]
 
 
-def test_a_server_without_a_terminal_writes_a_line_for_every_round(console, tmp_path) -> None:
+def test_lines_without_a_terminal_are_those_of_the_log(console, tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "coterie")
     with Board(console) as board:
         monitor = Monitor("fedavg", 2, RunFolder(tmp_path), board)
         monitor.start(0)
+        monitor.waits(FIRST, "anna; 0 of 1 clients are ready")
         monitor.shows({}, set())
         monitor.note("anna joined")
         for round, counted in enumerate((3, 2)):
             monitor.opens(Turn(round, round, round))
             monitor.closes(Turn(round, round, round), counted)
-    lines = shown(console).splitlines()
-    assert len(lines) == 4
-    assert "round 1/2: 3 uploads used, about" in lines[2]
-    assert lines[3].endswith("round 2/2: 2 uploads used")
+    lines = [line.partition(" ")[2] for line in shown(console).splitlines()]
+    assert len(lines) == 5
+    assert "round 1/2: 3 uploads used, about" in lines[3]
+    assert lines[4].endswith("round 2/2: 2 uploads used")
+    assert caplog.messages == lines
 
 
 def test_lines_without_a_terminal_can_be_json(console) -> None:
@@ -160,20 +159,6 @@ def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> Non
     assert left == ["0:00:40 left", "0:00:30 left", "0:00:22 left"]
 
 
-def test_the_log_contains_all_that_the_server_shows(console, tmp_path, caplog) -> None:
-    caplog.set_level("INFO", "coterie")
-    with Board(console) as board:
-        monitor = Monitor("fedavg", 2, RunFolder(tmp_path), board)
-        monitor.start(0)
-        monitor.waits(FIRST, "anna; 0 of 1 clients are ready")
-        monitor.note("anna joined")
-        monitor.opens(FIRST)
-        monitor.closes(FIRST, 1)
-    lines = [line.partition(" ")[2] for line in shown(console).splitlines()]
-    assert len(lines) == 4
-    assert caplog.messages == lines
-
-
 def test_a_client_warns_of_a_validation_loss_that_jumps(console) -> None:
     with ClientBoard(console) as board:
         board("validation/loss", 4.9)
@@ -222,10 +207,8 @@ def test_a_user_agrees_or_declines(answers, agrees, shows, asked, config) -> Non
 
 def test_the_question_names_few_settings_and_what_others_receive(asked, config) -> None:
     estimate = Estimate(2 * 10**9, 5 * 2**19, 2**20, ("LoRA on A in all 2 layers",))
-    for method, passed_on in (
-        ("auto", "in trials: LoRA pairs on attention; number of training tokens"),
-        ("fedavg", "nothing"),
-    ):
+    trials = "in trials: LoRA pairs on attention; number of training tokens"
+    for method, passed_on in (("auto", trials), ("fedavg", "nothing")):
         text = asked(config(method=method), "y", estimate=estimate)[1]
         parts = [line.partition("  ") for line in text.splitlines()]
         lines = {key: " ".join(value.split()) for key, _, value in parts}

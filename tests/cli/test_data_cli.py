@@ -94,12 +94,8 @@ def write(folder: Path, base: str | Path, data: Any, **files: Any) -> Path:
         own[name] = f"{name}.{'txt' if plain else 'jsonl'}"
         (folder / own[name]).write_text(records if plain else "\n".join(map(json.dumps, records)))
     public = {"public": own.pop("public")} if "public" in own else {}
-    values = {
-        "base": str(base),
-        "method": "local",
-        "rounds": 1,
-        "clients": [{"name": "ann", **own}],
-    }
+    values: dict[str, Any] = {"base": str(base), "method": "local", "rounds": 1}
+    values["clients"] = [{"name": "ann", **own}]
     values |= {"training": {"steps": 1, "batch": 1}, "data": {"window": 100, **public, **data}}
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     return folder / "run.yaml"

@@ -113,12 +113,8 @@ def refusals(run, tmp_path, monkeypatch, clients) -> list[str]:
     said: list[str] = []
     network = loop.Loop({})
     server = loop.server(run, tmp_path / "server", network)
-    network.workers = {
-        client.name: Worker(
-            loop.site(run, client.name, tmp_path), lambda what, value: said.append(str(value))
-        )
-        for client in run.clients
-    }
+    sites = [loop.site(run, client.name, tmp_path) for client in run.clients]
+    network.workers = {s.name: Worker(s, lambda _, value: said.append(str(value))) for s in sites}
     server._send("poet", "join")
     [(_, order)] = network.pending.values()
     clients()

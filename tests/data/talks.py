@@ -65,8 +65,6 @@ def talk(draw: random.Random, system: bool = True, longest: int = 8) -> Talk:
         inside = draw.choice((" ", " ", "\n")).join([*words, draw.choice(("so", "what?", "1"))])
         return draw.choice(SPACES) + inside + draw.choice(SPACES)
 
-    said = [
-        Said(text(), text() if draw.random() < 0.3 else None, text())
-        for _ in range(draw.randint(1, 5))
-    ]
+    count = range(draw.randint(1, 5))
+    said = [Said(text(), text() if draw.random() < 0.3 else None, text()) for _ in count]
     return Talk(text() if system and draw.random() < 0.5 else None, said)

@@ -60,11 +60,11 @@ def test_choices_given_as_a_list_or_a_field() -> None:
 
 
 def test_choices_made_by_a_template_stand_one_a_line() -> None:
-    spec = InstructionSpec(
-        template="{{ q }}",
-        answer="{{ options.text[options.label.index(key)] }}",
-        choices="{{ options.text | join('\n') }}",
+    answer, choices = (
+        "{{ options.text[options.label.index(key)] }}",
+        "{{ options.text|join('\n') }}",
     )
+    spec = InstructionSpec(template="{{ q }}", answer=answer, choices=choices)
     two = {"label": ["1", "2"], "text": ["the moon", " a star"]}
     three = {"label": ["A", "B", "C"], "text": ["x: y", "7", "x: y"]}
     asked = [{"q": "?", "key": "2", "options": two}, {"q": "?", "key": "C", "options": three}]
@@ -206,9 +206,8 @@ def test_pieces_of_texts_follow_the_option_without_instructions(tmp_path) -> Non
 
 
 def test_a_hub_data_set_has_the_names_of_its_classes_as_answers(tmp_path, hub) -> None:
-    names = {
-        k: datasets.ClassLabel(names=[*v]) for k, v in {"topic": "xy", "output": ANSWERS}.items()
-    }
+    classes = (("topic", ["x", "y"]), ("output", [*ANSWERS]))
+    names = {field: datasets.ClassLabel(names=names) for field, names in classes}
     features = datasets.Features({**names, "input": datasets.Value("string")})
     inputs = [str(i) for i in range(40)]
     hub(lambda _: {"topic": [0, 0, 1, 1] * 10, "output": [0, 1] * 20, "input": inputs}, features)

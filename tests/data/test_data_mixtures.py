@@ -15,11 +15,8 @@ from coterie.data.spec import DataSpec, Fractions, Limits
 from coterie.data.texts import PIECE
 from coterie.data.tokens import tokenise
 
-MIXTURES = {
-    "cyd": {"nl": 1.0},
-    "anna": {"de": 0.7, "fr": 0.3},
-    "ben": {"fr": 0.5, "de": 0.1, "nl": 0.4},
-}
+MIXTURES = {"cyd": {"nl": 1.0}, "anna": {"de": 0.7, "fr": 0.3}}
+MIXTURES["ben"] = {"fr": 0.5, "de": 0.1, "nl": 0.4}
 LONGEST = 300
 """Characters of the longest record."""
 CHANCE = random.Random(0)

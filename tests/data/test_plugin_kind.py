@@ -62,14 +62,11 @@ def run(values, ranked, module):
     """Make a run of ranked answers; keyword arguments replace keys."""
 
     def make(**changes: Any) -> coterie.RunConfig:
-        whole: dict[str, Any] = {
-            "method": "fedavg",
-            "rounds": 3,
-            "data_root": str(ranked),
-            "data": {"window": 40, "kind": "rankings"},
-            "clients": [{"name": name, "path": f"{name}.jsonl"} for name in NAMES],
-            "training": {"steps": 4, "batch": 4, "precision": "fp32", "learning_rate": 0.02},
-        }
+        whole: dict[str, Any] = {"method": "fedavg", "rounds": 3, "data_root": str(ranked)}
+        whole["data"] = {"window": 40, "kind": "rankings"}
+        whole["clients"] = [{"name": name, "path": f"{name}.jsonl"} for name in NAMES]
+        rates = {"precision": "fp32", "learning_rate": 0.02}
+        whole["training"] = {"steps": 4, "batch": 4, **rates}
         return parse(values(**whole | changes))
 
     return make

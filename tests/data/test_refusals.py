@@ -1,4 +1,4 @@
-"""Sections of run files, and divisions, that cannot be used: each is refused in a sentence."""
+"""Sections of run files and divisions: defaults, and one sentence for what cannot be used."""
 
 from pathlib import Path
 
@@ -9,7 +9,14 @@ from pydantic import ValidationError
 from questions import write
 
 from coterie.data.division.spec import DivideSpec
-from coterie.data.spec import ClientSpec, DataSpec
+from coterie.data.spec import (
+    ClientSpec,
+    DataSpec,
+    InstructionSpec,
+    Limits,
+    MessagesSpec,
+    PreferenceSpec,
+)
 from coterie.errors import CoterieError
 
 TEMPLATE = {"chat_template": "{{ messages }}"}
@@ -176,3 +183,29 @@ def test_a_division_that_cannot_be_is_refused(source, options, sentence, root, m
     data = DataSpec.model_validate(values.pop("data", {}))
     with pytest.raises(CoterieError, match=sentence):
         divide(root, data, source=source, **values)
+
+
+def test_one_text_field_or_several() -> None:
+    assert DataSpec().fields == ["text"]
+    assert DataSpec(text=["title", "body"]).fields == ["title", "body"]
+
+
+def test_limits_on_instructions_are_of_samples_and_need_no_window() -> None:
+    data = DataSpec.model_validate({"limits": {"train": 1, "test": 128}, "instructions": {}})
+    assert data.instructions == InstructionSpec(template="alpaca", answer="output", choices=None)
+    assert DataSpec.model_validate(data.model_dump(mode="json")) == data
+
+
+def test_messages_and_preferences_are_on_or_off() -> None:
+    for kind, section in (("messages", MessagesSpec()), ("preferences", PreferenceSpec())):
+        for value, wanted in ((True, section), ({}, section), (False, None)):
+            assert getattr(DataSpec.model_validate({kind: value}), kind) == wanted
+    assert DataSpec(messages=MessagesSpec(), limits=Limits(train=1)).limits.train == 1
+
+
+def test_numbers_are_labels_too_and_shares_may_be_a_millionth_off() -> None:
+    mixtures = {"anna": {1: 0.3, 2: 0.7 - 5e-7}}
+    values = {"source": {1: "a", 2: "b"}, "by": "mixtures", "mixtures": mixtures}
+    spec = DivideSpec.model_validate(values)
+    assert list(spec.source) == ["1", "2"]
+    assert spec.mixtures == {"anna": {"1": 0.3, "2": 0.7 - 5e-7}}

@@ -34,10 +34,8 @@ from coterie.testing.rounds import close, down, joined, step
 PAGE = Path(__file__).parents[2] / "docs" / "deploy" / "what-leaves-the-device.md"
 HEADING = "## What reaches other clients"
 TRANSFORMS = Path(__file__).parents[2] / "examples" / "transforms"
-LARGE_MEANS = {
-    "fedlease": {"max_clusters": 1},
-    "fedamole": {"experts": 2, "clients_per_expert": 3, "min_experts": 2},
-}
+LARGE_MEANS: dict[str, dict[str, int]] = {"fedlease": {"max_clusters": 1}}
+LARGE_MEANS["fedamole"] = {"experts": 2, "clients_per_expert": 3, "min_experts": 2}
 """Settings with which every mean is of several clients."""
 
 
@@ -122,10 +120,9 @@ def halved(upload: Message, group: str) -> Message:
 
 
 def by_field(message: Message) -> dict[str, Any]:
-    tensors = {
-        f"{peer}/{group}/{name}": (group, tensor.numpy().tobytes())
-        for peer, group, name, tensor in message.tensors()
-    }
+    tensors: dict[str, Any] = {}
+    for peer, group, name, tensor in message.tensors():
+        tensors[f"{peer}/{group}/{name}"] = (group, tensor.numpy().tobytes())
     return tensors | {name: (name, json.dumps(v)) for name, v in message.values.items()}
 
 
@@ -155,12 +152,9 @@ def test_fields_depend_only_on_the_uploads_that_they_name(method, values, teache
     schema = run.method.schema()
     for group in {field.name for field in schema.up if field.dtype != "json"}:
         before, changed = after(run, group, False), after(run, group, True)
-        names = {
-            field
-            for client, fields in changed.items()
-            for key, (field, value) in fields.items()
-            if before[client].get(key) != (field, value)
-        }
+        names = set()
+        for client, fields in changed.items():
+            names |= {v[0] for key, v in fields.items() if before[client].get(key) != v}
         declared = {field.name for field in schema.down if group in field.sources}
         assert names <= declared, group
 
