@@ -227,9 +227,7 @@ def test_batches_follow_their_generator() -> None:
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_a_split_of_one_window_suffices() -> None:
+    # A split of one window suffices.
     batch = sample_batch(stream(9), 4, 8, generator(0, "batch")).ids
     assert torch.equal(batch, torch.arange(9).expand(4, 9))
 
