@@ -1,4 +1,4 @@
-"""The output of runs, servers and clients: the table, lines where there is no terminal, and sizes."""
+"""The output of runs, servers and clients: a table, and lines where there is no terminal."""
 
 import io
 import json
