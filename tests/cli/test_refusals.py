@@ -98,6 +98,7 @@ def test_what_is_wrong_is_a_sentence_and_leaves_nothing(command, sentence, place
     words = [Template(word).substitute(places) for word in shlex.split(command)]
     refuses(Template(sentence).substitute(places), *words)
     assert not places["out"].exists()
+    assert not Path("nosuch").exists()
     assert {path.name for path in places["texts"].iterdir()} == FILES.keys()
     assert RunFolder(places["finished"]).result is not None
 
