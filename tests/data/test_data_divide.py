@@ -55,9 +55,10 @@ MORE = {"held_out": st.just("uniform"), "test": st.just("test.jsonl"), "public":
 @given(WAYS, st.fixed_dictionaries({}, optional=MORE), st.integers(0, 99))
 def test_no_record_is_used_twice_and_the_draw_follows_the_seed(root, way, more, seed) -> None:
     by = way["by"]
+    options: dict[str, Any] = {**way, **more}
     if by == "even":
-        more = {key: True if key == "public" else more[key] for key in more.keys() - {"held_out"}}
-    divided = divide(root, seed=seed, **way, **more)
+        options = {k: v if k != "public" else True for k, v in options.items() if k != "held_out"}
+    divided = divide(root, seed=seed, **options)
     assert list(divided) == sorted(divided)
     public = divided.public.train if divided.public else []
     assert bool(public) == ("public" in more)
@@ -79,8 +80,8 @@ def test_no_record_is_used_twice_and_the_draw_follows_the_seed(root, way, more, 
     if by in ("label", "dirichlet"):
         assert len(used) == whole
     assert len(used) <= whole
-    assert divide(root, seed=seed, **way, **more) == divided
-    assert divide(root, seed=seed + 1, **way, **more) != divided
+    assert divide(root, seed=seed, **options) == divided
+    assert divide(root, seed=seed + 1, **options) != divided
 
 
 def test_by_label_each_client_has_one_label(root) -> None:

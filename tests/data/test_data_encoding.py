@@ -38,7 +38,8 @@ def encoded(tokenizer: PreTrainedTokenizerBase, given: list[Instruction], **data
 
 def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
     split = encoded(tokenizer, SAMPLES)
-    ids, counted, real = split.batch(range(len(SAMPLES)))
+    batch: Any = split.batch(range(len(SAMPLES)))
+    ids, counted, real = batch
     end = tokenizer.eos_token
     for row, learnt, inside, sample in zip(ids, counted, real, SAMPLES, strict=True):
         prompt = sample.prompt.rstrip(" ")

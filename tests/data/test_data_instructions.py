@@ -50,7 +50,8 @@ def test_two_to_twenty_answers_are_a_choice(count: int, choices: int) -> None:
 
 
 def test_choices_given_as_a_list_or_a_field() -> None:
-    spec = InstructionSpec(template="{{ q }}", answer="a", choices=["no", "yes", 3])
+    listed: Any = ["no", "yes", 3]
+    spec = InstructionSpec(template="{{ q }}", answer="a", choices=listed)
     asked = records({"q": "?", "a": 3}, {"q": "?", "a": "yes"})
     assert {item.choices for item in instructions(asked, spec)} == {("no", "yes", "3")}
     spec = InstructionSpec(template="{{ q }}", answer="a", choices="options")
