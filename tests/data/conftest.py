@@ -6,14 +6,12 @@ from typing import Any
 import datasets
 import pytest
 
-Columns = Callable[[str], dict[str, list[Any]]]
-
 
 @pytest.fixture
 def hub(monkeypatch) -> Callable[..., list[tuple[str, ...]]]:
     """A function that sets the columns of each split, and returns the list of later requests."""
 
-    def serve(columns: Columns, features: Any = None) -> list[tuple[str, ...]]:
+    def serve(columns: Callable[[str], Any], features: Any = None) -> list[tuple[str, ...]]:
         asked: list[tuple[str, ...]] = []
 
         def load(*names: str, split: str) -> datasets.Dataset:

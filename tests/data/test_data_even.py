@@ -31,6 +31,7 @@ def root(tmp_path_factory) -> Path:
 def test_clients_have_equally_many_records_of_their_own_and_one_held_out(root) -> None:
     divided = divide(root, **EVEN)
     assert list(divided) == ["client-1", "client-2", "client-3", "client-4"]
+    assert len(divide(root, by="even", clients=88)) == 88
     assert (divided.public, divided.labels) == (None, {})
     first = divided["client-1"]
     assert {len(texts.train) for texts in divided.values()} == {22}
@@ -109,7 +110,3 @@ def test_a_hub_data_set_needs_no_label(root, hub) -> None:
     assert asked == [("some/glue", "rte", split) for split in splits]
     assert sorted(divided["client-1"].test) == sorted(f"dev {i}" for i in range(40))
     assert len(divided["client-1"].train) == 10
-
-
-def test_as_many_parts_as_records_are_divided(root) -> None:
-    assert len(divide(root, by="even", clients=88)) == 88
