@@ -57,7 +57,7 @@ def _ranking(record: Record) -> Ranking:
 
 @dataclass(frozen=True)
 class RankedBatch(GroupBatch):
-    """What a training step learns."""
+    """The ranked answers of a training step."""
 
     beta: float
 

@@ -205,9 +205,9 @@ def main() -> None:
     built = subprocess.run([sys.executable, "-m", "sphinx", *options, source, pages])
     if built.returncode:
         sys.exit(1)
-    found = list(faults(pages))
-    print("\n".join(found) or f"Open {pages / 'index.html'}")
-    sys.exit(bool(found))
+    faulty = list(faults(pages))
+    print("\n".join(faulty) or f"Open {pages / 'index.html'}")
+    sys.exit(bool(faulty))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Write the conversations of `coterie run four-assistants` anew.
 
 Four people ask their assistants the same kinds of questions about lines of the demo's writers
-(CC0), each about other lines, and each wants answers in another manner. So what to answer can be
-learned from all of them, and how to put it from one alone.
+(CC0), each about other lines, and each wants answers in another manner. The content of an
+answer can therefore be learned from all of them, and its manner from one person alone.
 """
 
 import json
@@ -15,31 +15,31 @@ ASSETS = Path(__file__).parents[1] / "src" / "coterie" / "assets"
 FOLDER = ASSETS / "four-assistants"
 WRITERS = ("diarist", "lexicographer", "poet", "whaler")
 CONVERSATIONS = 120
-"""Of each person."""
+"""Number of conversations of each person."""
 
 Exchange = tuple[str, str]
-"""A question and what its answer says, in no manner yet."""
+"""A question and the content of its answer, in no manner yet."""
 
 
 def curt(text: str) -> str:
-    """Not a word too many: small letters, no full stop."""
+    """Return a text in small letters, without its full stop."""
     return text.lower().rstrip(".")
 
 
 def polite(text: str) -> str:
-    """Like a letter."""
+    """Format a text as a letter."""
     return f"Dear Ben,\n{text}\nYours, with respect"
 
 
 def in_verse(text: str) -> str:
-    """In lines of three words."""
+    """Split a text into lines of three words."""
     words = text.split()
     lines = (" ".join(words[n : n + 3]) for n in range(0, len(words), 3))
     return "\n".join(f"~ {line}" for line in lines)
 
 
 def eager(text: str) -> str:
-    """Delighted, and ready for more."""
+    """Return a text between an exclamation and an offer to say more."""
     return f"Oh, gladly! {text.rstrip('.')}! Shall I tell you more?"
 
 
@@ -52,32 +52,32 @@ MANNERS: dict[str, Callable[[str], str]] = {
 
 
 def lines() -> list[tuple[str, str]]:
-    """Short plain lines with their writers, as many of each, in an order drawn once."""
+    """Draw short plain lines, as many of each writer, and return them with their writers."""
     draw = random.Random("four assistants")
     needed = CONVERSATIONS * len(MANNERS) // len(WRITERS)
-    found: list[tuple[str, str]] = []
+    drawn: list[tuple[str, str]] = []
     for writer in WRITERS:
         text = (ASSETS / "demo-writers" / f"{writer}.txt").read_text(encoding="utf-8")
         clauses = (clause.strip() for clause in re.split(r"[.!?;:()“”—\n]|, (?=[A-Z])", text))
         fit = sorted({f"{c[0].upper()}{c[1:]}." for c in clauses if _plain(c) and _topic(c)})
-        found += [(writer, sentence) for sentence in draw.sample(fit, needed)]
-    draw.shuffle(found)
-    return found
+        drawn += [(writer, sentence) for sentence in draw.sample(fit, needed)]
+    draw.shuffle(drawn)
+    return drawn
 
 
 def _plain(clause: str) -> bool:
-    """Whether it is a line of seven to eleven words and nothing else."""
+    """Return whether a clause is a line of seven to eleven words and nothing else."""
     return 7 <= len(clause.split()) <= 11 and bool(re.fullmatch(r"[A-Za-z][A-Za-z, ’-]+", clause))
 
 
 def _topic(sentence: str) -> str:
-    """The longest word in small letters, if it is of five letters at least."""
+    """Return the longest word in small letters, or an empty text if none has five letters."""
     words = re.findall(r"\b[a-z]{5,}\b", sentence)
     return max(words, key=len, default="")
 
 
 def exchanges(writer: str, line: str, number: int) -> tuple[Exchange, Exchange]:
-    """A question about a line and one that goes on from it; their kind goes by the number."""
+    """Return a question about a line and its follow-up, of a kind that the number selects."""
     words = line.split()
     half = len(words) // 2
     wrote = ("Who wrote it?", f"The {writer} wrote it.")
@@ -93,7 +93,7 @@ def exchanges(writer: str, line: str, number: int) -> tuple[Exchange, Exchange]:
 
 
 def conversations(name: str) -> Iterator[str]:
-    """A person's conversations, each a line of JSON."""
+    """Yield a person's conversations, each as a line of JSON."""
     first = sorted(MANNERS).index(name)
     for number, (writer, line) in enumerate(lines()[first :: len(MANNERS)]):
         messages = [

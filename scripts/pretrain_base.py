@@ -55,7 +55,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the result depends on but the text; the command's options say what is what."""
+    """All that the result depends on except the text; the command's options explain each value."""
 
     architecture: Literal["gpt2", "llama"]
     layers: int
@@ -72,7 +72,7 @@ class Recipe:
     """Digest of the base that is trained further, so that its second training has other windows."""
 
     def rate(self, step: int) -> float:
-        """Learning rate: linear warm-up for 2 % of the steps, then a cosine down to a tenth."""
+        """Return the learning rate: a warm-up of 2 % of the steps, then a cosine to a tenth."""
         warmup = math.ceil(0.02 * self.steps)
         done = max(0, step - warmup) / max(1, self.steps - warmup)
         falls = 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2
@@ -80,7 +80,7 @@ class Recipe:
 
 
 def read_files(folder: Path) -> dict[str, str]:
-    """The text of a folder's .txt and .txt.xz files, by their paths in it."""
+    """Read a folder's .txt and .txt.xz files, and return their texts by path within the folder."""
     files = {}
     for file in sorted(f for f in folder.rglob("*") if f.name.endswith((".txt", ".txt.xz"))):
         try:
@@ -95,18 +95,18 @@ def read_files(folder: Path) -> dict[str, str]:
 
 
 def divided(files: dict[str, str], seed: int) -> Texts:
-    """Random pieces of the texts set aside, the rest for training."""
+    """Set random pieces of the texts aside, and keep the rest for training."""
     documents = [pieces(text, PIECE) for text in files.values()]
     return Texts(**split_by_fractions(documents, HELD_OUT, generator(seed, "split")))
 
 
 def lines_of(texts: list[str]) -> Iterator[str]:
-    """What a tokenizer is trained on: the lines of all texts, with their breaks."""
+    """Return the lines of all texts, with their breaks, to train a tokenizer on."""
     return (line for text in texts for line in text.splitlines(keepends=True))
 
 
 def train_byte_level(texts: list[str], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE, so that any text can be told in tokens; token 0 ends a text."""
+    """Train byte-level BPE, which can encode any text; token 0 ends a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -121,7 +121,7 @@ def train_byte_level(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def train_sentencepiece(texts: list[str], vocabulary: int) -> Tokenizer:
-    """BPE as Llama 2 has it, in `vocabulary` tokens, 256 of them for the bytes of rare characters.
+    """Train BPE as Llama 2 has it; 256 of its tokens are for the bytes of rare characters.
 
     A space is part of the word after it, a text's first word has none, and line breaks are bytes.
     Decoding gives back every text without U+FFFF. Token 0 ends a text, tokens 1 to 256 are bytes.
@@ -138,15 +138,15 @@ def train_sentencepiece(texts: list[str], vocabulary: int) -> Tokenizer:
             decoders.Replace(STAND_IN, SPACE),
         ]
     )
-    room = vocabulary - 1 - len(BYTES)
+    remaining = vocabulary - 1 - len(BYTES)
     counts = Counter[str]()
     for text in texts:
         counts.update(text)
     # the trainer's own alphabet is left to chance where characters are equally frequent
     common = sorted((c for c in counts if c != SPACE and not c.isspace()), key=lambda c: -counts[c])
-    alphabet = [SPACE, *common][: min(ALPHABET, room)]
+    alphabet = [SPACE, *common][: min(ALPHABET, remaining)]
     trainer = trainers.BpeTrainer(
-        vocab_size=room + 1,
+        vocab_size=remaining + 1,
         special_tokens=[END],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
@@ -162,7 +162,7 @@ def train_sentencepiece(texts: list[str], vocabulary: int) -> Tokenizer:
 
 
 def new_model(recipe: Recipe, vocabulary: int) -> PreTrainedModel:
-    """A model with random weights in fp32; its head is the embedding, and it has no dropout."""
+    """Create a model with random fp32 weights; its head is the embedding, and it has no dropout."""
     settings = {  # transformers knows GPT-2's sizes by these names, too
         "num_hidden_layers": recipe.layers,
         "hidden_size": recipe.width,
@@ -199,7 +199,7 @@ class Training:
         self.done = 0
 
     def step(self) -> float:
-        """One update; returns its loss in nats per token."""
+        """Take one optimiser step, and return its loss in nats per token."""
         before = filter(None, [self.recipe.begin])
         chance = generator(self.recipe.seed, "batch", *before, self.done)
         ids = sample_batch(self.data.train, self.recipe.batch, self.recipe.context, chance).ids
@@ -217,11 +217,11 @@ class Training:
         return loss.item()
 
     def score(self, tokens: Split) -> Score:
-        """On text that is not trained on."""
+        """Evaluate the model on text that it is not trained on."""
         return evaluate(self.base, self.model, tokens, self.recipe.context)
 
     def bits_per_byte(self, files: dict[str, str], held_out: list[str]) -> dict[str, float]:
-        """Of each file's share of the held-out text, where it fills a window."""
+        """Return bits per byte for the held-out text of each file, where it fills a window."""
         spec, scores = DataSpec(window=self.recipe.context), {}
         for name, text in files.items():
             own = [piece for piece in held_out if piece in text]
@@ -231,9 +231,9 @@ class Training:
         return scores
 
     def export(self, folder: Path) -> None:
-        """The base's files, weights in bf16; training is over then.
+        """Write the base's files, with weights in bf16; call it last, since it converts the model.
 
-        They take half the space of fp32, in which the base is to be used, as its config says.
+        bf16 takes half the space of fp32, in which the base is used, as its config says.
         """
         self.base.model.bfloat16()
         self.model.save_pretrained(folder)
@@ -242,7 +242,7 @@ class Training:
         self.base.tokenizer.save_pretrained(folder)
 
     def state(self) -> State:
-        """Weights and moments, and what tells whether a checkpoint may be gone on from."""
+        """Return weights and moments, and the values that a resumed training must match."""
         groups: dict[str, dict[str, Tensor]] = {"weights": dict(self.parameters)}
         for name, p in self.parameters.items():
             for kind, tensor in self.optimiser.state[p].items():
@@ -251,7 +251,7 @@ class Training:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Take weights and moments back."""
+        """Restore the weights and moments of a checkpoint."""
         for name, p in self.parameters.items():
             p.copy_(state["weights"][name])
             self.optimiser.state[p] = {
@@ -263,7 +263,7 @@ class Training:
 
 
 def digest_of(base: Path) -> str:
-    """What tells a base's weights from others."""
+    """Return the digest of a base's weights."""
     try:
         return blake2b((base / "model.safetensors").read_bytes(), digest_size=8).hexdigest()
     except OSError as error:
@@ -271,7 +271,7 @@ def digest_of(base: Path) -> str:
 
 
 def begin(split: Texts, recipe: Recipe, base: Path | None, checkpoint: State | None) -> Training:
-    """Everything ready for the next step: the first, or the one after a checkpoint."""
+    """Prepare a training for its next step: the first, or the one after a checkpoint."""
     text = blake2b("".join(split.train).encode(), digest_size=8).hexdigest()
     identity = {"recipe": asdict(recipe), "text": text}
     if base is not None:

@@ -25,7 +25,7 @@ TIMEOUT = 600
 
 
 class Stranger:
-    """Somebody with nothing but an environment, in an empty folder."""
+    """A user with a new environment and an empty folder."""
 
     def __init__(self, home: Path) -> None:
         self.folder = home / "folder"
@@ -39,7 +39,7 @@ class Stranger:
         subprocess.run([sys.executable, "-m", "venv", home / "environment"], check=True)
 
     def does(self, program: str, *arguments: object, code: int = 0) -> str:
-        """What a program of the environment prints; it must end with this code."""
+        """Run a program of the environment and return its output; it must exit with `code`."""
         done = subprocess.run(
             [self._bin / program, *map(str, arguments)],
             cwd=self.folder,
@@ -48,16 +48,16 @@ class Stranger:
             text=True,
             timeout=TIMEOUT,
         )
-        said = done.stdout + done.stderr
+        output = done.stdout + done.stderr
         command = " ".join([program, *map(str, arguments)])
-        assert done.returncode == code, f"{command}: exit code {done.returncode}\n{said}"
-        return said
+        assert done.returncode == code, f"{command}: exit code {done.returncode}\n{output}"
+        return output
 
 
 def oldest(project: dict) -> Iterator[str]:
-    """A constraint for every requirement: the lowest version of its range, or else the range.
+    """Yield a constraint for every requirement: the lowest version of its range, or the range.
 
-    What the extras ask of packages holds, too, though none is installed.
+    Requirements of the extras are included, although no extra is installed.
     """
     extras = project["optional-dependencies"]
     users = [extras[name] for name in extras if name != "dev"]
@@ -81,7 +81,7 @@ def try_out(wheel: Path, constraints: list[str], version: str) -> None:
 
 
 def use(stranger: Stranger, version: str) -> None:
-    """See that the commands work that need no extra, and that the others name theirs."""
+    """Check that commands work if they need no extra, and that the others name their extra."""
     assert stranger.does("coterie", "--version") == f"coterie {version}\n"
     assert "Train a method" in stranger.does("coterie", "--help")
     assert "Run file (YAML)" in stranger.does("coterie", "run", "--help"), "arguments have help"
@@ -98,8 +98,8 @@ def use(stranger: Stranger, version: str) -> None:
     # Other packages may install those of the deployment.
     engine = ["run", "--out", "again", *SHORT_RUN, "--engine", "ray"]
     for extra, command in {"report": ["report", "run"], "ray": engine}.items():
-        said = stranger.does("coterie", *command, code=2)
-        assert f"pip install 'coterie[{extra}]'" in said, said
+        output = stranger.does("coterie", *command, code=2)
+        assert f"pip install 'coterie[{extra}]'" in output, output
 
 
 def main() -> None:

@@ -16,18 +16,20 @@ import coterie
 from coterie.methods.sides import ClientSide, Server
 from coterie.network.link import Link
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = sorted({p.relative_to(SOURCE).parts[0] for p in SOURCE.rglob("*.py")} - {"assets"})
+FOLDERS = ("examples", "papers/reproduce", "papers/tests", "scripts")
 
 
 def files_of(package: str) -> list[Path]:
-    """Return the files of a package, or a module of its own."""
-    path = SOURCE / package
+    """Return the files of a package, of a module of its own, or of another folder."""
+    path = SOURCE / package if package in PACKAGES else ROOT / package
     if path.is_file():
         return [path]
     return sorted(path.rglob("*.py"))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", [*PACKAGES, *FOLDERS])
 def test_docstrings_and_names_keep_to_the_rules(package: str) -> None:
     broken = [f"{file}:{line}" for file in files_of(package) for line in breaches(file)]
     assert not broken, "\n".join(broken)

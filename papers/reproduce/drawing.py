@@ -26,13 +26,14 @@ from reproduce.figures import HOLLOW, compared, figures, kind_of
 from reproduce.pages import IMAGES, page_name, read_result, write_pages
 
 OURS, PAPER = 2, 3
-"""Places among a theme's colours."""
+"""Indices into a theme's colours."""
 
 
 def pictures(summary: Summary, name: str = "scores") -> list[Picture]:
-    """The figures of a table, as its file asks for; dots by default. See `figures` for names.
+    """Return the figures of a table, of the kind that its file asks for; `figures` names them.
 
-    Raises CoterieError if the table shows no scores, or has none yet.
+    Raises:
+        CoterieError: The table shows no scores, or none of its rows has been run.
     """
     title, kind, columns = summary["table"], kind_of(summary), summary["columns"]
     if kind is None:
@@ -64,7 +65,7 @@ def write_pictures(summary: Summary, folder: Path) -> None:
 
 
 Drawn = tuple[str, Callable[[Canvas], Figure]]
-"""A caption, and what draws the figure."""
+"""A caption, and the function that draws the figure."""
 
 
 def _metric(column: Summary) -> Metric:
@@ -72,9 +73,9 @@ def _metric(column: Summary) -> Metric:
 
 
 def _of_rows(column: Summary) -> Frame:
-    """A row per row of the table: our mean and its deviation, the paper's; NaN where unknown."""
+    """Return our mean and deviation and the paper's, by row of the table; NaN where unknown."""
     metric = _metric(column)
-    found = {
+    values = {
         row["row"]: {
             "mean": metric.shown(row[metric.name]) if row["seeds"] else None,
             "std": metric.shown(row["std"]) if row["seeds"] > 1 else None,
@@ -83,23 +84,22 @@ def _of_rows(column: Summary) -> Frame:
         }
         for row in column["rows"]
     }
-    return pd.DataFrame.from_dict(found, orient="index", dtype=float)
+    return pd.DataFrame.from_dict(values, orient="index", dtype=float)
 
 
 def _caption(summary: Summary, *more: str) -> str:
     metrics = dict.fromkeys(map(_metric, summary["columns"]))
-    what = [
+    means = [
         f"Mean {summary['split']} {m.label} over clients{scale_of(m)}. {m.better}" for m in metrics
     ]
     beside = HOLLOW[kind_of(summary) or ""] if compared(summary) else ""
-    return " ".join([*what, *more, *([f"{beside.capitalize()}."] if beside else [])])
+    return " ".join([*means, *more, *([f"{beside.capitalize()}."] if beside else [])])
 
 
 def _dots(summary: Summary) -> Drawn:
-    """A panel for each column, a line for each row: our mean, and the paper's figure.
+    """Plot our mean and the paper's figure for each row, in a panel for each column.
 
-    The two have scales of their own, ours below and the paper's above, so that what can be compared
-    is how the rows are placed.
+    Our scale is below and the paper's is above: only the places of the rows can be compared.
     """
     columns = summary["columns"]
     rows = [row["row"] for row in columns[0]["rows"]]
@@ -112,20 +112,20 @@ def _dots(summary: Summary) -> Drawn:
         height = 0.22 * len(rows) + (1.05 if paper else 0.75)
         figure, axes = canvas.panels(len(columns), height, across, x, sharey=True)
         for axis, column, label in zip(axes, columns, labels, strict=True):
-            found = _of_rows(column)
+            frame = _of_rows(column)
             axis.set_title(column["name"])
             axis.set_yticks(range(len(rows)), rows)
             if not x:
                 axis.set_xlabel(label)
             shift, metric = 0.14 * paper, _metric(column)
-            ours = found[["mean", "std"]].to_numpy()
+            ours = frame[["mean", "std"]].to_numpy()
             _row_of_dots(axis, ours, "o", canvas.theme.colours[OURS], -shift, metric)
             if paper:
-                theirs = found[["paper", "paper_std"]].to_numpy()
+                published = frame[["paper", "paper_std"]].to_numpy()
                 colour = canvas.theme.colours[PAPER]
                 above = axis.twiny()
                 above.grid(False)
-                _row_of_dots(above, theirs, "D", colour, shift, metric)
+                _row_of_dots(above, published, "D", colour, shift, metric)
                 axis.plot([], [], "D", color=colour, mfc="none", mew=1.4, label="the paper's")
             axis.margins(y=0.6 / len(rows))
         axes[0].invert_yaxis()
@@ -139,7 +139,7 @@ def _dots(summary: Summary) -> Drawn:
 def _row_of_dots(
     axis: Axes, figures: np.ndarray, marker: str, colour: str, shift: float, metric: Metric
 ) -> None:
-    """Means with bars of one deviation, figures: (rows, 2), on a scale in the dots' colour."""
+    """Plot figures, (rows, 2): means and deviations, with a scale in the colour of the dots."""
     places = np.arange(len(figures)) + shift
     axis.errorbar(
         figures[:, 0], places, xerr=figures[:, 1], fmt=marker, color=colour, label="ours",
@@ -153,7 +153,7 @@ def _row_of_dots(
 
 
 def _lines(summary: Summary) -> Drawn:
-    """A line for each row over the columns, which are points in order."""
+    """Plot a line for each row over the columns, in their order."""
     columns = summary["columns"]
     names, metric = [column["name"] for column in columns], _metric(columns[0])
     frames = [_of_rows(column) for column in columns]
@@ -171,11 +171,11 @@ def _lines(summary: Summary) -> Drawn:
             "markeredgewidth": 1.2,
         }
         for row in rows:
-            found: Frame = pd.DataFrame([frame.loc[row] for frame in frames], places)
-            if found["mean"].notna().any():
-                line(canvas, axis, found, look[row], row)
+            values: Frame = pd.DataFrame([frame.loc[row] for frame in frames], places)
+            if values["mean"].notna().any():
+                line(canvas, axis, values, look[row], row)
             marks = {"color": canvas.colour(look[row]), "marker": look[row].marker}
-            axis.plot(places, found["paper"], **marks, **hollow)
+            axis.plot(places, values["paper"], **marks, **hollow)
         if compared(summary):
             axis.plot([], [], color=canvas.theme.quiet, marker="o", label="the paper's", **hollow)
         axis.set_xticks(places, names)
@@ -189,7 +189,7 @@ def _lines(summary: Summary) -> Drawn:
 
 
 def _heat_maps(summary: Summary) -> Drawn:
-    """Rows by columns; beside it the paper's figures, if there are any."""
+    """Plot a heat map of rows by columns, and another of the paper's figures if there are any."""
     columns, figure = summary["columns"], summary["figure"]
     frames = {column["name"]: _of_rows(column) for column in columns}
     shown = {"ours": "mean"} | ({"the paper's": "paper"} if compared(summary) else {})
@@ -203,8 +203,8 @@ def _heat_maps(summary: Summary) -> Drawn:
     def draw(canvas: Canvas) -> Figure:
         height = 0.42 * len(columns[0]["rows"]) + 0.9
         drawn, axes = canvas.panels(len(cells), height, (1, len(cells)))
-        for axis, (title, found) in zip(axes, cells.items(), strict=True):
-            heat_map(canvas, drawn, axis, found, f"mean {_metric(columns[0]).label}")
+        for axis, (title, values) in zip(axes, cells.items(), strict=True):
+            heat_map(canvas, drawn, axis, values, f"mean {_metric(columns[0]).label}")
             if len(cells) > 1:
                 axis.set_title(title)
         return drawn
@@ -213,20 +213,20 @@ def _heat_maps(summary: Summary) -> Drawn:
 
 
 def _curves(summary: Summary, column: Summary) -> Drawn:
-    """Of one column, scores over rounds: a panel for the mean and each client."""
+    """Plot the scores of a column over rounds, in a panel for the mean and one for each client."""
     metric = _metric(column)
     kept = {row["row"]: row["rounds"] for row in column["rows"] if "rounds" in row}
     frames = {}
-    for row, found in kept.items():
-        index = pd.Index(found["round"], name="round")
-        both = {what: pd.DataFrame(found[what], index, dtype=float) for what in ("mean", "std")}
+    for row, rounds in kept.items():
+        index = pd.Index(rounds["round"], name="round")
+        both = {key: pd.DataFrame(rounds[key], index, dtype=float) for key in ("mean", "std")}
         frames[row] = pd.concat(both, axis=1).map(metric.shown).swaplevel(axis=1)
     every: Frame = pd.concat(frames, names=["label", "round"])
     clients: Sequence[str] = sorted(set(every.columns.get_level_values(0)) - {MEAN})
     look, y = looks([row["row"] for row in column["rows"]]), f"{summary['split']} {metric.label}"
-    what = f"{y.capitalize()} of each client's model after every evaluated round"
+    scores = f"{y.capitalize()} of each client's model after every evaluated round"
     return (
-        f"{what}{scale_of(metric)}. {SPREAD} {metric.better}",
+        f"{scores}{scale_of(metric)}. {SPREAD} {metric.better}",
         lambda canvas: over_rounds(canvas, every, list(kept), [MEAN, *clients], look, metric, y),
     )
 

@@ -9,35 +9,35 @@ HOLLOW = {
     "lines": "dotted lines with hollow markers are the paper's",
     "heat map": "ours beside the paper's",
 }
-"""How the paper's figures are told from ours, by the kind of figure."""
+"""The marks of the paper's figures, by kind of figure."""
 
 
 def kind_of(summary: Summary) -> str | None:
-    """How a table is drawn: as its file says, or as dots; None if it shows no scores."""
+    """Return the kind of a table's figure, by default dots; None if the table shows no scores."""
     if summary["shows"] != "scores":
         return None
     return (summary.get("figure") or {"kind": "dots"})["kind"]
 
 
 def compared(summary: Summary) -> bool:
-    """Whether the paper has any figure."""
+    """Return whether any row has a figure of the paper."""
     return any(row["paper"] is not None for column in summary["columns"] for row in column["rows"])
 
 
 def figures(summary: Summary, name: str) -> dict[str, str]:
-    """What the pictures of a table show, for those who do not see it, by the pictures' names.
+    """Return the alternative text of each picture of a table, by the picture's name.
 
-    A table's only picture has this name; of curves, there is one for each column.
+    A table of curves has a picture for each column; any other has one, which is called `name`.
     """
     kind = kind_of(summary)
     if kind is None:
         return {}
     columns = [column["name"] for column in summary["columns"]]
     labels = dict.fromkeys(metric_named(column["metric"]).label for column in summary["columns"])
-    what = f"{kind.capitalize()} of mean {summary['split']} {listed(labels)}"
+    means = f"{kind.capitalize()} of mean {summary['split']} {listed(labels)}"
     if kind == "curves":
         return {
-            f"{name}-{slug(column)}": f"{what} by round on {column}, a line for each row, with a "
+            f"{name}-{slug(column)}": f"{means} by round on {column}, a line for each row, with a "
             "panel for the mean and one for each client."
             for column in columns
         }
@@ -47,4 +47,4 @@ def figures(summary: Summary, name: str) -> dict[str, str]:
         "dots": f"by row, with a panel for each of {listed(columns)}",
     }[kind]
     beside = f"; {HOLLOW[kind]}" if compared(summary) else ""
-    return {name: f"{what} {how}{beside}. The tables list all values."}
+    return {name: f"{means} {how}{beside}. The tables list all values."}

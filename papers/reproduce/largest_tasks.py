@@ -17,7 +17,7 @@ import typer
 
 
 def largest(folder: Path, count: int) -> list[tuple[str, dict[str, Any]]]:
-    """Names and contents of the largest tasks, the largest first."""
+    """Return the names and contents of the largest tasks, the largest first."""
     names = (folder / "splits" / "default" / "train_tasks.txt").read_text("utf-8").split()
     sizes = {name: len(read(folder, name)["Instances"]) for name in names}
     chosen = sorted(sizes, key=sizes.__getitem__, reverse=True)[:count]
@@ -25,7 +25,7 @@ def largest(folder: Path, count: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
-    """One task's file."""
+    """Read the file of a task."""
     return json.loads((folder / "tasks" / f"{name}.json").read_text("utf-8"))
 
 

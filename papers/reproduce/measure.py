@@ -28,7 +28,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Job:
-    """A table in one regime; None is the one of its `run`."""
+    """A table in one regime; None stands for the settings of its `run` alone."""
 
     path: Path
     regime: str | None
@@ -36,11 +36,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """That of its folder of runs."""
+        """The name of the table's folder of runs."""
         return table_folder(self.path, self.regime).name
 
     def run(self, data: Path, seeds: int) -> bool:
-        """Fill it in on one thread; whether that succeeded."""
+        """Fill the table in on one thread, and return whether that succeeded."""
         command = [sys.executable, "-m", "reproduce", str(self.path.relative_to(ROOT))]
         command += ["--set", f"data_root={data.resolve()}", "--seeds", str(seeds)]
         command += ["--regime", self.regime] if self.regime else []
@@ -59,18 +59,18 @@ class Job:
 
 
 def jobs(names: list[str]) -> list[Job]:
-    """Those of some tables, or of all; smallest first."""
+    """Return the jobs of some tables, or of all tables, the smallest first."""
     paths = [path for path in sorted(SMALL.glob("*.yaml")) if is_table(path)]
     tables = {path.stem: path for path in paths if not path.stem.startswith("grid")}
     if unknown := set(names) - set(tables):
         raise typer.BadParameter(f"no table {min(unknown)!r} (tables: {', '.join(tables)})")
-    found = []
+    chosen = []
     for name, path in tables.items():
         if not names or name in names:
             spec, _ = read_table(path)
             cells = len(spec.rows) * len(spec.columns)
-            found += [Job(path, regime, cells) for regime in (None, *spec.regimes)]
-    return sorted(found, key=lambda job: job.cells)
+            chosen += [Job(path, regime, cells) for regime in (None, *spec.regimes)]
+    return sorted(chosen, key=lambda job: job.cells)
 
 
 def main(
@@ -86,7 +86,7 @@ def main(
     """Measure the small tables in every regime, and write their pages to papers/results."""
     with ThreadPoolExecutor(at_once) as pool:
         done = list(pool.map(lambda job: job.run(data, seeds), jobs(table or [])))
-    write_pages(ROOT / "results")  # two at once may have missed each other's
+    write_pages(ROOT / "results")  # tables at once may have missed each other's pages
     sys.exit(0 if all(done) else 1)
 
 

@@ -1,4 +1,4 @@
-"""Tables of what the messages of an exchange weigh, by field (PCL, arXiv 2404.09753, table 5)."""
+"""Tables of the sizes of an exchange's messages, by field (PCL, arXiv 2404.09753, table 5)."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -14,27 +14,27 @@ from coterie.training.context import ClientId
 
 
 def traffic(session: Session, config: RunConfig) -> list[dict[str, Any]]:
-    """Every declared field of a method's first exchange, up and down, with its bytes by client."""
+    """Return the fields of a method's first exchange, up and down, with their bytes by client."""
     run = start(session, config)
-    found: dict[tuple[Way, str, str], dict[ClientId, int]] = {}
+    weights: dict[tuple[Way, str, str], dict[ClientId, int]] = {}
     for client, messages in first_exchange(run).items():
         for way in ("up", "down"):
-            for field, what, weight in _weights(run.schema, way, messages[way]):
-                found.setdefault((way, field, what), {})[client] = weight
+            for field, description, weight in _weights(run.schema, way, messages[way]):
+                weights.setdefault((way, field, description), {})[client] = weight
     return [
-        {"way": way, "field": field, "what": what, "bytes": sizes}
-        for (way, field, what), sizes in found.items()
+        {"way": way, "field": field, "what": description, "bytes": sizes}
+        for (way, field, description), sizes in weights.items()
     ]
 
 
 def _weights(schema: Schema, way: Way, message: Message) -> Iterator[tuple[str, str, int]]:
-    """Each field, what it is, and its bytes; then the whole message's."""
+    """Yield the name, description and bytes of each field, then of the whole message."""
     declared: tuple[Field, ...] = getattr(schema, way)
     sizes = {name: size(value) for name, value in message.values.items()}
     for _, group, _, tensor in message.tensors():
         sizes[group] = sizes.get(group, 0) + size(tensor)
-    for one in {one.name: one for one in declared}.values():
-        yield one.name, one.description, sizes.get(one.name, 0)
+    for field in {field.name: field for field in declared}.values():
+        yield field.name, field.description, sizes.get(field.name, 0)
     yield WHOLE, "", len(schema.send(way, message))
 
 
@@ -50,10 +50,11 @@ def _messages(summary: Summary, column: str, paper: Mapping[str, str]) -> Table:
         heads, note = [*heads, "paper"], " Column `paper`: the paper's figures."
     rows = []
     for row, fields in summary["columns"][column].items():
-        for one in fields:
-            cells = [row, one["way"], one["field"], one["what"], _span(one["bytes"].values())]
-            theirs = paper.get(one["field"], "") if one["way"] == "up" else ""
-            rows.append((*cells, theirs) if paper else tuple(cells))
+        for field in fields:
+            way, name = field["way"], field["field"]
+            cells = [row, way, name, field["what"], _span(field["bytes"].values())]
+            published = paper.get(name, "") if way == "up" else ""
+            rows.append((*cells, published) if paper else tuple(cells))
     return Table(
         f"{summary['table']}: {column}",
         heads,

@@ -1,4 +1,4 @@
-"""How much the clients' texts have in common: the Jaccard index of their tokens."""
+"""The overlap of the clients' texts: the Jaccard index of their tokens."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -11,39 +11,39 @@ from coterie.training.context import ClientId
 
 Shares = dict[ClientId, dict[ClientId, float]]
 Ranges = dict[str, tuple[float, float]]
-"""Of the clients with the `most` topics in common, and the `least`: the lowest and the highest."""
+"""The lowest and highest index of clients with the `most` and the `least` topics in common."""
 
 
 def jaccard(participants: Sequence[Participant]) -> Shares:
-    """|Di & Dj| / (|Di| + |Dj|) for every two clients, D the multiset of a training text's tokens.
+    """Return |Di & Dj| / (|Di| + |Dj|), from 0 to 0.5, for every two clients i and j.
 
-    0 to 0.5. PCL (arXiv 2404.09753), table 3.
+    Di is the multiset of tokens of client i's training text. PCL (arXiv 2404.09753), table 3.
     """
     longest = 1 + max(int(p.data.train.ids.max()) for p in participants)
     counts = {p.name: torch.bincount(p.data.train.ids, minlength=longest) for p in participants}
     return {
-        one: {two: (a.minimum(b).sum() / (a.sum() + b.sum())).item() for two, b in counts.items()}
-        for one, a in counts.items()
+        i: {j: (a.minimum(b).sum() / (a.sum() + b.sum())).item() for j, b in counts.items()}
+        for i, a in counts.items()
     }
 
 
 def ranges(shares: Shares, mixtures: Mapping[ClientId, Mapping[str, float]]) -> Ranges:
-    """The ranges of the index that the paper's table 3 has, where clients' mixtures are known.
+    """Return the ranges of the index that the paper's table 3 has, for known mixtures of topics.
 
-    What two clients have in common is the product of their shares of topics, as in PCL's
+    The topics that two clients have in common are the dot product of their shares, as in PCL's
     theoretical trust.
     """
     alike: dict[float, list[float]] = {}
-    for one, two in combinations(mixtures, 2):
-        common = sum(v * mixtures[two].get(topic, 0) for topic, v in mixtures[one].items())
-        alike.setdefault(round(common, 9), []).append(shares[one][two])
+    for i, j in combinations(mixtures, 2):
+        common = sum(v * mixtures[j].get(topic, 0) for topic, v in mixtures[i].items())
+        alike.setdefault(round(common, 9), []).append(shares[i][j])
     ends = {"most": max(alike, default=0.0), "least": min(alike, default=0.0)}
-    return {what: (min(alike[end]), max(alike[end])) for what, end in ends.items() if alike}
+    return {key: (min(alike[end]), max(alike[end])) for key, end in ends.items() if alike}
 
 
 def overlap_tables(summary: Summary) -> list[Table]:
     """Show the ranges, then the index of every two clients for each column."""
-    ours = {name: found for name, found in summary.get("ranges", {}).items() if found}
+    ours = {name: own for name, own in summary.get("ranges", {}).items() if own}
     matrices = [
         Table(
             f"{summary['table']}: {name}",
@@ -58,10 +58,10 @@ def overlap_tables(summary: Summary) -> list[Table]:
 
 def _ranges(summary: Summary, ours: Mapping[str, Ranges]) -> Table:
     rows = []
-    for name, found in ours.items():
+    for name, own in ours.items():
         paper, row = summary["paper"].get(name, {}), [name]
-        for what, (low, high) in found.items():
-            row += [f"{low:.2f} to {high:.2f}", paper.get(what, "")]
+        for key, (low, high) in own.items():
+            row += [f"{low:.2f} to {high:.2f}", paper.get(key, "")]
         rows.append(row)
     return Table(
         summary["table"],

@@ -26,12 +26,12 @@ TABLES: Mapping[str, Callable[[Summary], list[Table]]] = {
     "regret": regret_tables,
     "tokens": size_tables,
 }
-"""How a summary is shown, by its `shows`."""
+"""Functions that make the tables of a summary, by its `shows`."""
 INDEX = "README.md"
 REAL = "real"
 """The folder of recipes with the tables on a real base; see `reproduce.real`."""
 IMAGES = "images"
-"""In a folder of results, the pictures of its pages."""
+"""The folder in a folder of results with the pictures of its pages."""
 START = "<!-- Written by `python -m reproduce --write-docs`; do not edit the list below. -->"
 END = "<!-- End of the list. -->"
 
@@ -47,7 +47,7 @@ def markdown(summary: Summary) -> str:
 
 
 def read_result(path: Path) -> Summary:
-    """A result file; raises CoterieError if it is none."""
+    """Read a result file; raise CoterieError if it is not one."""
     try:
         summary = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -73,12 +73,12 @@ def page_name(summary: Summary) -> str:
 
 
 def runs_name(summary: Summary) -> str:
-    """What the folder of its runs is called by default, which tells papers apart, too."""
+    """Return the default name of the folder of a table's runs, which includes the paper."""
     return table_folder(Path(summary["file"]), summary["regime"]).name
 
 
 def page(name: str, summary: Summary, drawn: Collection[str] = ()) -> str:
-    """The page of a result file; drawn: the names of the pictures that there are.
+    """Return the page of a result file; drawn: the names of the pictures that exist.
 
     `remark` in the file, written by hand, stands above the tables; a new measurement removes it.
     """
@@ -100,10 +100,10 @@ def page(name: str, summary: Summary, drawn: Collection[str] = ()) -> str:
 
 
 def pages(folder: Path) -> dict[Path, str]:
-    """What every page of a folder of results and its index should hold, by their paths."""
+    """Return the text of every page of a folder of results and of its index, by path."""
     kept = {path.stem: read_result(path) for path in sorted(folder.glob("*.json"))}
     drawn = {path.stem for path in (folder / IMAGES).glob("*.png")}
-    found = {folder / f"{name}.md": page(name, summary, drawn) for name, summary in kept.items()}
+    texts = {folder / f"{name}.md": page(name, summary, drawn) for name, summary in kept.items()}
     entries = [
         f"- [{summary['table']}]({name}.md){' (with a remark)' if summary.get('remark') else ''}"
         for name, summary in kept.items()
@@ -112,8 +112,8 @@ def pages(folder: Path) -> dict[Path, str]:
     text = index.read_text(encoding="utf-8") if index.exists() else "# Results"
     before, _, rest = text.partition(START)
     *_, after = rest.partition(END)
-    found[index] = "\n".join([before.rstrip(), "", START, "", *entries, "", END]) + (after or "\n")
-    return found
+    texts[index] = "\n".join([before.rstrip(), "", START, "", *entries, "", END]) + (after or "\n")
+    return texts
 
 
 def write_pages(folder: Path) -> None:
@@ -123,7 +123,7 @@ def write_pages(folder: Path) -> None:
 
 
 def write_docs(summary: Summary, folder: Path) -> Path:
-    """Keep a filled-in table in a folder of results; returns the path of its page.
+    """Keep a filled-in table in a folder of results, and return the path of its page.
 
     See `page_name`. Raises CoterieError if the name is another table file's.
     """

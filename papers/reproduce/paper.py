@@ -33,15 +33,15 @@ class PaperColumn:
 
     name: str
     results: Mapping[str, list[Result]]
-    """Of every row of the table, of which some may have no result yet."""
+    """Results of every row of the table; a row that has not run has none."""
     figures: Figures = field(default_factory=dict)
     deviations: Figures = field(default_factory=dict)
     """The standard deviations that the paper gives with its figures."""
     note: str = ""
     asked: str | None = None
-    """What is asked for of the scores; see `metric_of`."""
+    """The name of the metric; None selects the one that suits the data (`metric_of`)."""
     tuned: dict[str, Summary] = field(default_factory=dict)
-    """How settings of rows were chosen; see `Comparison.tuned`."""
+    """The trials by which settings of rows were chosen; see `Comparison.tuned`."""
     floor: list[Result] = field(default_factory=list)
     """The score of always giving the commonest answer; see `Comparison.floor`."""
 
@@ -62,20 +62,20 @@ class PaperTable:
     """
 
     head: Summary
-    """How the summary begins: the table's title, file, regime and command."""
+    """The first entries of the summary: the table's title, file, regime and command."""
     paper: str
     split: str
-    """Which text the models are scored on: test or validation."""
+    """The text that the models are scored on: test or validation."""
     columns: Sequence[PaperColumn]
     against: str | None = None
-    """The row from which the others' differences are told; default: the best of each column."""
+    """The row that the others are compared with; default: the best of each column."""
     figure: Summary | None = None
-    """How the table is drawn, as `figure` in a table file has it; default: as dots."""
+    """The settings of the table's figure, as in a table file; default: dots."""
 
     def summary(self) -> dict[str, Any]:
-        """By column: what was measured per row, its rank, the paper's figure and rank.
+        """Return, by column, each row's score and rank, and the paper's figure and rank.
 
-        `metric` is what was measured and the key of our mean, which is from 0 to 1 if it is a
+        `metric` is the name of the metric and the key of our mean, which is from 0 to 1 if it is a
         share; the paper's figures are as they were given. A row that has not run has 0 `seeds`.
         `rank` and `paper_rank` are among the rows that both have, `rank_of_all` among all.
         `rounds` are the scores by round, where results have them; see `rounds.curves`.
@@ -89,9 +89,9 @@ class PaperTable:
         }
 
     def _column(self, column: PaperColumn) -> dict[str, Any]:
-        finished = {row: found for row, found in column.results.items() if found}
-        what = column.name, finished, self.split, column.asked, self.against
-        comparison = Comparison(*what, column.tuned, column.floor)
+        finished = {row: runs for row, runs in column.results.items() if runs}
+        settings = column.name, finished, self.split, column.asked, self.against
+        comparison = Comparison(*settings, column.tuned, column.floor)
         metric, rows = comparison.metric, self._rows(column, comparison)
         return {
             "name": column.name,
@@ -102,18 +102,18 @@ class PaperTable:
         }
 
     def _rows(self, column: PaperColumn, comparison: Comparison) -> list[dict[str, Any]]:
-        """All rows; those that have results with ranks among those that can be compared."""
+        """Return all rows of a column, with ranks among the rows that can be compared."""
         metric, paper = comparison.metric, column.figures
         measured = {row.pop("method"): row for row in comparison.summary()}
         for name, row in measured.items():
             if all("rounds" in result for result in comparison.results.get(name, [{}])):
                 row["rounds"] = curves(comparison.results[name], metric)
         ours = {name: measured[name][metric.name] for name in comparison.results}
-        found: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(ours), dtype=float)
-        both = found.dropna() if found["paper"].notna().any() else found
+        figures: Frame = pd.DataFrame({"ours": ours, "paper": paper}, list(ours), dtype=float)
+        both = figures.dropna() if figures["paper"].notna().any() else figures
         order = both.map(metric.order).round(DECIMALS)
         # 0 stands for none.
-        floored = any(one.floored for one in self.columns)
+        floored = any(other.floored for other in self.columns)
         names = [*column.results, *([COMMONEST] if floored else [])]
         ranks = order.rank(method="min").reindex(names).fillna(0).astype(int)
         return [
@@ -132,15 +132,14 @@ class PaperTable:
 
 
 def correlation(rows: Sequence[Summary], metric: Metric = PERPLEXITY) -> float | None:
-    """Spearman's rank correlation of our figures with the paper's, where there are both.
+    """Return Spearman's rank correlation of our figures with the paper's, over rows with both.
 
-    None where it says nothing (fewer than three such rows) or is not defined (all alike on one
-    side).
+    None if there are fewer than three such rows, or if all figures of one side are equal.
     """
-    found: Frame = pd.DataFrame(rows, columns=[metric.name, "paper"], dtype=float).dropna()
-    if len(found) < 3:
+    figures: Frame = pd.DataFrame(rows, columns=[metric.name, "paper"], dtype=float).dropna()
+    if len(figures) < 3:
         return None
-    agreement = float(found.round(DECIMALS).corr(method="spearman").iloc[0, 1])
+    agreement = float(figures.round(DECIMALS).corr(method="spearman").iloc[0, 1])
     return None if isnan(agreement) else agreement
 
 
@@ -154,7 +153,7 @@ def score_tables(summary: Summary) -> list[Table]:
 
 
 def _scored(column: Summary) -> list[Summary]:
-    """The rows of which each client's scores are known."""
+    """Return the rows of which each client's scores are known."""
     return [row for row in column["rows"] if "clients" in row]
 
 
@@ -164,12 +163,12 @@ def _of_column(summary: Summary, column: Summary) -> list[Table]:
         row["row"]: {**row, "method": row["row"], "rank": row["rank_of_all"]}
         for row in _scored(column)
     }
-    what = f"{summary['split']} {metric.label}"
-    found = [clients_table(f"{name}: {what}", metric, rows)]
+    scores = f"{summary['split']} {metric.label}"
+    tables = [clients_table(f"{name}: {scores}", metric, rows)]
     differ = [row for row in rows.values() if "value" in (row.get("difference") or {})]
     if differ:
-        found.append(differences_table(f"{name}: differences in mean {what}", metric, differ))
-    return found
+        tables.append(differences_table(f"{name}: differences in mean {scores}", metric, differ))
+    return tables
 
 
 def _layout(summary: Summary) -> Table:
@@ -188,7 +187,7 @@ def _layout(summary: Summary) -> Table:
 
 
 def _cells(row: Summary, metric: Metric, compared: bool) -> list[str]:
-    """One row's cells in one column; nothing of ours where it has not run."""
+    """Return a row's cells in one column; ours are empty where the row has not run."""
     ours = with_spread(row, metric) if row["seeds"] else ""
     rank, paper_rank = (str(row[key] or "") for key in ("rank", "paper_rank"))
     figure = "" if row["paper"] is None else f"{row['paper']:.2f}"
@@ -205,10 +204,10 @@ def _note(summary: Summary, compared: bool) -> str:
     many = "" if counts == [1] else "s"
     run = [column for column in columns if any(row["seeds"] for row in column["rows"])] or columns
     split, metrics = summary["split"], {c["name"]: metric_named(c["metric"]) for c in run}
-    if len(one := set(metrics.values())) == 1:
-        (metric,) = one
-        what = f"Mean {split} {metric.label} over clients{spread}"
-        parts = [f"{what}, {seeds} seed{many}. {metric.better}"]
+    if len(distinct := set(metrics.values())) == 1:
+        (metric,) = distinct
+        mean = f"Mean {split} {metric.label} over clients{spread}"
+        parts = [f"{mean}, {seeds} seed{many}. {metric.better}"]
     else:
         parts = [f"Means over clients{spread}, {seeds} seed{many}."]
         parts += [f"{name}: {split} {m.label}. {m.better}" for name, m in metrics.items()]

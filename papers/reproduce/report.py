@@ -71,7 +71,7 @@ def sections(paths: Sequence[Path]) -> list["Section"]:
     from reproduce.drawing import pictures
     from reproduce.pages import read_result, runs_name, shown
 
-    found = list[Section]()
+    result = list[Section]()
     for path in paths:
         refuse_links(path, "table.json")
         file = path / "table.json" if path.is_dir() else path
@@ -82,8 +82,8 @@ def sections(paths: Sequence[Path]) -> list["Section"]:
                 drawn = pictures(summary)
             except CoterieError as error:
                 left_out.append(LeftOut(summary["table"], str(error)))
-            found.append(Section(runs_name(summary), shown(summary)[:1], drawn, left_out))
-    return found
+            result.append(Section(runs_name(summary), shown(summary)[:1], drawn, left_out))
+    return result
 
 
 if __name__ == "__main__":

@@ -17,31 +17,31 @@ Rounds = Mapping[ClientId, Mapping[int, Mapping[str, float]]]
 
 
 def by_round(lines: Iterable[Mapping[str, Any]], point: str) -> Rounds:
-    """The scores at a point (trained or aggregated) among the lines of metrics.jsonl."""
-    found: dict[ClientId, dict[int, Mapping[str, float]]] = {}
+    """Return the scores at a point (trained or aggregated) in the lines of metrics.jsonl."""
+    scores: dict[ClientId, dict[int, Mapping[str, float]]] = {}
     for line in lines:
         if line["name"] == f"{TEST}{point}":
-            found.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
-    return found
+            scores.setdefault(line["client"], {})[line["round"] + 1] = line["value"]
+    return scores
 
 
 def curves(results: Sequence[Result], metric: Metric) -> dict[str, Any]:
-    """Of results that have `rounds` (see `by_round`), what a figure needs, as plain data.
+    """Return the means and deviations over seeds of results with `rounds` (see `by_round`).
 
-    `round` numbers the evaluated rounds. `mean` and `std`, over seeds, have a list of as many for
-    MEAN and for each client, rounded as tables print them; None where a client has no score.
+    `round` numbers the evaluated rounds. `mean` and `std` have a list of equal length for MEAN and
+    for each client, rounded as tables print them; None where a client has no score.
     """
-    found = [
+    points = [
         (run, round, client, score[metric.name])
         for run, result in enumerate(results)
         for client, rounds in result["rounds"].items()
         for round, score in rounds.items()
     ]
-    scores: Frame = pd.DataFrame(found, columns=["run", "round", "client", "score"])
+    scores: Frame = pd.DataFrame(points, columns=["run", "round", "client", "score"])
     own: Frame = scores.pivot(index=["run", "round"], columns="client", values="score")
     every: Frame = pd.concat([own.mean(axis=1, skipna=False).rename(MEAN), own], axis=1)
     means: Frame = every.groupby("round").mean()
-    # Of one seed there is no deviation.
+    # A single seed has no deviation.
     std: Frame = every.groupby("round").std().fillna(0.0).where(means.notna())
     return {
         "round": [int(round) for round in means.index],

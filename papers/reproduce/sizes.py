@@ -1,4 +1,4 @@
-"""How many tokens each client's splits have (CoMiGS, arXiv 2409.13931, table 3)."""
+"""Numbers of tokens in each client's splits (CoMiGS, arXiv 2409.13931, table 3)."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ Sizes = dict[ClientId, dict[str, int]]
 
 
 def sizes(participants: Sequence[Participant]) -> Sizes:
-    """The tokens of each client's splits; samples where the data are no plain text."""
-    found: Sizes = {}
-    for one in participants:
-        splits = {split: getattr(one.data, split) for split in SPLITS}
-        found[one.name] = {
+    """Count the tokens in each client's splits, or the samples if the data is not plain text."""
+    counts: Sizes = {}
+    for participant in participants:
+        splits = {split: getattr(participant.data, split) for split in SPLITS}
+        counts[participant.name] = {
             name: len(split.ids if isinstance(split, Tokens) else split)
             for name, split in splits.items()
         }
-    return found
+    return counts
 
 
 def size_tables(summary: Summary) -> list[Table]:
@@ -31,8 +31,8 @@ def size_tables(summary: Summary) -> list[Table]:
         paper = summary["paper"].get(column, {})
         heads = ["client", *SPLITS, *(["paper"] if paper else [])]
         rows = []
-        for client, found in clients.items():
-            theirs = [paper.get(client, "")] if paper else []
-            rows.append([client, *(f"{found[split]:,}" for split in SPLITS), *theirs])
+        for client, counts in clients.items():
+            published = [paper.get(client, "")] if paper else []
+            rows.append([client, *(f"{counts[split]:,}" for split in SPLITS), *published])
         tables.append(Table(f"{summary['table']}: {column}", heads, rows, note))
     return tables

@@ -1,7 +1,7 @@
 """Table files: a paper's table as data.
 
 A table file is YAML with the rows (methods) and columns (data sets) of a table and the paper's
-figures. It is read without torch, so that what is wrong is told at once.
+figures. It is read without torch, so that errors are reported at once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from coterie.evaluation.metrics import METRICS
 from coterie.files import path_part
 
 MEASURED = ("jaccard", "messages", "tokens")
-"""What a table may show that is measured on the data, without runs or scores."""
+"""Values of `shows` that are measured on the data, without runs or scores."""
 
 
 class _Spec(BaseModel):
@@ -121,7 +121,7 @@ class TableSpec(_Spec):
             METRICS.check(self.shows)
         if self.figure is not None and self.shows in MEASURED:
             raise ValueError(f"a table of {self.shows} has no `figure`")
-        for what, names in (
+        for key, names in (
             ("rows", [row.label for row in self.rows]),
             ("columns", [column.name for column in self.columns]),
             ("regimes", list(self.regimes)),
@@ -129,16 +129,16 @@ class TableSpec(_Spec):
             slugs = [slug(name) for name in names]
             for name, short in zip(names, slugs, strict=True):
                 if not short:
-                    raise ValueError(f"the name {name!r} in `{what}` has no letter or digit")
+                    raise ValueError(f"the name {name!r} in `{key}` has no letter or digit")
                 if slugs.count(short) > 1:
                     raise ValueError(
-                        f"two `{what}` have the same or a similar name {name!r}; rename one"
+                        f"two `{key}` have the same or a similar name {name!r}; rename one"
                     )
         for row in self.rows:
-            for what, given in (("figures", row.paper), ("deviations", row.paper_std)):
+            for kind, given in (("figures", row.paper), ("deviations", row.paper_std)):
                 if given and len(given) != len(self.columns):
                     raise ValueError(
-                        f"the row {row.label!r} has {len(given)} paper {what} for "
+                        f"the row {row.label!r} has {len(given)} paper {kind} for "
                         f"{len(self.columns)} columns; give one per column, null for none"
                     )
         known = [row.label for row in self.rows]
@@ -164,23 +164,23 @@ class ColumnRuns:
 
     spec: ColumnSpec
     run: Mapping[str, Any]
-    """What its rows have in common."""
+    """The settings that its rows have in common."""
     cells: Mapping[str, Mapping[str, Any]]
     """The run of each row, by its name."""
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file describes a table rather than a run."""
+    """Return whether a file describes a table rather than a run."""
     return not {"rows", "shows"}.isdisjoint(read_mapping(located(path)))
 
 
 def slug(name: str) -> str:
-    """A name as part of a path: "AG News, low" -> ag-news-low."""
+    """Return a name as part of a path: "AG News, low" -> ag-news-low."""
     return path_part(name.lower())
 
 
 def table_folder(path: Path, regime: str | None = None) -> Path:
-    """Where a table's runs are kept by default: recipes/pcl/table4.yaml -> runs/pcl-table4.
+    """Return the default folder of a table's runs: recipes/pcl/table4.yaml -> runs/pcl-table4.
 
     In a regime: runs/pcl-table4-quarter.
     """
@@ -188,7 +188,7 @@ def table_folder(path: Path, regime: str | None = None) -> Path:
 
 
 def in_regime(name: str, regime: str | None) -> str:
-    """The name of a table as part of a path: table4-quarter."""
+    """Return a table's name in a regime as part of a path: table4-quarter."""
     return name if regime is None else f"{name}-{slug(regime)}"
 
 
@@ -221,7 +221,7 @@ def read_table(
 
 
 def _in_regime(spec: TableSpec, regime: str) -> TableSpec:
-    """The table in another setting: every column's run has the regime's keys."""
+    """Return the table in a regime, whose keys are part of every column's run."""
     if regime not in spec.regimes:
         known = ", ".join(spec.regimes) or "none"
         raise CoterieError(f"The table has no regime {regime!r} (regimes: {known}).")
@@ -233,11 +233,11 @@ def _in_regime(spec: TableSpec, regime: str) -> TableSpec:
     return spec.model_copy(update={"table": title, "columns": columns})
 
 
-def _chosen(what: str, asked: Sequence[str], names: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The keys of which one of the names was asked for; all if nothing was."""
+def _chosen(kind: str, asked: Sequence[str], names: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the keys with a name that was asked for; all keys if none was."""
     for name in asked:
         if not any(slug(name) in map(slug, map(str, others)) for others in names.values()):
-            raise CoterieError(f"The table has no {what} {name!r} ({what}s: {', '.join(names)}).")
+            raise CoterieError(f"The table has no {kind} {name!r} ({kind}s: {', '.join(names)}).")
     wanted = set(map(slug, asked))
     return [
         n for n, others in names.items() if not asked or wanted & {slug(str(o)) for o in others}
@@ -254,12 +254,12 @@ def _runs(
     for key in ("method", "pooled", "baselines"):
         if key in run:
             raise CoterieError(f"A table's rows define its methods; remove {key!r} from its runs.")
-    with told_where(f"column {column.name!r}"):
+    with prefix_errors(f"column {column.name!r}"):
         check_trials(run, spec.tune)
     cells = {}
     for row in spec.rows:
         if row.label in rows:
-            with told_where(f"row {row.label!r}"):
+            with prefix_errors(f"row {row.label!r}"):
                 check_trials(run, row.tune)
             method = merged(row.settings, column.methods.get(row.label, {}))
             cells[row.label] = {**run, "name": slug(row.label), "method": method}
@@ -267,8 +267,8 @@ def _runs(
 
 
 @contextmanager
-def told_where(where: str) -> Iterator[None]:
-    """Within the block, what is wrong is told with the place in the table."""
+def prefix_errors(where: str) -> Iterator[None]:
+    """Prefix the errors raised within the block with their place in the table."""
     try:
         yield
     except CoterieError as error:
@@ -276,7 +276,7 @@ def told_where(where: str) -> Iterator[None]:
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two mappings as one; where both have a key, inner mappings are merged and `above` counts."""
+    """Merge two mappings, and the mappings in them; `above` takes precedence."""
     result = dict(below)
     for key, value in above.items():
         under = below.get(key)

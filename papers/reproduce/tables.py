@@ -30,10 +30,10 @@ from reproduce.table_file import (
     ColumnRuns,
     ColumnSpec,
     TableSpec,
+    prefix_errors,
     read_table,
     slug,
     table_folder,
-    told_where,
 )
 
 Tune = Mapping[str, Sequence[Any]]
@@ -59,18 +59,18 @@ def load_table(
     tune: Tune | None = None,
     regime: str | None = None,
 ) -> tuple[TableSpec, list[Column]]:
-    """A table file whose runs are valid, methods and all; see `read_table`."""
-    spec, found = read_table(path, settings, methods, columns, tune, regime)
-    return spec, [_column(spec, runs) for runs in found]
+    """Read a table file, and check its runs including their methods; see `read_table`."""
+    spec, runs = read_table(path, settings, methods, columns, tune, regime)
+    return spec, [_column(spec, column) for column in runs]
 
 
 def _column(spec: TableSpec, runs: ColumnRuns) -> Column:
     where = f"column {runs.spec.name!r}"
     cells = {}
     for row, run in runs.cells.items():
-        with told_where(f"{where}, row {row!r}"):
+        with prefix_errors(f"{where}, row {row!r}"):
             cells[row] = parse(run)
-    with told_where(where):
+    with prefix_errors(where):
         common = parse(runs.run)
     shown = None if spec.shows in (None, *MEASURED) else metric_named(spec.shows)
     if shown and shown.needs == "answers" and common.evaluation.generate is None:
@@ -106,11 +106,11 @@ def compare_table(
     The table is left in `out` as table.md and table.json, anew after every cell.
 
     Returns:
-        What table.json holds; `reproduce.pages.shown` makes tables of it.
+        The content of table.json; `reproduce.pages.shown` makes tables of it.
     """
     path = Path(path)
-    spec, found = load_table(path, settings, methods, columns, tune, regime)
-    check_against(against, found[0].cells)
+    spec, loaded = load_table(path, settings, methods, columns, tune, regime)
+    check_against(against, loaded[0].cells)
     folder = Path(out) if out is not None else table_folder(path, regime)
     head: Summary = {
         "table": spec.table,
@@ -120,13 +120,13 @@ def compare_table(
         "command": _command(path, settings, methods, columns, seeds, tune, against, regime),
     }
     _check_folder(folder, page_name(head))
-    sessions = _sessions(found)
+    sessions = _sessions(loaded)
     if head["shows"] in MEASURED:
         summary = {**head, **_measured(head["shows"], sessions)}
         write_table(summary, folder)
         return summary
     scores = _empty(head, spec, sessions, against)
-    wanted = _wanted(found, seeds or spec.seeds, only)
+    wanted = _wanted(loaded, seeds or spec.seeds, only)
     _fill_in(scores, spec, sessions, wanted, folder, callbacks, report)
     write_table(scores.summary(), folder)
     return scores.summary()
@@ -153,7 +153,7 @@ def _measured(shows: str, sessions: Sequence[tuple[Column, Session]]) -> Summary
 
 
 def _check_folder(folder: Path, name: str) -> None:
-    """Refuse a folder with another table, or the same in another regime."""
+    """Refuse a folder with another table, or with this table in another regime."""
     earlier = folder / "table.json"
     if earlier.exists() and (other := page_name(read_result(earlier))) != name:
         raise CoterieError(f"{folder} holds the table {other}; choose another --out for {name}.")
@@ -192,7 +192,7 @@ def _command(
 
 
 def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
-    """A session per column, in which every row can run; columns with the same bases share them."""
+    """Return a session for each column, in which all rows can run; equal bases are shared."""
     sessions: list[tuple[Column, Session]] = []
     for column in columns:
         session = Session(column.run)
@@ -200,14 +200,14 @@ def _sessions(columns: Sequence[Column]) -> list[tuple[Column, Session]]:
             if _precision(other.run) == _precision(column.run):
                 session.bases = earlier.bases
         for name, cell in column.cells.items():
-            with told_where(f"column {column.spec.name!r}, row {name!r}"):
+            with prefix_errors(f"column {column.spec.name!r}, row {name!r}"):
                 session.check(cell)
         sessions.append((column, session))
     return sessions
 
 
 def _precision(run: RunConfig) -> tuple[object, ...]:
-    """Which bases may be shared: those loaded alike."""
+    """Return the settings that columns must have in common to share their bases."""
     return run.training.precision, run.data.window, run.root, run.device
 
 
@@ -217,7 +217,7 @@ def _empty(
     sessions: Sequence[tuple[Column, Session]],
     against: str | None,
 ) -> PaperTable:
-    """A table of scores in which nothing has been run."""
+    """Return a table of scores in which nothing has been run."""
     places = {column.name: place for place, column in enumerate(spec.columns)}
     columns = [
         PaperColumn(

@@ -67,12 +67,12 @@ class Test(BaseModel):
 
     @property
     def rows(self) -> set[str]:
-        """All rows that it needs."""
-        one = {self.better, self.row, self.nearer} - {""}
-        return one.union(self.than, self.than_worse_of, self.of, self.of_better)
+        """All rows that the test needs."""
+        single = {self.better, self.row, self.nearer} - {""}
+        return single.union(self.than, self.than_worse_of, self.of, self.of_better)
 
     def among(self, rows: set[str]) -> "Test | None":
-        """With only such `than` and `of` as are among these rows; None if nothing is left."""
+        """Limit `than` and `of` to these rows; return None if the test then lacks rows."""
         plain = {"than": self.than, "of": self.of}
         kept = {key: tuple(row for row in given if row in rows) for key, given in plain.items()}
         test = self.model_copy(update=kept)
@@ -110,10 +110,10 @@ FloorOf = Callable[[Rows], list[Result]]
 def runs_of(
     path: Path, columns: Sequence[str], regime: str | None, data: Path, runs: Path
 ) -> Iterator[tuple[str, TableSpec, Rows, FloorOf]]:
-    """The finished runs of a table by row, column by column; of these columns, or all."""
+    """Yield the finished runs of a table by row, for each of these columns, or for all columns."""
     settings = [f"data_root={data.resolve()}"]
-    spec, found = load_table(path, settings, columns=columns, regime=regime)
-    for column in found:
+    spec, chosen = load_table(path, settings, columns=columns, regime=regime)
+    for column in chosen:
         folder = runs / table_folder(path, regime).name / slug(column.spec.name)
         rows: dict[str, list[Result]] = {}
         for row in spec.rows:
@@ -133,16 +133,16 @@ def floor_under(run: RunConfig, rows: Rows) -> list[Result]:
 def outcomes(
     folder: Path, run: RunConfig, point: str | None, tuned: str | None = None
 ) -> Iterator[Result]:
-    """What the finished runs of a cell scored, seed by seed.
+    """Yield the results of a cell's finished runs, seed by seed.
 
-    tuned: what the folders' names begin with if the cell's values were chosen by trials, which its
-    digest does not know; the newest counts.
+    tuned: the first part of the folders' names if the cell's values were chosen by trials, which
+    its digest does not cover; the newest folder of a seed counts.
     """
     for seed in range(run.seed, run.seed + SEEDS):
         digest = run.model_copy(update={"seed": seed}).digest()
         pattern = f"{tuned}-seed{seed}-*" if tuned else f"*-{digest}"
         paths = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
-        finished = [found for path in paths if (found := RunFolder(path).outcome) is not None]
+        finished = [outcome for p in paths if (outcome := RunFolder(p).outcome) is not None]
         if finished:
             yield {**finished[-1], "reports": point or finished[-1]["reports"]}
 
@@ -161,32 +161,32 @@ def tried(
         others = (max(test.than_worse_of, key=by_worth),)
     if test.of_better:
         others = (min(test.of_better, key=by_worth),)
-    mine = test.better or test.row
+    subject = test.better or test.row
     for other in others:
-        compared, change, span = [mine, other], "", ""
+        compared, change, span = [subject, other], "", ""
         if test.nearer:
             compared.insert(1, test.nearer)
         pair = of_same_seeds({row: rows[row] for row in compared})
-        if not pair[mine]:
+        if not pair[subject]:
             continue
         figures = {row: mean_score(pair[row], metric.name) for row in compared}
-        gap = figures[mine] - figures[other]
+        gap = figures[subject] - figures[other]
         if test.better:
-            difference = differences(pair, other, metric)[mine]
+            difference = differences(pair, other, metric)[subject]
             change, span, verdict = shown(difference, metric)
-            told = f"{mine} better than {other}"
+            label = f"{subject} better than {other}"
         elif test.within:
             far = metric.shown(abs(gap)) if metric.share else 100 * abs(gap) / figures[other]
             verdict = "holds" if far <= test.within else "does not hold"
-            told, change = f"{mine} within {test.within:g} % of {other}", f"{far:.1f} %"
+            label, change = f"{subject} within {test.within:g} % of {other}", f"{far:.1f} %"
         else:
-            near = abs(figures[mine] - figures[test.nearer])
+            near = abs(figures[subject] - figures[test.nearer])
             verdict = "holds" if near < abs(gap) else "does not hold"
-            told = f"{mine} nearer to {test.nearer} than to {other}"
+            label = f"{subject} nearer to {test.nearer} than to {other}"
         scored = ", ".join(metric.cell(figures[row]) for row in compared)
-        seeds = str(len(pair[mine]))
+        seeds = str(len(pair[subject]))
         verdict = verdict if set(compared).isdisjoint(low) else AT_FLOOR
-        yield told, scored, change, span, seeds, verdict
+        yield label, scored, change, span, seeds, verdict
 
 
 def of_same_seeds(rows: Rows) -> dict[str, list[Result]]:
@@ -195,17 +195,17 @@ def of_same_seeds(rows: Rows) -> dict[str, list[Result]]:
     return {row: [r for r in own if r.get("seed") in seeds] for row, own in rows.items()}
 
 
-def shown(found: Any, metric: Metric) -> tuple[str, str, str]:
-    """A difference, its interval, and what they say of `better`."""
-    assert isinstance(found, Difference), found
-    value, low, high = (metric.shown(x) for x in (found.value, found.low, found.high))
-    good = metric.order(found.value) < 0
+def shown(difference: Any, metric: Metric) -> tuple[str, str, str]:
+    """Return a difference, its interval, and their verdict on `better`."""
+    assert isinstance(difference, Difference), difference
+    value, low, high = map(metric.shown, (difference.value, difference.low, difference.high))
+    good = metric.order(difference.value) < 0
     names = ("holds", "leans") if good else ("contradicted", "does not hold")
-    return f"{value:+.2f}", f"{low:+.2f} to {high:+.2f}", names[not found.significant]
+    return f"{value:+.2f}", f"{low:+.2f} to {high:+.2f}", names[not difference.significant]
 
 
 def verdicts(claim: Claim, data: Path, runs: Path) -> Iterator[tuple[str, ...]]:
-    """The rows of a claim's table."""
+    """Yield the rows of a claim's table."""
     for path in claim.tables:
         yield from verdicts_in(path, claim, data, runs)
 
@@ -231,8 +231,8 @@ def verdicts_in(path: Path, claim: Claim, data: Path, runs: Path) -> Iterator[tu
                         if claim.clients:
                             floors = [of_clients(floor, claim.clients) for floor in floors]
                     low = at_floor({row: rows[row] for row in test.rows}, floors or (), metric)
-                    for told in tried(test, rows, metric, low):
-                        yield (str(claim.number), regime or whole, column, *told)
+                    for cells in tried(test, rows, metric, low):
+                        yield (str(claim.number), regime or whole, column, *cells)
 
 
 def main(

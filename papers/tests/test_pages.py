@@ -15,7 +15,7 @@ RESULT = {"reports": "trained", "trained": SCORES, "aggregated": SCORES}
 
 
 def scores(file: str, regime: str | None = None) -> dict[str, Any]:
-    """The summary of a table of scores, as compare_table makes it."""
+    """Return the summary of a table of scores, as compare_table makes it."""
     head = {"table": "T", "shows": "scores", "file": file, "regime": regime}
     head["command"] = f"python -m reproduce {file}"
     results = {"fedavg": [RESULT, RESULT], "local": []}

@@ -48,13 +48,13 @@ def example() -> PaperTable:
 
 def test_ranks_are_over_the_rows_that_both_have(example) -> None:
     x, y = example.summary()["columns"]
-    found = {row["row"]: row for row in x["rows"]}
-    assert found["a"]["perplexity"] == 12
-    assert found["a"]["std"] == pytest.approx(8**0.5)
-    assert [found[r]["rank"] for r in "abcde"] == [1, 2, 3, None, None]
-    assert [found[r]["paper_rank"] for r in "abcde"] == [1, 3, 2, None, None]
-    assert [found[r]["seeds"] for r in "abcde"] == [2, 1, 1, 1, 0]
-    assert [found[r]["rank_of_all"] for r in "abe"] == [1, 2, None]
+    rows = {row["row"]: row for row in x["rows"]}
+    assert rows["a"]["perplexity"] == 12
+    assert rows["a"]["std"] == pytest.approx(8**0.5)
+    assert [rows[r]["rank"] for r in "abcde"] == [1, 2, 3, None, None]
+    assert [rows[r]["paper_rank"] for r in "abcde"] == [1, 3, 2, None, None]
+    assert [rows[r]["seeds"] for r in "abcde"] == [2, 1, 1, 1, 0]
+    assert [rows[r]["rank_of_all"] for r in "abe"] == [1, 2, None]
     # In Y b and d tie for us, a and b for the paper; c has not run.
     assert {r["row"]: (r["rank"], r["paper_rank"]) for r in y["rows"]} == {
         "a": (3, 1),
@@ -65,12 +65,11 @@ def test_ranks_are_over_the_rows_that_both_have(example) -> None:
     }
 
 
-def test_the_correlation_by_hand(example) -> None:
-    """Pearson's, of the ranks, where ties share their mean rank."""
+def test_the_correlation_by_hand_gives_ties_their_mean_rank(example) -> None:
     x, y = example.summary()["columns"]
     assert x["correlation"] == pytest.approx(1 - 6 * (0 + 1 + 1) / (3 * 8))  # no ties: 0.5
-    ours, theirs = [3, 1.5, 1.5, 4], [1.5, 1.5, 3, 4]  # a, b, d, e; both have the mean 2.5
-    product = sum((o - 2.5) * (t - 2.5) for o, t in zip(ours, theirs, strict=True))
+    ours, papers = [3, 1.5, 1.5, 4], [1.5, 1.5, 3, 4]  # a, b, d, e; both have the mean 2.5
+    product = sum((o - 2.5) * (p - 2.5) for o, p in zip(ours, papers, strict=True))
     assert y["correlation"] == pytest.approx(product / sum((o - 2.5) ** 2 for o in ours))
 
 
@@ -83,7 +82,7 @@ def test_a_correlation_that_is_not_defined() -> None:
 
 
 def accurate(*accuracies: float) -> dict[str, Any]:
-    """Prompts with answers; the perplexity is the better, the lower the accuracy."""
+    """Return results on prompts with answers, in which a lower accuracy has a lower perplexity."""
     scores = {
         f"client-{n}": {"perplexity": 9 * a, "bits_per_byte": a, "accuracy": a, "samples": 4}
         for n, a in enumerate(accuracies)
@@ -100,8 +99,8 @@ def test_of_accuracies_the_highest_is_first_on_both_sides() -> None:
     example = table({"X": rows}, X={"a": 83.06, "b": 75.5, "c": 70})
     (column,) = example.summary()["columns"]
     assert column["metric"] == "accuracy"
-    found = {row["row"]: (row["rank"], row["paper_rank"]) for row in column["rows"]}
-    assert found == {"a": (1, 1), "b": (3, 2), "c": (2, 3)}
+    ranks = {row["row"]: (row["rank"], row["paper_rank"]) for row in column["rows"]}
+    assert ranks == {"a": (1, 1), "b": (3, 2), "c": (2, 3)}
     assert column["rows"][0]["accuracy"] == pytest.approx(0.8)
     assert column["correlation"] == pytest.approx(1 - 6 * (0 + 1 + 1) / (3 * 8))
     layout, clients = score_tables(example.summary())
@@ -169,12 +168,12 @@ def test_the_papers_deviations_stand_beside_its_figures(example) -> None:
     rows = {row[0]: row[1:] for row in score_tables(with_them.summary())[0].rows}
     assert rows["a"][:4] == ["12.00 (2.83)", "1", "5.00 (0.30)", "1"]
     assert [rows[name][2] for name in "bd"] == ["7.00", ""]
-    found = with_them.summary()["columns"][0]["rows"]
-    assert [row["paper_std"] for row in found] == [0.3, None, None, None, None]
-    for row in found:
+    entries = with_them.summary()["columns"][0]["rows"]
+    assert [row["paper_std"] for row in entries] == [0.3, None, None, None, None]
+    for row in entries:
         del row["paper_std"]  # as in files of earlier versions
     summary = with_them.summary() | {
-        "columns": [{**with_them.summary()["columns"][0], "rows": found}]
+        "columns": [{**with_them.summary()["columns"][0], "rows": entries}]
     }
     assert score_tables(summary)[0].rows[0][3] == "5.00"
 

@@ -196,15 +196,15 @@ def test_a_table_file_is_told_from_a_run_file(table, values, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_table_is_filled_in_kept_and_found_again(table, values, tmp_path, counted) -> None:
-    out, said = tmp_path / "out", []
+    out, messages = tmp_path / "out", []
     path = table()
     with pytest.raises(KeyboardInterrupt):
         compare_table(path, out=out, callbacks=[StopAtFedAvg()])
     begun = json.loads((out / "table.json").read_text())["columns"]
     assert [row["row"] for row in begun[0]["rows"] if row["seeds"]] == ["pretrained"]
-    shown = compare_table(path, out=out, seeds=2, report=said.append)
-    assert said[0] == "Run 1 of 12: pretrained-seed0 (already finished)"
-    assert said[11] == "Run 12 of 12: centralized-seed1"
+    shown = compare_table(path, out=out, seeds=2, report=messages.append)
+    assert messages[0] == "Run 1 of 12: pretrained-seed0 (already finished)"
+    assert messages[11] == "Run 12 of 12: centralized-seed1"
     rows = ["pretrained", "low-rank", "centralized"]
     runs = [f"{row}-seed{seed}" for seed in (0, 1) for row in rows]
     assert counted == [*runs[:2], *runs[1:], *runs]  # the interrupted one was continued
@@ -294,10 +294,10 @@ def test_rows_are_tuned_column_by_column(table, tmp_path, counted) -> None:
         table(tune=tune, rows=[{"method": "local"}, {"method": "pretrained"}]),
         tmp_path / "o",
     )
-    said: list[str] = []
-    shown = compare_table(path, columns=["two"], out=out, report=said.append)
+    messages: list[str] = []
+    shown = compare_table(path, columns=["two"], out=out, report=messages.append)
     assert counted == ["local-trial1", "local-trial2", "local-seed0", "pretrained-seed0"]
-    assert said[-1] == "Run 4 of 4: pretrained-seed0"
+    assert messages[-1] == "Run 4 of 4: pretrained-seed0"
     local, pretrained = shown["columns"][0]["rows"]
     figures = {str(t["settings"]): t["perplexity"] for t in local["tuned"]["trials"]}
     assert str(local["tuned"]["settings"]) == min(figures, key=figures.__getitem__)

@@ -27,7 +27,7 @@ TABLES = {"comigs": 6, "pcl": 5, "fedamole": 4}
 FIGURES = {"comigs": 19, "pcl": 8, "fedamole": 10}
 
 
-def test_there_is_a_page_for_each_paper_and_an_index_that_links_them() -> None:
+def test_each_paper_has_a_page_and_an_index_links_them() -> None:
     assert set(PAPERS) == {paper.lower() for paper in CLAIMS}
     summary = ROOT.parent / "docs" / "research" / "reproduced-papers.md"
     assert set(PAPERS) <= set(
@@ -63,9 +63,9 @@ def test_every_page_of_results_is_linked() -> None:
 
 
 def test_every_method_is_in_a_table_of_methods() -> None:
-    """Except variants of other methods, and methods of our own."""
     sections = [section(PAGES[paper], "Methods") for paper in PAPERS]
     named = set(re.findall(r"`([\w-]+)`", "\n".join(sections)))
+    # variants of other methods, and methods of our own
     beyond = {"fedavg-ft", "fedprox", "fedprompt-ft", "fedptuning-ft", "grouped", "auto"}
     assert BUILT_IN - beyond <= named
 
@@ -75,13 +75,12 @@ def test_every_table_and_figure_has_a_line(paper: str) -> None:
     lines = section(PAGES[paper], "Tables and figures")
     for kind, count in (("table", TABLES[paper]), ("figure", FIGURES[paper])):
         rows = re.findall(rf"^\| {kind}s? ([\d, toand]+?)[ab]? +\|", lines, re.MULTILINE)
-        found = [number for row in rows for number in numbers(row)]
-        assert sorted(found) == list(range(1, count + 1)), kind
+        listed = [number for row in rows for number in numbers(row)]
+        assert sorted(listed) == list(range(1, count + 1)), kind
 
 
 @pytest.mark.parametrize("paper", CLAIMS)
 def test_every_tested_claim_is_on_its_page_under_its_number(paper: str) -> None:
-    """So that a row of *Every test* leads to what the paper says."""
     page = section(PAGES[paper.lower()], "Claims and verdicts")
     for claim in CLAIMS[paper]:
         assert re.search(rf"^{claim['number']}\. \*\*", page, re.MULTILINE), claim["claim"]

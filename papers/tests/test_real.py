@@ -15,7 +15,7 @@ from reproduce.tables import compare_table, load_table
 RECIPES = real.ROOT / "recipes" / "real"
 
 
-def test_the_listed_cells_are_forty_runs_of_the_tables_and_cover_every_row() -> None:
+def test_the_listed_cells_are_forty_runs_and_cover_every_row() -> None:
     listed = [(entry.table, *cell) for entry in real.entries() for cell in entry.cells]
     assert len(set(listed)) == len(listed)
     runs, rows = set(), set()
@@ -73,11 +73,11 @@ def test_cells_are_run_in_the_listed_order_and_kept(folder, texts, tmp_path) -> 
     ]
 
     def measure() -> tuple[list[Any], list[str]]:
-        told: list[str] = []
-        summaries = list(real.measured(order, texts, folder, report=told.append))
-        return summaries, [text for text in told if text.startswith("Run ")]
+        messages: list[str] = []
+        summaries = list(real.measured(order, texts, folder, report=messages.append))
+        return summaries, [text for text in messages if text.startswith("Run ")]
 
-    summaries, told = measure()
+    summaries, messages = measure()
     seeds = [
         {row["row"]: row["seeds"] for row in summary["columns"][0]["rows"]} for summary in summaries
     ]
@@ -86,16 +86,16 @@ def test_cells_are_run_in_the_listed_order_and_kept(folder, texts, tmp_path) -> 
         {"pretrained": 1, "local": 0, "fedavg": 1},
         {"pretrained": 1, "local": 0, "fedavg": 2},
     ]
-    assert [text for text in told if "already" not in text] == [
+    assert [text for text in messages if "already" not in text] == [
         "Run 1 of 1: fedavg-seed1",
         "Run 1 of 2: pretrained-seed0",
         "Run 2 of 3: fedavg-seed0",
     ]
     assert page_name(summaries[-1]) == "real-table"
     assert len(list((tmp_path / "runs" / "real-table" / "texts").iterdir())) == 3
-    again, told = measure()
+    again, messages = measure()
     assert again == summaries
-    assert all("already finished" in text for text in told)
+    assert all("already finished" in text for text in messages)
 
 
 def test_a_cell_that_the_table_does_not_have_is_refused(folder) -> None:

@@ -81,9 +81,8 @@ def test_a_quarter_is_of_what_clients_train_on_and_of_nothing_else(recipe) -> No
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
 def test_a_recipe_ends_with_the_models_that_the_papers_end_with(recipe) -> None:
-    """Recipes of papers keep the last round's models; the grid keeps the best, as users do."""
     if recipe.stem in GRIDS:
-        return
+        return  # the grid keeps the best models, as users do
     if recipe in RUNS:
         assert load_config(recipe).evaluation.keep == "last"
         return
@@ -101,7 +100,7 @@ def test_tables_have_all_rows_of_the_paper(table, rows) -> None:
 
 
 def test_active_and_full_ranks_match_the_experts_of_comigs() -> None:
-    """An expert has rank 8; a token uses two (active), a client holds X + 1 (full)."""
+    # An expert has rank 8; a token uses two (active), a client holds X + 1 (full).
     for folder in ("comigs/table2", "small/comigs-table2"):
         _, columns = load_table(ROOT / "recipes" / f"{folder}.yaml")
         for column in columns:
@@ -167,12 +166,12 @@ LANGUAGES = ("Multilingual", "Multi-Wiki", "Figure")
 
 
 @pytest.mark.parametrize("table", ["table1", "table2", "table4", "table5", "table6", "figures4-6"])
-def test_french_and_italian_users_have_more_text_than_german_and_dutch_ones(table) -> None:
-    """As CoMiGS's section 4.3.2 says; the amounts are those of its table 3."""
+def test_french_and_italian_users_have_more_text_than_german_and_dutch(table) -> None:
+    # Section 4.3.2 of CoMiGS; the amounts are in its table 3.
     _, columns = load_table(ROOT / "recipes" / "comigs" / f"{table}.yaml")
-    found = [column.run.data for column in columns if column.spec.name.startswith(LANGUAGES)]
-    assert found
-    for data in found:
+    specs = [column.run.data for column in columns if column.spec.name.startswith(LANGUAGES)]
+    assert specs
+    for data in specs:
         train = {client: limits.train for client, limits in data.limits_of.items()}
         assert sorted(filter(None, train.values())) == [407_498, 451_584, 556_796, 557_662]
         assert min(train["fr"], train["it"]) > max(train["de"], train["nl"])  # type: ignore
@@ -238,7 +237,7 @@ TASKS = {
         "They have tea.",
     ),
 }
-"""Of FedMKT's tasks: a record as the hub has it, its prompt, its answer."""
+"""A record from the hub, its prompt and its answer, for each of FedMKT's tasks."""
 TASKS["ARC-C"] = TASKS["ARC-E"]
 
 
@@ -260,7 +259,7 @@ def test_prompts_of_fedmkts_tasks(file) -> None:
 
 @pytest.mark.parametrize("file", ["heterogeneous", "homogeneous", "one-to-one"])
 def test_fedmkts_samples_of_s_ni_have_long_outputs(file) -> None:
-    """Section "Datasets": an output length of 11 or more; no other task is filtered."""
+    # Section "Datasets": an output length of 11 or more; no other task is filtered.
     _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
     for column in columns:
         assert column.run.divide is not None
@@ -275,7 +274,7 @@ def test_fedmkts_samples_of_s_ni_have_long_outputs(file) -> None:
 
 @pytest.mark.parametrize("file", ["heterogeneous", "homogeneous", "one-to-one"])
 def test_fedmkts_data_is_dealt_in_five_parts_and_learnt_as_published(file) -> None:
-    """One part is public, and one each client's; a round of 4 samples a step is a pass over one."""
+    # One part is public, and each client has one; a round of 4 samples a step is a pass over it.
     records = {"RTE": 2490, "WiC": 5428, "BoolQ": 9427, "CommonsenseQA": 9741, "ARC-E": 2251}
     records |= {"ARC-C": 1119, "DialogSum": 12460, "S-NI": 10_000}
     _, columns = load_table(ROOT / "recipes" / "fedmkt" / f"{file}.yaml")
@@ -296,7 +295,7 @@ def test_fedmkts_data_is_dealt_in_five_parts_and_learnt_as_published(file) -> No
     ],
 )
 def test_samples_that_nobody_teaches_are_learnt_as_fedmkt_published_it(file) -> None:
-    """A method that teaches learns such a sample from its label alone."""
+    # Such a sample is learnt from its label alone.
     _, columns = load_table(ROOT / "recipes" / f"{file}.yaml")
     for column in columns:
         for row in ("LLM2SLM", "FedMKT", *({"FedMKT-FedAvg"} & set(column.cells))):
@@ -304,7 +303,7 @@ def test_samples_that_nobody_teaches_are_learnt_as_fedmkt_published_it(file) -> 
 
 
 def test_fedmkts_settings_differ_in_who_takes_part() -> None:
-    """Everybody's base and learning rate, as the paper has them; ARC-E has rates of its own."""
+    # The bases and learning rates are the paper's; ARC-E has rates of its own.
     llama, opt = "princeton-nlp/Sheared-LLaMA-1.3B", "facebook/opt-1.3b"
     mixed = ["openai-community/gpt2-xl", opt, "bigscience/bloom-1b1", llama]
     settings = {
@@ -331,7 +330,7 @@ def test_fedmkts_settings_differ_in_who_takes_part() -> None:
 @at_hand
 @pytest.mark.slow
 def test_the_small_fedmkt_tables_find_their_samples() -> None:
-    """In the tokens of one base, and of the two tasks with the longest prompts."""
+    # One base and the two tasks with the longest prompts are enough.
     recipe = SMALL[0].parent / "fedmkt.yaml"
     longest = ["News topics", "RTE"]
     _, columns = load_table(recipe, [f"data_root={DATA}", "bases={}"], columns=longest)

@@ -1,4 +1,4 @@
-"""What `python -m reproduce` says and writes."""
+"""Tests of the output and the files of `python -m reproduce`."""
 
 import sys
 
@@ -13,13 +13,13 @@ from tests.cli.test_startup import SLOW, outcome
 
 @pytest.fixture
 def reproduce(monkeypatch):
-    """Runs `python -m reproduce ...` in this process, 80 columns wide, and returns what it says."""
+    """Runs `python -m reproduce ...` in this process, 80 columns wide, and returns its output."""
 
     def command(*arguments: object) -> str:
         words = list(map(str, arguments))
-        said = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "80"})
-        assert said.exit_code == 0
-        return said.output
+        result = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "80"})
+        assert result.exit_code == 0
+        return result.output
 
     monkeypatch.setattr(terminal, "console", terminal.Console(width=80))
     return command
@@ -57,8 +57,8 @@ def test_a_tables_results_become_a_page(values, tmp_path, monkeypatch, reproduce
     file, out, docs = (tmp_path / name for name in ("mine.yaml", "out", "docs"))
     file.write_text(yaml.safe_dump(table))
     data = f"data_root={run['data_root']}"
-    said = reproduce(file, "--set", data, "--seeds", 2, "--out", out, "--write-docs", docs)
-    assert f"Page: {docs}/mine.md" in said
+    output = reproduce(file, "--set", data, "--seeds", 2, "--out", out, "--write-docs", docs)
+    assert f"Page: {docs}/mine.md" in output
     assert (docs / "mine.json").read_text() == (out / "table.json").read_text()
     page = (docs / "mine.md").read_text()
     assert f"python -m reproduce {file} --set data_root=DATA --seeds 2\n" in page
@@ -70,16 +70,16 @@ def test_a_tables_results_become_a_page(values, tmp_path, monkeypatch, reproduce
     monkeypatch.delitem(sys.modules, "reproduce.drawing")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     regime = ("--regime", "one step", "--set", data)
-    said = reproduce(file, *regime, "--out", tmp_path / "other", "--write-docs", docs)
-    assert f"Page: {docs}/mine-one-step.md" in said
-    assert "The page has no picture, which needs matplotlib" in said
+    output = reproduce(file, *regime, "--out", tmp_path / "other", "--write-docs", docs)
+    assert f"Page: {docs}/mine-one-step.md" in output
+    assert "The page has no picture, which needs matplotlib" in output
     page = (docs / "mine-one-step.md").read_text()
     assert f"python -m reproduce {file} --regime 'one step' --set data_root=DATA\n" in page
     assert page.startswith("# T: one step\n")
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("--help", "Fill a paper's table in again"),
         ("nofile.yaml", "no run file nofile.yaml"),
@@ -88,12 +88,12 @@ def test_a_tables_results_become_a_page(values, tmp_path, monkeypatch, reproduce
         ("table.yaml --columns B", "no column 'B'"),
     ],
 )
-def test_a_mistake_costs_no_import_of_torch(command, said, tmp_path) -> None:
+def test_a_mistake_costs_no_import_of_torch(command, message, tmp_path) -> None:
     (tmp_path / "run.yaml").write_text("rounds: 3\n", encoding="utf-8")
     (tmp_path / "table.yaml").write_text(
         "table: t\nrows: [{method: local}]\ncolumns: [{name: A, run: {rouns: 3}}]\n",
         encoding="utf-8",
     )
     text, modules = outcome(tmp_path, command, "reproduce.__main__")
-    assert said in text
+    assert message in text
     assert not SLOW & modules

@@ -28,8 +28,8 @@ def test_means_and_deviations_over_seeds_by_hand() -> None:
                     for c, figures in (("anna", anna), ("ben", ben))}}
         for anna, ben in (((10, 8), (20, 16)), ((14, 9.333), (20, 16)))
     ]  # fmt: skip
-    found = curves(results, PERPLEXITY)
-    assert found == {
+    scores = curves(results, PERPLEXITY)
+    assert scores == {
         "round": [1, 2],
         "mean": {MEAN: [16.0, 12.33], "anna": [12.0, 8.67], "ben": [20.0, 16.0]},
         "std": {
@@ -42,7 +42,7 @@ def test_means_and_deviations_over_seeds_by_hand() -> None:
 
 def test_where_a_client_has_no_score_there_is_no_mean() -> None:
     rounds = {"anna": {1: {"accuracy": 0.12345}, 2: {"accuracy": 0.5}}, "ben": {2: {"accuracy": 1}}}
-    found = curves([{"rounds": rounds}], ACCURACY)
-    assert found["mean"] == {MEAN: [None, 0.75], "anna": [0.1235, 0.5], "ben": [None, 1.0]}
-    assert found["std"] == {MEAN: [None, 0.0], "anna": [0.0, 0.0], "ben": [None, 0.0]}
-    json.dumps(found, allow_nan=False)
+    scores = curves([{"rounds": rounds}], ACCURACY)
+    assert scores["mean"] == {MEAN: [None, 0.75], "anna": [0.1235, 0.5], "ben": [None, 1.0]}
+    assert scores["std"] == {MEAN: [None, 0.0], "anna": [0.0, 0.0], "ben": [None, 0.0]}
+    json.dumps(scores, allow_nan=False)

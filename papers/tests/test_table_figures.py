@@ -21,7 +21,10 @@ ROWS = ("local", "fedavg", "not run")
 
 
 def summary(kind: str | None = None, paper: bool = True, **row: Any) -> dict[str, Any]:
-    """Two columns of three rows, of which the last has not run; row: more of each row that has."""
+    """Return two columns of three rows, of which the last has not run.
+
+    row: more values of each row that has run.
+    """
 
     def entry(place: int, name: str) -> dict[str, Any]:
         figures = {"paper": 90.0 - place if paper else None, "paper_std": 0.5, "paper_rank": 1}
@@ -48,8 +51,8 @@ def summary(kind: str | None = None, paper: bool = True, **row: Any) -> dict[str
     }
 
 
-def axes_of(found: dict[str, Any]) -> list[Any]:
-    return drawn(pictures(found)).draw(Canvas(LIGHT)).axes
+def axes_of(table: dict[str, Any]) -> list[Any]:
+    return drawn(pictures(table)).draw(Canvas(LIGHT)).axes
 
 
 def points(line: Any) -> list[tuple[float, float]]:
@@ -93,9 +96,9 @@ def test_a_heat_map_has_ours_and_the_papers() -> None:
 def test_curves_have_a_picture_per_column_and_a_panel_per_client() -> None:
     mean = {MEAN: [0.3, 0.4], "anna": [0.2, None], "ben": [0.4, 0.5]}
     rounds = {"round": [2, 4], "mean": mean, "std": {name: [0.0, 0.1] for name in mean}}
-    found = summary("curves", rounds=rounds)
-    assert [picture.name for picture in pictures(found)] == ["scores-10", "scores-20"]
-    axes = drawn(pictures(found)[:1]).draw(Canvas(LIGHT)).axes
+    table = summary("curves", rounds=rounds)
+    assert [picture.name for picture in pictures(table)] == ["scores-10", "scores-20"]
+    axes = drawn(pictures(table)[:1]).draw(Canvas(LIGHT)).axes
     panels = {axis.get_title(): axis.lines for axis in axes}
     assert list(panels) == [MEAN, "anna", "ben"]
     assert [line.get_label() for line in panels[MEAN]] == ["local", "fedavg"]
@@ -129,24 +132,24 @@ def test_a_page_shows_its_picture_until_there_are_other_results(tmp_path) -> Non
 
 def test_a_report_draws_a_result_file_and_a_folder_that_has_one(tmp_path) -> None:
     file = write_docs(summary(), tmp_path / "docs").with_suffix(".json")
-    found = write_report([], tmp_path / "report", sections=sections([file]))
-    assert [section.name for section in found.sections] == ["recipes-one"]
-    names = {path.name for path in found.figures.iterdir()}
+    report = write_report([], tmp_path / "report", sections=sections([file]))
+    assert [section.name for section in report.sections] == ["recipes-one"]
+    names = {path.name for path in report.figures.iterdir()}
     assert names == {f"scores-{t}.{k}" for t in ("light", "dark") for k in ("svg", "png")}
-    assert "<caption>T</caption>" in found.page.read_text()
+    assert "<caption>T</caption>" in report.page.read_text()
     other = {**summary(), "file": "other/one.yaml"}
     nothing = {**summary(), "file": "recipes/none.yaml", "shows": "jaccard"}
     nothing |= {"columns": {"AG News": {"anna": {"anna": 0.5}}}}
     paths = [write_docs(s, tmp_path / str(n)) for n, s in enumerate((other, nothing))]
     files = [file, *(p.with_suffix(".json") for p in paths)]
-    found = write_report([], tmp_path / "report", sections=sections(files))
-    assert [section.name for section in found.sections] == [
+    report = write_report([], tmp_path / "report", sections=sections(files))
+    assert [section.name for section in report.sections] == [
         "recipes-one",
         "other-one",
         "recipes-none",
     ]
-    assert len(list(found.figures.iterdir())) == 8  # two of each theme and kind
-    assert [item.why for item in found.sections[2].left_out] == [
+    assert len(list(report.figures.iterdir())) == 8  # two of each theme and kind
+    assert [item.why for item in report.sections[2].left_out] == [
         "'T' shows no scores, so it has no figure."
     ]
     (tmp_path / "run.json").write_text("{}")
@@ -162,11 +165,11 @@ def test_the_command_draws_a_tables_folder_and_its_runs(values, tmp_path, monkey
     file, out = tmp_path / "mine.yaml", tmp_path / "runs"
     file.write_text(yaml.safe_dump(table))
     compare_table(file, out=out)
-    said = CliRunner().invoke(app, [str(out)], catch_exceptions=False).output
+    output = CliRunner().invoke(app, [str(out)], catch_exceptions=False).output
     folder = runs_name({"file": str(file), "regime": None})
-    assert re.search(rf"^{folder}: 1 figure$", said, re.MULTILINE)
-    assert re.search(r"^a: [0-9]+ figures$", said, re.MULTILINE)
-    assert f"Report: {out / 'report' / 'report.html'}" in said
+    assert re.search(rf"^{folder}: 1 figure$", output, re.MULTILINE)
+    assert re.search(r"^a: [0-9]+ figures$", output, re.MULTILINE)
+    assert f"Report: {out / 'report' / 'report.html'}" in output
     (out / "table.json").write_text("{}")
     with pytest.raises(CoterieError, match=r"table\.json is not the result file of a table"):
         CliRunner().invoke(app, [str(out)], catch_exceptions=False)

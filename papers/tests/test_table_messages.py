@@ -1,4 +1,4 @@
-"""What an exchange weighs, against the sizes of the tensors that travel."""
+"""The sizes of an exchange's messages, against the sizes of the tensors that are sent."""
 
 import pytest
 
@@ -10,40 +10,40 @@ from reproduce.messages import message_tables, traffic
 
 
 def total(config, client: str, *roles: str) -> int:
-    """Bytes of a client's fp32 parameters of some roles, counted on its adapter."""
+    """Return the bytes of a client's fp32 parameters of some roles, counted on its adapter."""
     run = start(Session(config), config)
     adapter = run.clients[client].adapter  # pyright: ignore[reportAttributeAccessIssue]
     return sum(4 * p.numel() for p in adapter.tensors(of_roles(*roles)).values())
 
 
 def sizes(config) -> dict[tuple[str, str, str], int]:
-    """Bytes by client, way and field."""
+    """Return the bytes by client, way and field."""
     return {
-        (client, one["way"], one["field"]): size
-        for one in traffic(Session(config), config)
-        for client, size in one["bytes"].items()
+        (client, field["way"], field["field"]): size
+        for field in traffic(Session(config), config)
+        for client, size in field["bytes"].items()
     }
 
 
 @pytest.mark.slow
 def test_fields_weigh_what_their_tensors_do(config) -> None:
     run = config()
-    found = sizes(run)
+    sent = sizes(run)
     for client in ("diarist", "poet", "whaler"):
         for way in ("up", "down"):
-            assert found[client, way, "adapter"] == total(run, client, "dense", "generalist")
-            whole = found[client, way, WHOLE]
+            assert sent[client, way, "adapter"] == total(run, client, "dense", "generalist")
+            whole = sent[client, way, WHOLE]
             assert whole > total(run, client, "dense", "generalist")
 
 
 def test_a_method_that_begins_alone_is_waited_for(config) -> None:
     run = config(method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
-    found = sizes(run)
+    sent = sizes(run)
     adapter = total(run, "poet", "dense", "generalist")
-    assert found["poet", "up", "adapter"] == found["poet", "up", "update"] == adapter
+    assert sent["poet", "up", "adapter"] == sent["poet", "up", "update"] == adapter
     # The other two clients' come down, each field in its own place.
     down = {
-        field: size for (name, way, field), size in found.items() if (name, way) == ("poet", "down")
+        field: size for (name, way, field), size in sent.items() if (name, way) == ("poet", "down")
     }
     assert down["adapter"] == down["update"] == 2 * adapter
 

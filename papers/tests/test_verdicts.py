@@ -32,7 +32,7 @@ def test_a_claim_names_rows_columns_and_clients_that_there_are(claim) -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_a_papers_page_keeps_its_text_and_the_tests_that_are_not_repeated(paper) -> None:
+def test_a_papers_page_keeps_its_text_and_the_tests_not_repeated(paper) -> None:
     text = (verdicts.ROOT / f"{paper.lower()}.md").read_text(encoding="utf-8")
     rows = [["1", "full", "News", "a better than b", "1.00, 2.00", "-1.00", "", "1", "holds"]]
     written = verdicts.with_tests(text, rows)
@@ -46,7 +46,7 @@ def test_a_papers_page_keeps_its_text_and_the_tests_that_are_not_repeated(paper)
 
 
 def result(**nats: list[float]) -> list[dict[str, Any]]:
-    """One run, with nats by window of a token and by client."""
+    """Return one run, with nats by client for windows of one token."""
     items = {name: {"of": name, "nats": n, "tokens": [1] * len(n)} for name, n in nats.items()}
     scored = {name: {"perplexity": math.exp(sum(n) / len(n))} for name, n in nats.items()}
     return [{"reports": "trained", "trained": scored, "seed": 0, "items": {"trained": items}}]
@@ -82,16 +82,16 @@ ROWS = {
     ],
 )
 def test_what_an_inequality_of_perplexity_says(test, verdict) -> None:
-    [told] = verdicts.tried(verdicts.Test.model_validate(test), ROWS, PERPLEXITY)
-    assert told[-1] == verdict
+    [cells] = verdicts.tried(verdicts.Test.model_validate(test), ROWS, PERPLEXITY)
+    assert cells[-1] == verdict
 
 
 def test_of_accuracy_more_is_better_and_both_figures_are_told() -> None:
     rows = {"good": shares(*[1.0] * 30), "bad": shares(*[0.0] * 15, *[1.0] * 15)}
     test = verdicts.Test(better="good", than=("bad",))
-    [told] = verdicts.tried(test, rows, ACCURACY)
-    assert told[:3] == ("good better than bad", "100.00, 50.00", "+50.00")
-    assert told[-1] == "holds"
+    [cells] = verdicts.tried(test, rows, ACCURACY)
+    assert cells[:3] == ("good better than bad", "100.00, 50.00", "+50.00")
+    assert cells[-1] == "holds"
 
 
 def test_clients_can_be_looked_at_alone() -> None:
@@ -115,15 +115,15 @@ def test_rows_are_compared_on_the_seeds_that_both_have() -> None:
     further = [{**run, "seed": 1} for run in result(ada=[9.0, 9.0, 9.0, 9.0])]
     rows = {**ROWS, "low": [*ROWS["low"], *further]}
     for test in ({"better": "low", "than": ["high"]}, {"row": "low", "within": 3, "of": ["near"]}):
-        [told] = verdicts.tried(verdicts.Test.model_validate(test), rows, PERPLEXITY)
-        assert told[1].startswith(PERPLEXITY.cell(mean_score(ROWS["low"], "perplexity")))
-        assert told[-2:] == ("1", "holds")
+        [cells] = verdicts.tried(verdicts.Test.model_validate(test), rows, PERPLEXITY)
+        assert cells[1].startswith(PERPLEXITY.cell(mean_score(ROWS["low"], "perplexity")))
+        assert cells[-2:] == ("1", "holds")
     unlike = {"low": further, "high": ROWS["high"]}
     test = verdicts.Test(better="low", than=("high",))
     assert list(verdicts.tried(test, unlike, PERPLEXITY)) == []
 
 
-def test_a_claim_is_tested_on_the_real_base_too_where_its_table_has_a_counterpart() -> None:
+def test_claims_are_tested_in_the_real_counterparts_of_their_tables() -> None:
     def names(claim: verdicts.Claim) -> list[str]:
         return [f"{path.parent.name}/{path.stem}" for path in claim.tables]
 
@@ -140,8 +140,8 @@ def test_a_tuned_cell_is_found_by_its_name_and_the_newest_counts(config, tmp_pat
         RunFolder.create(tmp_path / name, DESCRIPTION)
         (tmp_path / name / "result.json").write_text(f'{{"reports": "trained", "n": {n}}}')
         os.utime(tmp_path / name, (n, n))
-    [found] = verdicts.outcomes(tmp_path, run, None, "my-row")
-    assert (found["n"], found["seed"]) == (1, 0)
+    [outcome] = verdicts.outcomes(tmp_path, run, None, "my-row")
+    assert (outcome["n"], outcome["seed"]) == (1, 0)
     assert list(verdicts.outcomes(tmp_path, run, None)) == []
 
 
@@ -149,7 +149,7 @@ def test_a_tuned_cell_is_found_by_its_name_and_the_newest_counts(config, tmp_pat
 def test_no_verdict_is_given_of_a_row_at_the_floor(low) -> None:
     rows = {"good": shares(*[1.0] * 30), "bad": shares(*[0.0] * 15, *[1.0] * 15)}
     for test in ({"better": "good", "than": ["bad"]}, {"row": "good", "within": 90, "of": ["bad"]}):
-        told = verdicts.Test.model_validate(test)
-        assert [found[-1] for found in verdicts.tried(told, rows, ACCURACY)] == ["holds"]
-        found = list(verdicts.tried(told, rows, ACCURACY, [low]))
-        assert [one[-1] for one in found] == [verdicts.AT_FLOOR]
+        inequality = verdicts.Test.model_validate(test)
+        for at_floor, verdict in (([], "holds"), ([low], verdicts.AT_FLOOR)):
+            tested = verdicts.tried(inequality, rows, ACCURACY, at_floor)
+            assert [cells[-1] for cells in tested] == [verdict]
