@@ -51,8 +51,12 @@ class LossyProxy:
         """The intervals at whose end at least one connection broke."""
         self.carried = 0
         """Number of bytes that have reached the proxy, including those that it has discarded."""
+        self.whole = threading.Event()
+        """An event without which nothing is forwarded; it is set."""
+        self.whole.set()
         self.listening = socket.create_server(("127.0.0.1", port), backlog=64)
-        self.address = f"localhost:{self.listening.getsockname()[1]}"
+        self.port = self.listening.getsockname()[1]
+        self.address = f"localhost:{self.port}"
         self.sockets: list[socket.socket] = []
 
     def __enter__(self) -> Self:
@@ -79,6 +83,7 @@ class LossyProxy:
             except OSError:
                 return
             self.accepted += 1
+            self.whole.wait()
             try:
                 far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
@@ -104,6 +109,7 @@ class LossyProxy:
                     if not (piece := source.recv(PIECE)):
                         return
                     time.sleep(self.delay + (len(piece) / self.rate if self.rate else 0))
+                    self.whole.wait()
                     before, count = count, count + len(piece)
                     with self.lock:
                         self.carried += len(piece)

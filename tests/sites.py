@@ -6,10 +6,8 @@ holds a client in mid-round; see `taped`.
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -244,39 +242,6 @@ class Deployment:
     def tape(self, name: str) -> list[bytes]:
         """Every message that a program took in or sent, in turn, by all its lives."""
         return list(read_tape(self.folder / f"tape-{name}" / "tape"))
-
-
-class Cable:
-    """A TCP proxy to a port of this machine; while it is cut, nothing comes through."""
-
-    def __init__(self, port: int) -> None:
-        self.to, self.whole = port, threading.Event()
-        self.whole.set()
-        self.end = socket.create_server(("127.0.0.1", 0))
-        self.port = self.end.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                inner, _ = self.end.accept()
-                self.whole.wait()
-                try:
-                    outer = socket.create_connection(("127.0.0.1", self.to))
-                except OSError:
-                    inner.close()
-                    continue
-                for ends in ((inner, outer), (outer, inner)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self.whole.wait()
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:

@@ -5,7 +5,7 @@
 
 from typing import Any
 
-from crashes.state import FOLDER, ROUNDS, RUN_FOLDER, client, drops, is_state, named
+from crashes.state import FOLDER, ROUNDS, RUN_FOLDER, client, drops, is_complete, is_state, named
 from crashes.ways import (
     after,
     before,
@@ -92,9 +92,7 @@ CLIENT_STEPS = (
     # Half of the upload is in a temporary file of the checkpoint's temporary folder.
     client("upload half written", f"{FOLDER}:write_bytes", half_file, ROUNDS, of=named("upload")),
     # The checkpoint with the upload is complete in a temporary folder.
-    client(
-        "checkpoint not renamed", f"{FOLDER}:write_json", after, SAVES, of=named("checksums.json")
-    ),
+    client("checkpoint not renamed", f"{FOLDER}:write_json", after, SAVES, of=is_complete),
     # The checkpoint has its name; no older one is deleted.
     client("checkpoint renamed", f"{FOLDER}:write_folder", after, SAVES),
     STEPPED,

@@ -1,13 +1,24 @@
 """The states of a deployment in which the crash tests kill the server with SIGKILL.
 
 The states follow the life of a run: the start, a client's joining, an order, its reply, the end of
-a round, the end of the run, and the restart of a process that was killed before. The comment on a state
-says what has happened when the process is killed, and what has not.
+a round, the end of the run, and the restart of a process that was killed before. The comment on a
+state says what has happened when the process is killed, and what has not.
 """
 
 from collections.abc import Callable
+from typing import Any
 
-from crashes.state import CLIENTS, FOLDER, ROUNDS, RUN_FOLDER, drops, is_state, named, server
+from crashes.state import (
+    CLIENTS,
+    FOLDER,
+    ROUNDS,
+    RUN_FOLDER,
+    drops,
+    is_complete,
+    is_state,
+    named,
+    server,
+)
 from crashes.ways import (
     after,
     before,
@@ -30,11 +41,23 @@ SERVER = "coterie.deployment.server:ServerRun"
 MAILBOX = "coterie.network.mailbox:Mailbox"
 HTTPS = "coterie.network.server:MailboxServer"
 FILES = "coterie.network.order_files"
+STORE, DROP = f"{FILES}:OrderFiles.__init__", f"{RUN_FOLDER}.drop"
+JOINS = "coterie.deployment.joins:Joins"
 
 
 def of_kind(kind: str) -> Callable[..., bool]:
     """Accept the methods of a `ServerRun` while it sends orders of this kind."""
     return lambda run, *_: run.kind == kind
+
+
+def is_first(order: Any, _: bytes) -> bool:
+    """Accept calls of `Order.append` with the first piece of a reply."""
+    return order.received == 0
+
+
+def is_over(folder: Any, _: object) -> bool:
+    """Accept calls of `RunFolder.append` after the last round."""
+    return folder.turns() == ROUNDS
 
 
 def sends(kind: str) -> Callable[..., bool]:
@@ -52,7 +75,7 @@ STARTS = (
     # The run folder exists; half of run.json is in a temporary file.
     server("run.json half written", f"{FOLDER}:write_json", half_file, of=named("run.json")),
     # run.json is written; the mailbox's folder does not exist.
-    server("folder created", f"{FILES}:OrderFiles.__init__", before),
+    server("folder created", STORE, before),
     # The port is open; no connection has been accepted.
     server("listening", f"{HTTPS}.__enter__", before),
     # Half of status.json is in a temporary file.
@@ -64,9 +87,9 @@ SERVER_JOINS = (
     # The order to join is announced; the client has not replied.
     server("join order sent", f"{SERVER}._send", after, EACH, of=sends("join")),
     # The client's hello is read; the method has not prepared for the client.
-    server("hello received", "coterie.deployment.joins:Joins.begin", before, EACH),
+    server("hello received", f"{JOINS}.begin", before, EACH),
     # The method has prepared for the client, which has not joined.
-    server("client prepared", "coterie.deployment.joins:Joins._join", before, EACH),
+    server("client prepared", f"{JOINS}._join", before, EACH),
     # The client has joined; it has no order, and no checkpoint contains it.
     server("client joined", f"{SERVER}._joined", after, EACH),
 )
@@ -87,13 +110,7 @@ SERVER_ORDERS = (
     # The client has requested how much of the reply has arrived.
     server("reply announced", f"{HTTPS}._report_progress", after, REPLIES),
     # Part of the reply is in its file; the rest has not arrived.
-    server(
-        "reply half received",
-        f"{FILES}:Order.append",
-        half_piece,
-        REPLIES,
-        of=lambda order, _: order.received == 0,
-    ),
+    server("reply half received", f"{FILES}:Order.append", half_piece, REPLIES, of=is_first),
     # The reply is in its file and its hash is right; it is not accepted.
     server("reply received", f"{MAILBOX}.complete", before, REPLIES),
     # The reply is accepted; the client is not told, and the run has not read it.
@@ -122,15 +139,11 @@ SERVER_ROUNDS = (
     # Half of a state is in a temporary file of a temporary folder.
     server("checkpoint half written", f"{FOLDER}:write_bytes", half_file, 2 * ROUNDS, of=is_state),
     # The checkpoint is complete in a temporary folder.
-    server(
-        "checkpoint not renamed", f"{FOLDER}:write_json", after, ROUNDS, of=named("checksums.json")
-    ),
+    server("checkpoint not renamed", f"{FOLDER}:write_json", after, ROUNDS, of=is_complete),
     # The checkpoint has its name; no older one is deleted.
     server("checkpoint renamed", f"{FOLDER}:write_folder", after, ROUNDS),
     # Half of the files of the oldest checkpoint are deleted.
-    server(
-        "older checkpoint half deleted", f"{RUN_FOLDER}.drop", half_deleted, ROUNDS - 2, of=drops
-    ),
+    server("older checkpoint half deleted", DROP, half_deleted, ROUNDS - 2, of=drops),
     SAVED,
 )
 SERVER_ENDS = (
@@ -139,12 +152,7 @@ SERVER_ENDS = (
     # A client's last reply is read; its metrics are only in memory.
     server("finish reply counted", f"{SERVER}._complete_order", after, EACH, of=of_kind("finish")),
     # Half of the bytes of the last lines are in metrics.jsonl.
-    server(
-        "last metrics half appended",
-        f"{RUN_FOLDER}.append",
-        half_lines,
-        of=lambda folder, _: folder.turns() == ROUNDS,
-    ),
+    server("last metrics half appended", f"{RUN_FOLDER}.append", half_lines, of=is_over),
     # All metrics are on disk; the result is not.
     server("last metrics appended", f"{RUN_FOLDER}.finish", before),
     # Half of result.json is in a temporary file.
@@ -154,20 +162,9 @@ SERVER_ENDS = (
 )
 SERVER_RESUMED = (
     # Half of the files of orders and replies are deleted.
-    server(
-        "resumed: old orders half deleted",
-        f"{FILES}:OrderFiles.__init__",
-        half_cleared,
-        first=ANNOUNCED,
-    ),
+    server("resumed: old orders half deleted", STORE, half_cleared, first=ANNOUNCED),
     # Some clients have joined again; the method's state is not restored.
-    server(
-        "resumed: joins half restored",
-        "coterie.deployment.joins:Joins._join",
-        after,
-        EACH,
-        first=SAVED,
-    ),
+    server("resumed: joins half restored", f"{JOINS}._join", after, EACH, first=SAVED),
     # The lines of the repeated round are not yet removed; half of the new file is written.
     server("resumed: metrics half cut", f"{RUN_FOLDER}.rewrite", half_file, first=APPENDED),
     # The state and the metrics are those of the newest checkpoint; no client is connected.

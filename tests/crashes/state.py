@@ -22,6 +22,10 @@ def named(name: str) -> Callable[..., bool]:
     return lambda path, *_: path.name == name
 
 
+is_complete = named("checksums.json")
+"""Accepts calls that write the last file of a checkpoint."""
+
+
 def is_state(path: Any, *_: Any) -> bool:
     """Accept calls that write a state of a checkpoint."""
     return path.suffix == ".safetensors"
