@@ -335,7 +335,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "preferences": {"resumed": SLOW, "deployed": SLOW},
     "diverging": EACH_TURN,
     "always diverging": {"deployed": FAST},
-    **{f"diverging {name}": {"deployed": FAST, "ray": SLOW} for name in FEW},
+    **{f"diverging {name}": {"deployed": FAST, "ray": SLOW} for name in sorted(FEW)},
     **{f"{n} diverging, {first}": {"deployed": FAST} for n in (1, 2) for first in (0, 1)},
     **{
         name: {"one in memory": marks(name, {"fedavg", "comigs-1g1s"}, BEHAVIOURS)}
