@@ -31,9 +31,9 @@ test: setup  ## run all tests that are neither slow nor thorough; 15 to 30 minut
 papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
 	$(PYTEST) -n 2 papers/tests
 
-STARTING := $(patsubst %,tests/deployment/test_%.py,deployed_bases deployment flower_processes \
-  intruders leaving remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
-  listener_tls mailbox_faults client client_errors client_refusals drops) \
+STARTING := $(patsubst %,tests/deployment/test_%.py,deployment flower_processes \
+  intruders leaving process_features remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
+  listener_tls mailbox_faults client client_errors drops) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py tests/test_real_base.py
 TESTS ?= tests
 PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%),$(STARTING))

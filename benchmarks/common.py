@@ -1,11 +1,10 @@
-"""What benchmarks share: options, fresh processes, memory, clocks, bases, tables and records."""
+"""What benchmarks share: options, fresh processes, memory, bases, tables and records."""
 
 import argparse
 import json
 import math
 import resource
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, is_dataclass
 from multiprocessing import get_context
@@ -28,7 +27,6 @@ SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "head_dim", "t
 SHAPES: dict[str, tuple[Any, ...]] = {
     "1b": (2048, 16, 8192, 64, True),  # Llama-3.2-1B's
     "8b": (4096, 32, 14336, 128, False),  # Llama-3.1-8B's
-    "quarter": (512, 8, 2048, 64, True),  # of 1b's width, and half of its layers
     "small": (64, 2, 128, 8, True),  # to try a benchmark
 }
 
@@ -84,21 +82,6 @@ def peak() -> int:
 def recorded(folder: RunFolder, name: str) -> list[float]:
     """A figure's values in a run folder, in order."""
     return [line["value"] for line in folder.metrics() if line["name"] == name]
-
-
-def take_turns(
-    contestants: Mapping[str, Callable[[], object]],
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of each contestant's work in each round, after one round to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds + 1):
-        for name, work in contestants.items():
-            start = clock()
-            work()
-            seconds[name].append(clock() - start)
-    return {name: values[1:] or values for name, values in seconds.items()}
 
 
 def random_ids(*shape: int, vocabulary: int = VOCABULARY) -> Tensor:

@@ -16,20 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bases import client_side, lora_training
 from common import MIB, make_base, random_ids
 from gpu_checks import FAILS, NOT_RUN, Check, failure
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from coterie.adapters import of_roles
-from coterie.bases import BaseSpec, load_base
+from coterie.bases import Base, BaseSpec, load_base
 from coterie.bases.sites import decoder_of
 from coterie.bases.weights import format_of
+from coterie.config.run import parse
+from coterie.data.kinds.text import Tokens
+from coterie.data.tokens import ClientData
+from coterie.federation.participants import Participant, client_context
+from coterie.methods.adapter import AdapterClient
 from coterie.turn import FIRST
 
+RANK = 8
 SPEED, PEAK = {"1b": 1.0, "8b": 0.95}, 1.1
 """Minimum ratio to PEFT's tokens per second, by shape, and maximum ratio to PEFT's peak memory."""
 COLUMNS = (
@@ -112,6 +118,49 @@ class Steps:
     step: Callable[[], object]
     compilable: nn.Module
     values: int
+
+
+def client_side(base: Base, batch: int, window: int) -> AdapterClient:
+    """Return a client of CoMiGS-1G1S on random tokens, whose rounds are one step each."""
+    config = parse(
+        {
+            "clients": [{"name": "ada", "path": "nowhere"}],
+            "method": {
+                "name": "comigs-1g1s",
+                "mlp": {"rank": RANK},
+                "attention": {"rank": RANK},
+                "router": {"every": 1000},
+            },
+            "data": {"window": window},
+            "training": {"steps": 1, "batch": batch, "precision": "bf16"},
+        }
+    )
+    embeddings: Any = base.model.get_input_embeddings()
+    text = Tokens(random_ids(2**14, vocabulary=embeddings.num_embeddings).int(), 2**16)
+    participant = Participant("ada", ClientData(text, text, text), {})
+    side = config.method.client(client_context(config, base, participant, lambda *_: None))
+    assert isinstance(side, AdapterClient)
+    return side
+
+
+def lora_training(plain: Any, loss: Callable[[Any], Tensor]) -> tuple[Any, int, Callable[[], None]]:
+    """Create a PEFT model with as many LoRA values as CoMiGS-1G1S has at rank 8.
+
+    Returns:
+        The model, the number of LoRA values, and a function that takes a step of AdamW.
+    """
+    mlp = "gate_proj|up_proj|down_proj"
+    how = LoraConfig(r=RANK, target_modules="all-linear", rank_pattern={mlp: 2 * RANK})
+    model = get_peft_model(plain, how)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=1e-3)
+
+    def step() -> None:
+        loss(model).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return model, sum(parameter.numel() for parameter in trained), step
 
 
 def ours(folder: Path, weights: str, size: Size, device: torch.device) -> Steps:

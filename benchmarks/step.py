@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import gpt2, options_of, show, take_turns, write
+from common import gpt2, options_of, show, write
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -222,7 +222,13 @@ def measure(
         name: partial(step, one, adamw(one.trained) if one.trained else None)
         for name, one in runners.items()
     }
-    return take_turns(steps, rounds, clock)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, work in steps.items():
+            start = clock()
+            work()
+            seconds[name].append(clock() - start)
+    return {name: values[1:] or values for name, values in seconds.items()}
 
 
 def show_medians(title: str, batch: int, seconds: dict[str, float], precision: Precision) -> None:

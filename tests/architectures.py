@@ -10,13 +10,9 @@ from coterie.adapters import Adapter, Layout
 from coterie.adapters.coverage import coverage
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "intermediate_size": 64},
+    **{"vocab_size": 128, "max_position_embeddings": 64},
 }
 GPT = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 64}
 MIXED = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
@@ -25,22 +21,16 @@ PADDED = {"pad_token_id": 0}
 HYBRID = {
     **HEADS,
     "num_hidden_layers": 4,  # of which the last has attention
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 ROUTED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": GPT,
     "gpt_neo": {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "intermediate_size": 64,
-        "vocab_size": 128,
-        "max_position_embeddings": 64,
+        **{"num_layers": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
+        **{"vocab_size": 128, "max_position_embeddings": 64},
         "attention_types": [[["global", "local"], 1]],
     },
     "gptj": {**GPT, "rotary_dim": 8},

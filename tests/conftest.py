@@ -43,12 +43,8 @@ set_variables(None)  # before any test imports Ray
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--tenth",
-        type=int,
-        choices=range(10),
-        help="tenth of the tests to run, 0 to 9 (default: all)",
-    )
+    help = "tenth of the tests to run, 0 to 9 (default: all)"
+    parser.addoption("--tenth", type=int, choices=range(10), help=help)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -114,15 +110,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `gpt2` and `llama`: two layers of width 32 with random weights."""
     folder = tmp_path_factory.mktemp("bases")
     write_base(folder / "gpt2")
-    llama = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        vocab_size=TOKENS,
-    )
+    sizes: Any = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    llama = LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=TOKENS)
     LlamaForCausalLM(llama).save_pretrained(folder / "llama")
     write_tokenizer(folder / "llama")
     return folder

@@ -4,7 +4,7 @@ A test without a mark runs in `make test`, a test marked `slow` in `make slow`, 
 `thorough` in `make thorough`; CI runs a tenth of the thorough tests.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,19 +13,11 @@ from coterie.config.run import RunConfig, parse
 from coterie.methods.fedmkt.method import FedMKT
 from coterie.methods.registry import available
 
-MIXED = {
-    "diarist": {"prose": 1.0},
-    "poet": {"verse": 1.0},
-    "whaler": {"prose": 0.75, "verse": 0.25},
-}
-AT_ONCE = {
-    "experts": 6,
-    "warmup": 1,
-    "every": 1,
-    "validation_batches": 1,
-    "public_batches": 1,
-    "mixtures": MIXED,
-    "groups": {"diarist": "prose", "poet": "verse", "whaler": "prose"},
+MIXED = {"diarist": {"prose": 1.0}, "poet": {"verse": 1.0}}
+MIXED |= {"whaler": {"prose": 0.75, "verse": 0.25}}
+AT_ONCE: dict[str, Any] = {
+    **{"experts": 6, "warmup": 1, "every": 1, "validation_batches": 1, "public_batches": 1},
+    **{"mixtures": MIXED, "groups": {"diarist": "prose", "poet": "verse", "whaler": "prose"}},
 }
 """Settings with which clients exchange after every round, for methods that have them."""
 UNEVEN = {"mlp": {"specialists": {"poet": 3, "others": 1}}, "router": {"every": 1, "steps": 1}}
@@ -80,15 +72,11 @@ def each_method(fast: Container[str] = frozenset(FEW)) -> list[Any]:
         fast: names of the methods to test in `make test`. Other methods in BEHAVIOURS are marked
             slow, and the rest thorough.
     """
-    return [
-        pytest.param(method, id=name, marks=marks(name, fast, BEHAVIOURS))
-        for name, method in METHODS.items()
-    ]
+    kinds = {name: marks(name, fast, BEHAVIOURS) for name in METHODS}
+    return [pytest.param(METHODS[name], id=name, marks=kinds[name]) for name in METHODS]
 
 
-def some(
-    fast: Container[Any], values: Iterable[Any], slow: Container[Any] | None = None
-) -> list[Any]:
+def some(fast: Container[Any], values: Iterable[Any], slow: Any = None) -> list[Any]:
     """Return values as pytest parameters. Values outside `fast` are marked slow or thorough.
 
     Args:
@@ -107,12 +95,7 @@ def marks(value: Any, fast: Container[Any], slow: Container[Any]) -> Sequence[py
     return (pytest.mark.slow if value in slow else pytest.mark.thorough,)
 
 
-def run_of(
-    method: dict[str, Any],
-    values: Callable[..., dict[str, Any]],
-    teachers: Callable[..., RunConfig],
-    **changes: Any,
-) -> RunConfig:
+def run_of(method: dict[str, Any], values: Any, teachers: Any, **changes: Any) -> RunConfig:
     """A run of a method, with all that it needs; see the fixtures of conftest.py."""
     if issubclass(available()[method["name"]], FedMKT):
         return teachers(method=method, **changes)

@@ -21,9 +21,7 @@ class LiveTensors(TorchDispatchMode):
         self.now, self.peak = 0, 0
         self._sizes: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and count the bytes of the storages that the operation allocates."""
         outputs = func(*args, **(kwargs or {}))
         inputs = {storage._cdata for storage in _storages((args, kwargs))}

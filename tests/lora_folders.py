@@ -23,8 +23,7 @@ def write_lora(folder: Path, base: Path, size: float = 0.2, **settings: Any) -> 
         The folder of the adapter.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(base)
-    config = LoraConfig(r=4, task_type="CAUSAL_LM", **LLAMA | settings)
-    adapted = get_peft_model(model, config)
+    adapted = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **LLAMA | settings))
     torch.manual_seed(0)
     for name, values in adapted.named_parameters():
         if values.requires_grad and ".lora_A." not in name and ".lora_embedding_B." not in name:

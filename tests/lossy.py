@@ -8,7 +8,6 @@ import termios
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Literal, Self
 
 PIECE = 1 << 16
@@ -51,8 +50,12 @@ class LossyProxy:
         """The intervals at whose end at least one connection broke."""
         self.carried = 0
         """Number of bytes that have reached the proxy, including those that it has discarded."""
+        self.whole = threading.Event()
+        """An event without which nothing is forwarded; it is set."""
+        self.whole.set()
         self.listening = socket.create_server(("127.0.0.1", port), backlog=64)
-        self.address = f"localhost:{self.listening.getsockname()[1]}"
+        self.port = self.listening.getsockname()[1]
+        self.address = f"localhost:{self.port}"
         self.sockets: list[socket.socket] = []
 
     def __enter__(self) -> Self:
@@ -60,12 +63,7 @@ class LossyProxy:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End all connections."""
         for each in (self.listening, *self.sockets):
             with suppress(OSError):
@@ -79,6 +77,7 @@ class LossyProxy:
             except OSError:
                 return
             self.accepted += 1
+            self.whole.wait()
             try:
                 far = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
@@ -104,6 +103,7 @@ class LossyProxy:
                     if not (piece := source.recv(PIECE)):
                         return
                     time.sleep(self.delay + (len(piece) / self.rate if self.rate else 0))
+                    self.whole.wait()
                     before, count = count, count + len(piece)
                     with self.lock:
                         self.carried += len(piece)

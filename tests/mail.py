@@ -6,16 +6,16 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from coterie.errors import CoterieError
 from coterie.network.address import listen
 from coterie.network.client import keep_serving
 from coterie.network.keys import Credentials, Keys
-from coterie.network.link import Worker
 from coterie.network.listener import Listener
 from coterie.network.mailbox import Mailbox
 from coterie.network.protocol import DIGEST, PROTOCOL, SESSION, VERSION, Progress
@@ -31,7 +31,9 @@ PING = (
 """A request that shows that the client is running, which is answered with 204."""
 NO_TICKET = "0" * 32
 """A ticket that no order has."""
+HERE = "127.0.0.1"
 ORDER = b"the order " * 100
+Events = list[tuple[str, object]]
 REPLY = b"the reply " * 1000
 
 
@@ -74,9 +76,7 @@ class Post:
         server = ("127.0.0.1", self.port)
         return socket.create_connection(server, timeout=20, source_address=(source, 0))
 
-    def connect(
-        self, context: ssl.SSLContext | None = None, source: str = "127.0.0.1"
-    ) -> ssl.SSLSocket:
+    def connect(self, context: ssl.SSLContext | None = None, source: str = HERE) -> ssl.SSLSocket:
         """Open a TLS connection, by default as anna."""
         plain = self.plain(source)
         try:
@@ -125,10 +125,8 @@ class Post:
         """
         sent = {PROTOCOL: VERSION, SESSION: A_SESSION}
         sent |= {key.replace("_", "-"): value for key, value in headers.items()}
-        context = self.context(name)
-        connection = http.client.HTTPSConnection(
-            "localhost", self.port, context=context, timeout=30
-        )
+        options: Any = {"context": self.context(name), "timeout": 30}
+        connection = http.client.HTTPSConnection("localhost", self.port, **options)
         try:
             connection.request(method, path, body, sent)
             response = connection.getresponse()
@@ -149,9 +147,7 @@ def ping(connection: ssl.SSLSocket) -> int:
 
 
 @contextmanager
-def post(
-    folder: Path, largest: int = LARGEST, clients: Iterable[str] = ("anna",)
-) -> Iterator[Post]:
+def post(folder: Path, largest: int = LARGEST, clients: Any = ("anna",)) -> Iterator[Post]:
     """Run the server of a mailbox, with its keys and files in a folder."""
     keys = Keys.create(folder / "keys")
     for name in clients:
@@ -193,10 +189,8 @@ def range_of(reply: bytes, start: int = 0) -> str:
 
 def put(post: Post, ticket: str, reply: bytes = REPLY, start: int = 0, **headers: str) -> int:
     """Return the status of the response to an upload of a reply from one of its bytes on."""
-    headers = {
-        DIGEST: hashlib.sha256(reply).hexdigest(),
-        "Content_Range": range_of(reply, start),
-    } | headers
+    own = {DIGEST: hashlib.sha256(reply).hexdigest(), "Content_Range": range_of(reply, start)}
+    headers = own | headers
     return post.request("PUT", f"/replies/{ticket}", reply[start:], **headers)[0]
 
 
@@ -245,15 +239,13 @@ class Idle:
 
 
 @contextmanager
-def running(
-    address: str, credentials: Credentials, worker: Worker | None = None
-) -> Iterator[list[tuple[str, object]]]:
+def running(address: str, credentials: Credentials, worker: Any = None) -> Iterator[Events]:
     """Run a client in a thread, by default without orders.
 
     Yields:
         The events that the client shows. An error that ends the client is the event "error".
     """
-    stop, events = threading.Event(), list[tuple[str, object]]()
+    stop, events = threading.Event(), Events()
 
     def run() -> None:
         def seen(event: str, value: object) -> None:

@@ -13,5 +13,4 @@ from coterie.data.tokens import encoded
 def public_text(data: DataSpec, root: Path, tokenizer: PreTrainedTokenizerBase) -> Split:
     owner = "The public text"
     assert data.public is not None
-    items = whole_text(data.public, data, root, owner)
-    return encoded(items, tokenizer, data, "public", owner)
+    return encoded(whole_text(data.public, data, root, owner), tokenizer, data, "public", owner)

@@ -16,11 +16,7 @@ LIMITS = Limits(prompt=200, answer=64, queue=40, seconds=60)
 
 def chat_values(**changes: Any) -> dict[str, Any]:
     """A run on two people's conversations with a base that has a context of 256 tokens."""
-    data = {
-        "window": 160,
-        "messages": {},
-        "limits": {"train": 10, "validation": 3, "test": 3},
-    }
+    limits = {"train": 10, "validation": 3, "test": 3}
     return {
         "name": "talks",
         "base": "tiny-llama",
@@ -29,7 +25,7 @@ def chat_values(**changes: Any) -> dict[str, Any]:
         "rounds": 1,
         "threads": 1,
         "data_root": str(EMBEDDED / "four-assistants"),
-        "data": data,
+        "data": {"window": 160, "messages": {}, "limits": limits},
         "clients": [{"name": n, "path": f"{n}.jsonl"} for n in ("anna", "ben")],
         "training": {"steps": 3, "batch": 2, "precision": "fp32", "learning_rate": 0.02},
         "evaluation": {"keep": "last"},

@@ -6,15 +6,12 @@ holds a client in mid-round; see `taped`.
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import psutil
@@ -36,16 +33,9 @@ class Program:
     def __init__(self, command: list[str], folder: Path, out: Path) -> None:
         self.out = out
         with out.open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=ENVIRONMENT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            own: Any = {"start_new_session": True, "preexec_fn": die_with_parent(), **streams}
+            self.process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **own)
 
     @property
     def text(self) -> str:
@@ -98,12 +88,7 @@ class Deployment:
         """Nothing runs yet."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill whatever still runs."""
         for name in self.programs:
             self.kill(name)
@@ -146,9 +131,8 @@ class Deployment:
             (self.folder / f"tape-{name}").mkdir(exist_ok=True)
             command = [sys.executable, __file__, str(self.folder / f"tape-{name}")]
         command = [*command, *arguments, *self.plugins]
-        program = Program(command, self.folder, self.folder / f"{name}.out")
-        self.programs[name] = program
-        return program
+        self.programs[name] = Program(command, self.folder, self.folder / f"{name}.out")
+        return self.programs[name]
 
     def kill(self, name: str) -> list[psutil.Process]:
         """kill -9; returns what the process had started, which should end by itself."""
@@ -175,10 +159,8 @@ class Deployment:
 
     def logs(self) -> dict[Path, str]:
         """Return the text that the server has logged."""
-        at = self.server.path
-        return {
-            path: path.read_text(encoding="utf-8") for path in [at / "server.log"] if path.exists()
-        }
+        path = self.server.path / "server.log"
+        return {path: path.read_text(encoding="utf-8")} if path.exists() else {}
 
     def log(self, before: Mapping[Path, str] | None = None) -> str:
         """All of these as one text; or what came to it since they were as `before`."""
@@ -246,50 +228,14 @@ class Deployment:
         return list(read_tape(self.folder / f"tape-{name}" / "tape"))
 
 
-class Cable:
-    """A TCP proxy to a port of this machine; while it is cut, nothing comes through."""
-
-    def __init__(self, port: int) -> None:
-        self.to, self.whole = port, threading.Event()
-        self.whole.set()
-        self.end = socket.create_server(("127.0.0.1", 0))
-        self.port = self.end.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                inner, _ = self.end.accept()
-                self.whole.wait()
-                try:
-                    outer = socket.create_connection(("127.0.0.1", self.to))
-                except OSError:
-                    inner.close()
-                    continue
-                for ends in ((inner, outer), (outer, inner)):
-                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                self.whole.wait()
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
 def assert_same_bits(deployment: Deployment, local: RunFolder) -> None:
     """The server and every client ended in the state, and with the scores, of the local engine."""
-    from coterie.testing.loop import (
-        assert_same_state,  # which this file, as a program, does not find
-    )
+    from coterie.testing.loop import assert_same_state  # the program does not find it
 
     pairs = {"server": deployment.server}
     pairs |= {f"client-{name}": deployment.client(name) for name in deployment.texts}
     for side, mine in pairs.items():
         assert_same_state(mine, local, side)
-    assert local.result is not None
     for name in deployment.texts:
         result = deployment.client(name).result
         assert result is not None, name

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,17 +19,14 @@ from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
 from coterie.methods.contract import Method
 from coterie.methods.pretrained import PretrainedClient
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
 
 
 @pytest.fixture
 def own_texts(texts, tmp_path) -> Path:
     """Texts that a test may change."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for file in texts.iterdir():
-        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-    return folder
+    return Path(shutil.copytree(texts, tmp_path / "texts"))
 
 
 @pytest.fixture
@@ -45,20 +43,13 @@ def counted(monkeypatch) -> list[str]:
     return labels
 
 
-class StopAfterFirstRound(Callback):
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
-
-
 def change(folder: Path, name: str) -> None:
     path = folder / f"{name}.txt"
     path.write_text(path.read_text(encoding="utf-8").replace("the", "a"), encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_a_dict_a_path_and_a_configuration_are_the_same_run(
-    values, config, tmp_path, monkeypatch
-) -> None:
+def test_dict_path_and_configuration_give_one_run(values, config, tmp_path, monkeypatch) -> None:
     run_file = tmp_path / "small.yaml"
     run_file.write_text(yaml.safe_dump(values(rounds=1)))
     monkeypatch.chdir(tmp_path)
@@ -72,16 +63,13 @@ def test_a_dict_a_path_and_a_configuration_are_the_same_run(
     for other in runs[1:]:
         assert other.config == runs[0].config
         assert other.results["comigs-1g1s"]["trained"] == runs[0].results["comigs-1g1s"]["trained"]
-    recorded = RunFolder(Path("a")).description["config"]
-    assert parse(recorded) == runs[0].config
+    assert parse(RunFolder(Path("a")).description["config"]) == runs[0].config
     # Also from another folder, as relative paths were made absolute.
     monkeypatch.chdir(tmp_path.parent)
     assert coterie.resume(tmp_path / "runs" / "small").results == runs[0].results
 
 
-def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
-    config, tmp_path
-) -> None:
+def test_baselines_are_run_and_pretrained_scores_the_bare_base(config, tmp_path) -> None:
     changes = {"baselines": ["local", "pretrained"], "evaluation": {"keep": "last"}}
     run = coterie.run(config(rounds=1, **changes), out=tmp_path / "run")
     assert list(run.results) == ["local", "pretrained", "comigs-1g1s"]
@@ -104,22 +92,16 @@ def test_baselines_stand_beside_the_method_and_pretrained_scores_the_bare_base(
         {"base": "nowhere-at-all/"},
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_trained(
-    change, values, tmp_path, counted
-) -> None:
+def test_what_cannot_run_is_refused_before_training(change, values, tmp_path, counted) -> None:
     with pytest.raises(CoterieError):
         coterie.run(values(**change), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert counted == []
 
 
-def test_resuming_a_finished_run_gives_its_results_and_does_nothing(
-    config, tmp_path, counted
-) -> None:
+def test_resuming_a_finished_run_only_gives_its_results(config, tmp_path, counted) -> None:
     run = coterie.run(config(rounds=1), out=tmp_path / "run")
-    again = coterie.resume(run.path)
-    assert again.results == run.results
-    assert counted == ["comigs-1g1s-0"]
+    assert (coterie.resume(run.path).results, counted) == (run.results, ["comigs-1g1s-0"])
     with pytest.raises(CoterieError, match="already contains a run"):
         coterie.run(config(rounds=1), out=run.path)
     assert coterie.run(config(rounds=1), out=run.path, force=True).results.keys()
@@ -129,7 +111,7 @@ def test_resuming_a_finished_run_gives_its_results_and_does_nothing(
 def test_resuming_with_changed_texts_is_refused(values, own_texts, tmp_path) -> None:
     run = parse(values(data_root=str(own_texts)))
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
+        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
     change(own_texts, "poet")
     with pytest.raises(CoterieError, match="text of client 'poet' has changed"):
         coterie.resume(tmp_path / "run")
@@ -186,9 +168,8 @@ def test_an_interrupted_comparison_is_continued(config, tmp_path, counted) -> No
     out, methods = tmp_path / "compare", ["pretrained", "fedavg"]
     coterie.compare(config(), methods[:1], out=out)
     with pytest.raises(KeyboardInterrupt):
-        coterie.compare(config(), methods, out=out, callbacks=[StopAfterFirstRound()])
-    cell = next(out.glob("fedavg-*"))
-    assert RunFolder(cell).turns() == 1
+        coterie.compare(config(), methods, out=out, callbacks=[Stop()])
+    assert RunFolder(next(out.glob("fedavg-*"))).turns() == 1
     continued = coterie.compare(config(), methods, out=out)
     assert counted == ["pretrained-0", "fedavg-0", "fedavg-0"]
     fresh = coterie.run(config(method="fedavg"), out=tmp_path / "fresh")
@@ -207,11 +188,8 @@ def test_a_loaded_model_has_the_recorded_score_and_writes(method, config, tmp_pa
     run = coterie.run(config(method=method), out=tmp_path / "run")
     result = run.results[method]
     session = Session(run.config)
-    tests = {
-        name: tokens
-        for participant in session.participants(run.config)
-        for name, tokens in participant.tests.items()
-    }
+    tests = [participant.tests for participant in session.participants(run.config)]
+    tests = {name: tokens for texts in tests for name, tokens in texts.items()}
     for client in ("poet", "whaler"):
         model = coterie.load(run.path, client)
         score = evaluate(session.base, model, tests[client], run.config.data.window)
@@ -238,7 +216,7 @@ class Unregistered(Method):
 def test_a_method_that_is_not_registered_can_be_resumed_and_loaded(config, tmp_path) -> None:
     method, out = Unregistered(), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(config(), method=method, out=out, callbacks=[StopAfterFirstRound()])
+        coterie.run(config(), method=method, out=out, callbacks=[Stop()])
     with pytest.raises(CoterieError, match="no method 'unregistered'"):
         coterie.resume(out)
     run = coterie.resume(out, method=method)
@@ -261,8 +239,7 @@ def test_a_base_that_is_nowhere_is_refused_without_waiting(config, tmp_path, mon
 
 
 def test_a_baseline_that_is_the_runs_own_method_is_run_once(config, tmp_path) -> None:
-    run = coterie.run(
-        config(method="local", baselines=["pretrained", "local"]), out=tmp_path / "run"
-    )
+    both = config(method="local", baselines=["pretrained", "local"])
+    run = coterie.run(both, out=tmp_path / "run")
     assert list(run.results) == ["pretrained", "local"]
     assert not (run.path / "baselines" / "local").exists()

@@ -41,8 +41,7 @@ Row = tuple[str, str, str]
 
 def read_rows(person: str, split: str) -> list[Row]:
     """Return the conversations of a person's file."""
-    file = FOLDER / person / f"{split}.jsonl"
-    records = list(read_records(file, person))
+    records = list(read_records((FOLDER / person / f"{split}.jsonl"), person))
     rows: list[Row] = []
     for record, item in zip(records, conversations(records, MessagesSpec()), strict=True):
         assert [turn.role for turn in item.turns] == ["user", "assistant"]
@@ -91,9 +90,8 @@ def test_each_file_has_the_right_number_of_conversations_per_topic(person, split
 
 
 def test_each_topic_is_known_to_two_people() -> None:
-    assert Counter(topic for topics in KNOWN.values() for topic in topics) == dict.fromkeys(
-        TEAMS, 2
-    )
+    counts = Counter(topic for topics in KNOWN.values() for topic in topics)
+    assert counts == dict.fromkeys(TEAMS, 2)
 
 
 @pytest.mark.parametrize(("person", "split"), ROWS)

@@ -1,8 +1,8 @@
-"""The benchmarks of overhead, of light clients and, on the CPU, of GPUs; and `same.py`."""
+"""The benchmarks of overhead, rounds, light clients and, on the CPU, GPUs; and `same.py`."""
 
-import importlib.util
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 GPU_PAGE = FOLDER.parent / "docs" / "develop" / "gpu.md"
+PAIR = 8 * (2048 + 2048) + 8 * (2048 + 512)
+"""Values of LoRA pairs of rank 8 on a query and a value layer of Llama-3.2-1B."""
 SMALL = ["gpu.py", "--device", "cpu", "--small"]
 
 
@@ -24,13 +26,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(FOLDER)
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    return import_module(name)
 
 
 def test_the_overhead_of_comigs_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +40,7 @@ def test_the_overhead_of_comigs_is_the_papers(monkeypatch: pytest.MonkeyPatch) -
     assert (ours.router, ours.sent, ours.attention) == (12 * 2 * 768, mlp, attention)
     assert ours.flops == 2 * 128 * (2 * mlp + attention + 12 * 2 * 768)
     assert 494e6 < ours.flops < 496e6
-    assert round(2 * ours.router / 2**20, 3) == 0.035
-    assert round(2 * ours.sent / 2**20, 2) == 1.41
+    assert (round(2 * ours.router / 2**20, 3), round(2 * ours.sent / 2**20, 2)) == (0.035, 1.41)
 
 
 def rows_of(page: str) -> list[list[str]]:
@@ -114,9 +109,7 @@ def test_a_machine_with_one_gpu_divides_no_base(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("times", "works"), [(1.1, True), (2, False)])
-def test_the_estimated_memory_is_compared_with_the_peak_on_a_gpu(
-    times, works, tmp_path, monkeypatch
-) -> None:
+def test_estimated_memory_is_compared_with_a_gpus_peak(times, works, tmp_path, monkeypatch) -> None:
     """Replace the run and PyTorch's figures, because no test has a GPU."""
     checks = benchmark("gpu_checks", monkeypatch)
     place = checks.Place(tmp_path, torch.device("cuda"), Path("tiny-llama"), 32)
@@ -135,8 +128,7 @@ def test_a_base_that_cannot_be_made_is_a_row(steps, tmp_path, monkeypatch) -> No
         raise OSError("No space left on device")
 
     monkeypatch.setattr(steps, "make_base", fail)
-    cpu = torch.device("cpu")
-    rows, kernel = steps.compare_with_peft(tmp_path / "8b", "nf4", steps.SMALL, cpu)
+    rows, kernel = steps.compare_with_peft(tmp_path / "8b", "nf4", steps.SMALL, torch.device("cpu"))
     assert {row.note for row in rows} == {"fails: OSError: No space left on device"}
     assert len(rows) == 4
     assert not kernel.works
@@ -188,8 +180,7 @@ def test_a_contestants_peak_excludes_the_memory_of_the_other(steps, monkeypatch)
     contestant = steps.Contestant(make, torch.device("cuda"))
     assert contestant.held == 200
     hold(100, 100)
-    assert contestant.measure()[1] == 250
-    assert contestant.measure()[1] == 260
+    assert (contestant.measure()[1], contestant.measure()[1]) == (250, 260)
 
 
 @pytest.mark.slow
@@ -224,8 +215,7 @@ def written_run(folder: Path, value: float = 1.0, **changes: Any) -> Path:
         {"round": 0, "client": "poet", "name": "loss/joint", "value": changes.get("loss", 6.5)},
         {"round": 0, "client": None, "name": "seconds", "value": changes.get("seconds", 0.1)},
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "run.json").write_text("{}")
     (scores / "poet.json").write_text(json.dumps({"losses": changes.get("scores", [1.0])}))
     result = {"traffic": {"up": 5}, "seconds": changes.get("seconds", 0.1)}
@@ -236,26 +226,18 @@ def written_run(folder: Path, value: float = 1.0, **changes: Any) -> Path:
 def test_the_same_results_at_another_time_are_the_same(same, tmp_path) -> None:
     old = same.contents(written_run(tmp_path / "old"))
     new = same.contents(written_run(tmp_path / "new", seconds=0.2, version="2"))
-    assert len(old) == 4
-    assert same.differences(old, new) == []
+    assert (len(old), same.differences(old, new)) == (4, [])
 
 
-def next_float() -> float:
-    return float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
+NEXT = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
+STATE, SCORES = "./checkpoints/00002/client-poet.safetensors", "./scores/trained/poet.json"
 
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        (
-            {"value": next_float()},
-            "./checkpoints/00002/client-poet.safetensors: "
-            "1 of 3 entries differ, the first is adapter/b",
-        ),
-        (
-            {"scores": [1.5]},
-            "./scores/trained/poet.json: 1 of 1 entries differ, the first is losses",
-        ),
+        ({"value": NEXT}, f"{STATE}: 1 of 3 entries differ, the first is adapter/b"),
+        ({"scores": [1.5]}, f"{SCORES}: 1 of 1 entries differ, the first is losses"),
     ],
 )
 def test_a_changed_value_is_found(same, tmp_path, changes, difference) -> None:
@@ -288,16 +270,55 @@ def test_two_runs_without_files_are_not_the_same(same, tmp_path) -> None:
 def test_a_deployed_run_is_compared_without_its_number(same, tmp_path) -> None:
     old = same.contents(written_run(tmp_path / "old/poet-0123456789abcdef").parent)
     new = same.contents(written_run(tmp_path / "new/poet-fedcba9876543210").parent)
-    assert len(old) == 4
-    assert same.differences(old, new) == []
+    assert (len(old), same.differences(old, new)) == (4, [])
 
 
 def test_a_run_that_fails_is_a_difference(same, tmp_path, monkeypatch) -> None:
     """Even if it fails in the same way with both commits, as nothing is compared then."""
-    monkeypatch.setattr(
-        same, "carry_out", lambda *_: {"fedavg": {"seconds": 1.0, "error": "ValueError: no"}}
-    )
+    done = {"fedavg": {"seconds": 1.0, "error": "ValueError: no"}}
+    monkeypatch.setattr(same, "carry_out", lambda *_: done)
     old, new = tmp_path / "old", tmp_path / "new"
     failed, unfinished = same.compare(tmp_path, "local", ["fedavg", "local"], old, new)
     assert failed.differences == ["old: ValueError: no", "new: ValueError: no"]
     assert len(unfinished.differences) == 2
+
+
+@pytest.fixture
+def round_cost(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return benchmark("round_cost", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", ["FedIT-FT", "FDLoRA", "FedAMoLE, 15 experts", "FedAMoLE, 30 experts"]
+)
+def test_uploads_are_the_papers_but_for_its_packing(round_cost, row) -> None:
+    """16 layers in bf16. FedAMoLE: E k_c / C domain experts and a shared one, two routers, and
+    the mean embeddings of the experts and the tokens."""
+    method, (_, up, *_) = round_cost.LLAMA[row]
+    values = PAIR
+    if "experts" in method:
+        held = method["experts"] * 2 / 10
+        values = (held + 1) * PAIR + 2 * 8 * 2048 + 2 * 8 * (held + 1)
+    expected = 16 * values * 2 / 2**20
+    found = round_cost.by_shape({"name": "fedamole", **method})
+    assert found == pytest.approx(expected)
+    assert found == pytest.approx(up, rel=0.015)
+    assert found < up
+
+
+def test_work_inside_other_work_counts_once(round_cost, monkeypatch) -> None:
+    ticks = iter([0.0, 1.0, 4.0, 6.0])
+    monkeypatch.setattr(round_cost, "now", lambda: next(ticks))
+
+    class Worker:
+        def outer(self) -> None:
+            self.inner()
+
+        def inner(self) -> None: ...
+
+    worker, clock = Worker(), round_cost.Clock()
+    clock.time(worker, "outer", "rest")
+    clock.time(worker, "inner", "train")
+    worker.outer()
+    assert clock.seconds == {"train": 3.0, "rest": 3.0}

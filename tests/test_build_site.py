@@ -32,9 +32,8 @@ def test_links_lead_to_the_places_of_their_files_in_the_site(repository) -> None
     build_site.lay_out(repository / "site")
     page = (repository / "site/use/page.md").read_text()
     assert "[code](../source/src/a.py.md) [all](../source/recipes.md) [up](#page)" in page
-    assert (
-        "`````python\nprint('````')\n`````" in (repository / "site/source/src/a.py.md").read_text()
-    )
+    code = (repository / "site/source/src/a.py.md").read_text()
+    assert "`````python\nprint('````')\n`````" in code
     assert "(recipes/small/a.yaml.md)" in (repository / "site/source/recipes.md").read_text()
     assert (repository / "site/source/recipes/small/a.yaml.md").exists()
     one = (repository / "site/use/why/one.md").read_text()

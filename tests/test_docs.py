@@ -24,10 +24,8 @@ from coterie.runs import RunFolder, RunStart
 from coterie.testing.rounds import joined, one_round
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *sorted(p for name in ("docs", "papers") for p in (ROOT / name).rglob("*.md")),
-]
+PAGES = [path for name in ("docs", "papers") for path in (ROOT / name).rglob("*.md")]
+PAGES = [ROOT / "README.md", *sorted(PAGES)]
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:
@@ -50,8 +48,7 @@ def test_the_example_of_freezing_runs(config) -> None:
         before = {name: copied(tensors) for name, tensors in tensors_of(client, run).items()}
         run.open(run.config.turn(exchange), sorted(run.clients))
         expected = server.expects(run.value, "poet", run.exchange)["adapter"]
-        uploads = one_round(run, exchange)
-        assert expected.keys() == uploads["poet"]["adapter"].keys()
+        assert expected.keys() == one_round(run, exchange)["poet"]["adapter"].keys()
         parameters = server.parameters
         assert {parameters[name].factor for name in expected} == {"B"}
         after = tensors_of(client, run)
@@ -85,9 +82,7 @@ def test_links_lead_somewhere(page) -> None:
 
 
 @pytest.mark.parametrize(("threshold", "rounds"), [("0.0", 2), ("100.0", 1)])
-def test_the_example_of_following_a_run_runs(
-    threshold, rounds, values, tmp_path, monkeypatch, capsys
-) -> None:
+def test_the_example_of_callbacks(threshold, rounds, values, tmp_path, monkeypatch, capsys) -> None:
     page = (ROOT / "docs" / "use" / "python.md").read_text(encoding="utf-8")
     [code] = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "callbacks=" in c]
     monkeypatch.chdir(tmp_path)
@@ -111,7 +106,6 @@ def test_the_page_lists_every_hook() -> None:
     }
     assert set(re.findall(r"^\| `(on_.*?)`", page, re.MULTILINE)) == hooks
     described = re.search(r"`run` has (.*?) \|", page)
-    assert described is not None
     assert re.findall(r"`(\w+)`", described[1]) == [field.name for field in fields(RunStart)]
 
 
@@ -137,9 +131,7 @@ class Harness:
 
 
 @pytest.mark.parametrize("method", ["local", "comigs-1g1s", "fedit"])
-def test_the_example_of_lm_eval_scores_a_clients_model(
-    method, values, tmp_path, monkeypatch, capsys
-) -> None:
+def test_the_lm_eval_example_scores_a_model(method, values, tmp_path, monkeypatch, capsys) -> None:
     """Without lm-eval, which is no dependency: its place has what it needs of a model."""
     page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
     _, first, *_, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

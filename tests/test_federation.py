@@ -16,12 +16,7 @@ from coterie.config.run import RunConfig
 from coterie.data.examples import Examples
 from coterie.data.kinds.text import Tokens
 from coterie.engines.session import Session
-from coterie.federation.participants import (
-    EVERYONE,
-    Participant,
-    client_context,
-    gathered,
-)
+from coterie.federation.participants import EVERYONE, Participant, client_context, gathered
 from coterie.methods.contract import RunFacts
 from coterie.methods.pretrained import Pretrained
 
@@ -46,10 +41,8 @@ def test_every_client_is_given_the_one_public_text(config: Config) -> None:
     for participant in everyone.values():
         context = client_context(run, base, participant, lambda *_: None)
         assert context.public is first  # tokenised once
-    assert first is not None
     assert torch.equal(first.ids, wanted.ids)
     together = participants(run.model_copy(update={"pooled": True}))[EVERYONE].public
-    assert together is not None
     assert torch.equal(together.ids, wanted.ids)
     assert participants(config())["poet"].public is None
 
@@ -58,15 +51,8 @@ def test_a_changed_public_text_is_noticed(config: Config) -> None:
     def digests(run: RunConfig) -> set[str]:
         return {p.digest() for p in participants(run).values()}
 
-    none, poet, whaler = (
-        digests(run)
-        for run in (
-            config(),
-            with_public(config(), "poet.txt"),
-            with_public(config(), "whaler.txt"),
-        )
-    )
-    assert len(none | poet | whaler) == 9
+    runs = [config(), *(with_public(config(), name) for name in ("poet.txt", "whaler.txt"))]
+    assert len(set[str]().union(*map(digests, runs))) == 9
 
 
 @pytest.mark.slow
@@ -94,15 +80,9 @@ def test_tokens_and_labels_are_recorded(config: Config, texts: Path) -> None:
     assert everyone["ben"].labels is not None
     assert everyone["ben"].labels.keys() == {"prose"}
     for participant in everyone.values():
-        assert participant.described() == {
-            "data": participant.digest(),
-            "tokens": {
-                "train": len(participant.data.train.ids),
-                "validation": len(participant.data.validation.ids),
-                "test": len(participant.data.test.ids),
-            },
-            "labels": participant.labels,
-        }
+        sizes = {split: len(tokens.ids) for split, tokens in vars(participant.data).items()}
+        described = {"data": participant.digest(), "tokens": sizes, "labels": participant.labels}
+        assert participant.described() == described
     assert "labels" not in participants(config())["poet"].described()
 
 
@@ -152,13 +132,8 @@ def test_the_digest_notices_where_samples_and_answers_begin(config: Config, text
 
 def test_the_same_samples_whatever_the_method(config: Config, texts: Path) -> None:
     run = asking(config, texts, by="dirichlet", clients=3, alpha=1.0, balanced=True)
-    digests = {
-        tuple(
-            p.digest() for p in gathered(run.with_method(name), load_tokenizer("tiny-gpt2")).clients
-        )
-        for name in ("comigs-1g1s", "fedavg", "local")
-    }
-    assert len(digests) == 1
+    runs = [run.with_method(name) for name in ("comigs-1g1s", "fedavg", "local")]
+    assert len({tuple(p.digest() for p in participants(each).values()) for each in runs}) == 1
 
 
 def test_a_run_whose_folder_records_only_hashes_is_resumed(config: Config, tmp_path: Path) -> None:
@@ -194,19 +169,15 @@ def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: C
     words = load_tokenizer("tiny-gpt2")
     run = config(clients=[], divide=divide, server={}, method="fedmkt")
     who = gathered(run, words)
-    assert who.server is not None
     assert who.server.tests == {}
-    publics = {id(p.public) for p in who.clients}
-    assert publics == {id(who.server.data.train)}
+    assert {id(p.public) for p in who.clients} == {id(who.server.data.train)}
     assert isinstance(who.server.data.train, Tokens)
     share = len(who.server.data.train.ids) / sum(len(words(t)["input_ids"]) for t in texts_of(run))
     assert share == pytest.approx(0.2, abs=0.03)
     scored = gathered(config(**{**run.as_dict(), "server": {"test": "poet.txt"}}), words)
-    assert scored.server is not None
     assert scored.server.tests.keys() == {"server"}
 
 
 def texts_of(run: RunConfig) -> list[str]:
-    return [
-        (run.root / f"{n}.txt").read_text(encoding="utf-8") for n in ("diarist", "poet", "whaler")
-    ]
+    files = [run.root / f"{name}.txt" for name in ("diarist", "poet", "whaler")]
+    return [file.read_text(encoding="utf-8") for file in files]

@@ -32,8 +32,7 @@ def test_a_line_is_added_whole_to_what_there_is(tmp_path):
     assert path.read_text() == "one\n"
     path.write_text("one\ntwo")  # without a line break at its end
     append_line(path, "three")
-    assert path.read_text() == "one\ntwo\nthree\n"
-    assert list(tmp_path.iterdir()) == [path]
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("one\ntwo\nthree\n", [path])
 
 
 @pytest.mark.parametrize("text", ["[" * 601 + "]" * 601, '{"a":' * 601 + "1" + "}" * 601])

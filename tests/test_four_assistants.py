@@ -1,9 +1,7 @@
 """The embedded demo on conversations: the same questions, in four manners."""
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,23 +11,13 @@ from coterie.bases import EMBEDDED
 from coterie.cli.talk import speakers
 from coterie.config.read import load_config
 from coterie.evaluation.generation import Sampling
+from scripts import make_assistants as script
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "make_assistants.py"
 FOLDER = EMBEDDED / "four-assistants"
 GREETINGS = {"ben": "Dear Ben,", "cleo": "~ ", "dora": "Oh, gladly!"}
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("make_assistants", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_script_gives_the_files_that_ship(script) -> None:
+def test_the_script_gives_the_files_that_ship() -> None:
     assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(script.MANNERS)
     for name in script.MANNERS:
         shipped = (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8")
@@ -37,7 +25,7 @@ def test_the_script_gives_the_files_that_ship(script) -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 150_000
 
 
-def test_people_differ_in_how_they_are_answered_and_in_nothing_else(script) -> None:
+def test_people_differ_in_how_they_are_answered_and_in_nothing_else() -> None:
     kinds: dict[str, list[str]] = {}
     asked: list[str] = []
     for name in script.MANNERS:
@@ -60,8 +48,7 @@ def test_the_demo_of_four_assistants(tmp_path) -> None:
     )
     assert comigs < local
     assert comigs < fedavg
-    others = list(GREETINGS)
-    talking = speakers(run.path, "anna", others, Sampling(40, 0, 1, 0), None)
+    talking = speakers(run.path, "anna", list(GREETINGS), Sampling(40, 0, 1, 0), None)
     for name, speaker in talking.items():
         for question in ("Tell me a line about morning.", "Who wrote it?"):
             said = speaker.answer(question, lambda piece: None)

@@ -91,21 +91,27 @@ COMMANDS: list[Callable[[Path], list[str]]] = [
 def finished(values, tmp_path_factory) -> Path:
     """The folder of a finished run of seconds, with a server's logs, as a deployment has them."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    evaluation = {"every": 1}
-    api.run(parse(values(rounds=2, method="fedavg", evaluation=evaluation)), out=folder)
+    api.run(parse(values(rounds=2, method="fedavg", evaluation={"every": 1})), out=folder)
     (folder / "server.log").write_text("poet is here\n")
     for name in ("without.json", "received.json"):
         (folder / name).write_text('{"clients": ["whaler"]}')
     return folder
 
 
-def check(finished: Path, folder: Path, seed: int, count: int) -> None:
-    """Give so many damaged copies of a run to the commands."""
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [
+        (0, 64),
+        pytest.param(1, 200, marks=pytest.mark.slow),
+        pytest.param(2, 1000, marks=pytest.mark.thorough),
+    ],
+)
+def test_damaged_run_folders_are_read_or_refused(seed, count, finished, tmp_path) -> None:
     rng, found = random.Random(seed), Counter[str]()
     files = sorted(p.relative_to(finished) for p in finished.rglob("*") if p.is_file())
     files = [p for p in files if p.name != ".lock"] + [Path("run.json"), Path("metrics.jsonl")] * 3
     for number in range(count):
-        run = folder / f"run-{number}"
+        run = tmp_path / f"run-{number}"
         shutil.copytree(finished, run)
         file = rng.choice(files)
         kind = damage(run / file, rng)
@@ -135,17 +141,3 @@ def resealed(file: Path) -> None:
     sums = json.loads((file.parent / CHECKSUMS).read_bytes())
     sums[file.name] = checksum(file.read_bytes())
     (file.parent / CHECKSUMS).write_text(json.dumps(sums))
-
-
-def test_some_damaged_run_folders_are_read_or_refused_in_a_sentence(finished, tmp_path) -> None:
-    check(finished, tmp_path, seed=0, count=64)
-
-
-@pytest.mark.slow
-def test_more_damaged_run_folders_are_read_or_refused(finished, tmp_path) -> None:
-    check(finished, tmp_path, seed=1, count=200)
-
-
-@pytest.mark.thorough
-def test_many_more_damaged_run_folders_are_read_or_refused(finished, tmp_path) -> None:
-    check(finished, tmp_path, seed=2, count=1000)

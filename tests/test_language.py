@@ -58,9 +58,8 @@ def test_a_method_is_documented_where_it_is_declared(package: str) -> None:
             if function.__name__ == "<lambda>":  # the default of a field
                 continue
             above = [vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)]
-            ours = [
-                f for f in above if (getattr(f, "__module__", None) or "").startswith("coterie")
-            ]
+            modules = [getattr(f, "__module__", None) or "" for f in above]
+            ours = [f for f, m in zip(above, modules, strict=True) if m.startswith("coterie")]
             if bool(function.__doc__) == bool([f for f in ours if f.__doc__]) and not (
                 above and not ours and not function.__doc__
             ):
@@ -137,9 +136,5 @@ def test_a_missing_section_is_noticed() -> None:
             raise ValueError
         return first
 
-    assert list(missing(incomplete)) == [
-        "Args: second",
-        "Args: third",
-        "Returns",
-        "Raises: ValueError",
-    ]
+    expected = ["Args: second", "Args: third", "Returns", "Raises: ValueError"]
+    assert list(missing(incomplete)) == expected

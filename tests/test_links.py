@@ -22,13 +22,12 @@ from coterie.testing.loop import Loop, server, workers
 SECRET = "the root-only secret of poet"
 """With a client's name: `forget` removes lines that name one."""
 
+POET = ("--client", "poet")
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "report": lambda run: ["report", str(run)],
     "compare": lambda run: ["compare", "--from", str(run)],
-    "generate": lambda run: [
-        *("generate", str(run), "--client", "poet", "--prompt", "I", "--tokens", "2"),
-    ],
-    "chat": lambda run: ["chat", str(run), "--client", "poet"],
+    "generate": lambda run: ["generate", str(run), *POET, "--prompt", "I", "--tokens", "2"],
+    "chat": lambda run: ["chat", str(run), *POET],
     "resume": lambda run: ["run", "--resume", str(run)],
     "resume from a round": lambda run: ["run", "--resume", str(run), "--from-round", "1"],
     "expel": lambda run: ["expel", str(run), "--client", "poet"],
@@ -47,8 +46,7 @@ def finished(values, tmp_path_factory) -> dict[str, Path]:
     api.run(config, out=folder / "local")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("coterie.deployment.seats.RETRY", 0.0)
-        network = Loop(workers(config, folder / "clients"))
-        server(config, folder / "server", network).rounds()
+        server(config, folder / "server", Loop(workers(config, folder / "clients"))).rounds()
     for run in (folder / "local", folder / "server"):
         for log in ("server.log", "server.log.1"):
             (run / log).write_text("poet is here\n")
@@ -61,8 +59,7 @@ def finished(values, tmp_path_factory) -> dict[str, Path]:
 
 
 def contents(secret: Path) -> dict[str, tuple[bytes, int, int, int]]:
-    files = sorted(p for p in [secret, *secret.rglob("*")] if p.is_file())
-    stats = {p: p.stat() for p in files}
+    stats = {p: p.stat() for p in sorted(p for p in [secret, *secret.rglob("*")] if p.is_file())}
     return {str(p): (p.read_bytes(), s.st_mode, s.st_uid, s.st_nlink) for p, s in stats.items()}
 
 
@@ -99,13 +96,10 @@ def check(command: str, finished: dict[str, Path], tmp_path: Path, every: int) -
         result = CliRunner().invoke(app, COMMANDS[command](run), input="")
         where = f"{command} with a link at {name}: {result.exception!r}"
         assert contents(secret) == before, where
-        told = result.output + str(result.exception)
-        assert SECRET not in told, where
-        assert not any(
-            SECRET.encode() in p.read_bytes()
-            for p in run.rglob("*")
-            if p.is_file() and not p.is_symlink() and not p.parent.resolve().is_relative_to(secret)
-        ), where
+        assert SECRET not in result.output + str(result.exception), where
+        files = [p for p in run.rglob("*") if p.is_file() and not p.is_symlink()]
+        files = [p for p in files if not p.parent.resolve().is_relative_to(secret)]
+        assert not any(SECRET.encode() in p.read_bytes() for p in files), where
         assert isinstance(result.exception, CoterieError | SystemExit | None), where
         if isinstance(result.exception, CoterieError):
             assert "\n" not in str(result.exception), where
@@ -125,9 +119,7 @@ def test_no_log_is_written_through_a_link(name, exists, tmp_path) -> None:
     assert not exists or secret.read_text() == SECRET
 
 
-def test_a_log_starts_anew_when_it_is_large_and_keeps_one_earlier_file(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_large_log_is_rotated_and_keeps_one_earlier_file(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.files.LOG_BYTES", 2000)
     log = LogFile(tmp_path / "client.log")
     for number in range(200):
@@ -150,12 +142,11 @@ def test_no_account_is_read_or_locked_through_a_link(name, tmp_path) -> None:
     assert secret.read_text() == '{"run": {"1": 1.0}}'
 
 
-@pytest.mark.parametrize("name", [".lock"])
-def test_a_pipe_in_the_place_of_a_lock_holds_nobody_up(name, finished, tmp_path) -> None:
+def test_a_pipe_in_the_place_of_a_lock_holds_nobody_up(finished, tmp_path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished["server"], run)
-    (run / name).unlink()
-    os.mkfifo(run / name)
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock")
     result = CliRunner().invoke(app, ["forget", str(run), "--client", "poet"])
     assert isinstance(result.exception, CoterieError)
     assert ".lock" in str(result.exception)

@@ -20,16 +20,12 @@ def test_the_stored_outputs_are_of_one_execution_and_name_no_path() -> None:
     assert {cell["cell_type"] for cell in CELLS} == {"code", "markdown"}
     assert [cell["execution_count"] for cell in CODE] == [*range(1, len(CODE) + 1)]
     outputs = [output for cell in CODE for output in cell["outputs"]]
-    assert {output["output_type"] for output in outputs} <= {
-        "display_data",
-        "execute_result",
-        "stream",
-    }
+    kinds = {output["output_type"] for output in outputs}
+    assert kinds <= {"display_data", "execute_result", "stream"}
     shown = {kind for output in outputs for kind in output.get("data", ())}
     assert {"text/html", "image/png"} <= shown
-    assert not [
-        name for name in ("/work", "/home", "/root", "/tmp", "site-packages") if name in TEXT
-    ]
+    places = ("/work", "/home", "/root", "/tmp", "site-packages")
+    assert not [name for name in places if name in TEXT]
     assert not [output for output in outputs if output.get("name") == "stderr"]
 
 
@@ -44,13 +40,9 @@ def test_its_links_lead_somewhere() -> None:
 def test_its_code_works(tmp_path) -> None:
     """Without Jupyter, whose packages are many: the cells are executed in order, in one process."""
     code = "\n\n".join("".join(cell["source"]) for cell in CODE)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MPLBACKEND": "agg"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MPLBACKEND": "agg"}
+    options: Any = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **options)
     assert done.returncode == 0, done.stderr
     assert "The sea was" in done.stdout
     assert (tmp_path / "runs" / "notebook" / "table.md").exists()

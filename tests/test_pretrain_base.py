@@ -1,11 +1,8 @@
-import importlib.util
 import json
 import lzma
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,32 +14,15 @@ from typer.testing import CliRunner
 
 from coterie.bases import load_base
 from coterie.seeding import generator
+from scripts import pretrain_base as script
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "pretrain_base.py"
 STEPS = 5
 STYLES = ["byte-level", "sentencepiece"]
 STRANGE = [
-    "the whale 🐳 sang",
-    " leading\n\n  spaces\t",
-    "größte 東京 👩‍👩‍👧",
-    "<|not special|>",
-    "",
-    "   ",
-    "  two  and three   \r\n\u2028 \n ",
+    *("the whale 🐳 sang", " leading\n\n  spaces\t", "größte 東京 👩‍👩‍👧", "<|not special|>"),
+    *("", "   ", "  two  and three   \r\n\u2028 \n ", "\x00\t\t\ufffd e\u0301"),
     "a byte's name, <0x0A>, and ▁ itself ▁▁",
-    "\x00\t\t\ufffd e\u0301",
 ]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pretrain_base", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["pretrain_base"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +37,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def pretrain(script: ModuleType, texts: Path) -> Callable[..., tuple[int, str]]:
+def pretrain(texts: Path) -> Callable[..., tuple[int, str]]:
     app = Typer()
     app.command()(script.main)
 
@@ -73,9 +53,7 @@ def pretrain(script: ModuleType, texts: Path) -> Callable[..., tuple[int, str]]:
 @pytest.mark.parametrize(
     ("architecture", "tokenizer_style"), [("gpt2", "byte-level"), ("llama", "sentencepiece")]
 )
-def test_base_is_loaded_by_transformers_and_coterie(
-    pretrain, tmp_path, architecture, tokenizer_style
-):
+def test_base_loads_in_transformers_and_coterie(pretrain, tmp_path, architecture, tokenizer_style):
     options = ("--architecture", architecture, "--tokenizer", tokenizer_style)
     code, output = pretrain(tmp_path / "base", *options)
     assert code == 0, output
@@ -88,8 +66,7 @@ def test_base_is_loaded_by_transformers_and_coterie(
     assert model.lm_head.weight is model.get_input_embeddings().weight  # pyright: ignore
     assert len(tokenizer) == model.config.vocab_size <= 300
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
-    base = load_base(str(tmp_path / "base"), "bf16", window=16)
-    assert base.context_token == 0
+    assert load_base(str(tmp_path / "base"), "bf16", window=16).context_token == 0
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
@@ -106,7 +83,7 @@ def test_tokens_spell_any_text(pretrain, tmp_path, tokenizer_style):
 
 
 @pytest.fixture(scope="module")
-def sentencepiece(script: ModuleType) -> Tokenizer:
+def sentencepiece() -> Tokenizer:
     code = "if x:\n    return '<0x0A>'\n\tthe end\n"
     prose = "the whale sang, and the ship of 1851 sang on.\n"
     rare = "".join(chr(0x4E00 + i) for i in range(300))
@@ -131,14 +108,12 @@ def test_sentencepiece_offsets_are_the_characters_of_each_token(sentencepiece):
                 assert names == "".join(f"<0x{byte:02X}>" for byte in character.encode())
 
 
-def test_sentencepiece_vocabulary_is_full_and_laid_out_as_said(script, sentencepiece):
+def test_sentencepiece_vocabulary_is_full_and_laid_out_as_said(sentencepiece):
     tokens = [sentencepiece.id_to_token(i) for i in range(sentencepiece.get_vocab_size())]
-    assert len(tokens) == 520
-    assert tokens[0] == script.END
+    assert (len(tokens), tokens[0]) == (520, script.END)
     assert tokens[1:257] == [f"<0x{byte:02X}>" for byte in range(256)]
-    assert [added.content for added in sentencepiece.get_added_tokens_decoder().values()] == [
-        script.END
-    ]
+    [added] = sentencepiece.get_added_tokens_decoder().values()
+    assert added.content == script.END
     pieces = tokens[257:]
     assert "▁whale" in pieces
     assert not any("\n" in piece or " " in piece for piece in pieces)
@@ -154,12 +129,11 @@ def test_sentencepiece_tells_breaks_and_rare_characters_in_bytes(sentencepiece):
     assert not set(named.ids) & set(range(257))
 
 
-def test_sentencepiece_alphabet_is_limited_and_the_same_again(script):
+def test_sentencepiece_alphabet_is_limited_and_the_same_again():
     rare = "".join(chr(0x4E00 + i) * (1 + (i < 100)) for i in range(300))  # many are as frequent
     first, second = (script.train_sentencepiece([rare], 1000).to_str() for _ in range(2))
     assert first == second
-    vocabulary = json.loads(first)["model"]["vocab"]
-    letters = {piece for piece in vocabulary if len(piece) == 1}
+    letters = {piece for piece in json.loads(first)["model"]["vocab"] if len(piece) == 1}
     assert letters == {"▁", *(chr(0x4E00 + i) for i in range(script.ALPHABET - 1))}
 
 
@@ -173,9 +147,7 @@ def test_loss_falls(pretrain, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer_style", STYLES)
-def test_resumed_training_ends_with_the_same_bits(
-    pretrain, script, tmp_path, monkeypatch, tokenizer_style
-):
+def test_resumed_training_ends_the_same(pretrain, tmp_path, monkeypatch, tokenizer_style):
     style = ("--tokenizer", tokenizer_style)
     pretrain(tmp_path / "whole", *style)
     real, calls = script.language_model_loss, []
@@ -200,7 +172,7 @@ def test_resumed_training_ends_with_the_same_bits(
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
 
 
-def test_a_base_is_trained_further_on_other_windows(pretrain, script, tmp_path, monkeypatch):
+def test_a_base_is_trained_further_on_other_windows(pretrain, tmp_path, monkeypatch):
     pretrain(tmp_path / "first")
     real, read = script.language_model_loss, []
 
@@ -225,7 +197,7 @@ def test_a_base_is_trained_further_on_other_windows(pretrain, script, tmp_path, 
     assert all(0 < float(bits) < 8 for bits, _ in told)
 
 
-def test_learning_rate_warms_up_and_falls_to_a_tenth(script):
+def test_learning_rate_warms_up_and_falls_to_a_tenth():
     recipe = script.Recipe("gpt2", 1, 16, 2, "byte-level", 300, 16, 500, 8, 1e-2, 0)
     rates = [recipe.rate(step) for step in range(500)]
     assert rates[:10] == pytest.approx([1e-3 * (step + 1) for step in range(10)])
@@ -250,7 +222,7 @@ def test_errors_are_one_sentence(pretrain, tmp_path):
     assert "there already" in refuses()
 
 
-def test_other_options_cannot_resume(pretrain, script, tmp_path, monkeypatch):
+def test_other_options_cannot_resume(pretrain, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(script, "write_folder", _interrupted)
         assert pretrain(tmp_path / "base")[0] == 130

@@ -61,8 +61,7 @@ def test_the_run_file_of_the_readme_trains_a_model_that_transformers_opens(tmp_p
         (tmp_path / client["path"]).write_text(f"{conversation.strip()}\n" * 20, encoding="utf-8")
     config["training"] = {"steps": 1, "batch": 1}
     done = coterie.run(config, out=tmp_path / "run")
-    exported = coterie.export(done.path, "anna", tmp_path / "model")
-    assert exported.format == "moe"
+    assert coterie.export(done.path, "anna", tmp_path / "model").format == "moe"
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +84,7 @@ def uninterrupted(run, tmp_path_factory) -> RunFolder:
     return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("real") / "run").path)
 
 
-def test_a_deployment_whose_server_and_client_are_killed_ends_in_the_same_bits(
-    run, uninterrupted, tmp_path
-) -> None:
+def test_a_deployment_with_kills_ends_in_the_same_bits(run, uninterrupted, tmp_path) -> None:
     with Deployment(tmp_path / "deployment", run, taped=("poet",)) as here:
         here.make_keys()
         here.serve()
@@ -113,8 +110,6 @@ def test_a_stopped_run_continues_to_the_same_bits(run, uninterrupted, tmp_path) 
     assert stopped.turns() == 1
     coterie.resume(stopped.path)
     assert_same_states(stopped, uninterrupted)
-    assert stopped.result is not None
-    assert uninterrupted.result is not None
     for point in ("trained", "aggregated"):
         assert stopped.result[point] == uninterrupted.result[point]
 
@@ -173,13 +168,11 @@ def logprob(model: Any, tokenizer: Any, conversation: object) -> float:
 
 
 def test_the_reference_of_preferences_is_the_frozen_base(preferences) -> None:
-    training = {"steps": 1, "batch": 2, "precision": "fp32"}
-    config = parse({**preferences, "training": training})
+    config = parse({**preferences, "training": {"steps": 1, "batch": 2, "precision": "fp32"}})
     local = joined(config)
     part = local.clients.host("ada")
     pairs = part.participant.data.train
     assert isinstance(pairs, Pairs)
-    assert pairs.reference is not None
     folder = place(SMOLLM2, Path())
     published = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = [logprob(published, part.base.tokenizer, item) for item in pairs.rows.items]

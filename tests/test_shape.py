@@ -36,8 +36,7 @@ def test_the_longest_chain_of_package_imports_is_short() -> None:
     for package in packages:
         graph.squash_module(package)
     for package in packages:
-        imported = graph.find_modules_directly_imported_by(package) & packages
-        below[package] = imported - {package}
+        below[package] = (graph.find_modules_directly_imported_by(package) & packages) - {package}
 
     @cache
     def longest(package: str) -> tuple[str, ...]:

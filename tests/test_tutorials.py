@@ -41,13 +41,11 @@ def execute(page: Path, folder: Path) -> str:
             exec(compile(text, page.name, "exec"), names)
         elif language == "sh":
             text = text.replace("localhost:9092", f"localhost:{port}")
-            text = text.replace(
-                "server study.yaml", f"server study.yaml --address 127.0.0.1:{port}"
-            )
+            server = "server study.yaml"
+            text = text.replace(server, f"{server} --address 127.0.0.1:{port}")
             command = ["bash", "-euo", "pipefail", "-c", text]
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-            )
+            options: Any = {"capture_output": True, "text": True, "timeout": 300}
+            done = subprocess.run(command, cwd=folder, env=environment, **options)
             assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
             printed += done.stdout
     return printed

@@ -136,5 +136,4 @@ def _start() -> int:
 
 
 def _resident(which: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition(f"{which}:")[2].split()[0]) * 1024
+    return int(Path("/proc/self/status").read_text().partition(f"{which}:")[2].split()[0]) * 1024

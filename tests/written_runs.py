@@ -64,12 +64,8 @@ def written(tmp_path: Path) -> Written:
             for score, accuracy in zip(scores.values(), accuracies or (), strict=False):
                 score |= {"samples": 4, "accuracy": accuracy}
             figures += [(3, client, "test/trained", score) for client, score in scores.items()]
-            result = {
-                "method": method["name"],
-                "reports": "trained",
-                "trained": scores,
-                "aggregated": scores,
-            }
+            both = {"trained": scores, "aggregated": scores}
+            result = {"method": method["name"], "reports": "trained", **both}
             (folder / "result.json").write_text(json.dumps(result))
         keys = ("round", "client", "name", "value")
         lines = (json.dumps(dict(zip(keys, figure, strict=True))) + "\n" for figure in figures)

@@ -1,11 +1,14 @@
 """FedAMoLE's layers against a loop over tokens and experts, and adapters over one base."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from naive_amole import NaiveAmole
 from safetensors.torch import load, save
+from tensors import equal, fill
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -15,6 +18,7 @@ from coterie.adapters.layout import Layout
 from coterie.bases.padding import real_tokens
 from coterie.bases.sites import chosen_linears
 from coterie.errors import CoterieError
+from coterie.methods.tensors import copied, copy
 
 ROLES: tuple[str, ...] = ("shared", "domain", "projection")
 LAYOUT = AmoleLayout(experts=9, rank=3, alpha=7.0)
@@ -35,65 +39,6 @@ CASES: dict[str, tuple[AmoleLayout, list[int]]] = {
 }  # fmt: skip
 
 
-class NaiveAmole(nn.Module):
-    """The formula, one token and one expert at a time; p: what travels, by name."""
-
-    def __init__(
-        self,
-        linear: nn.Module,
-        path: str,
-        layout: AmoleLayout,
-        held: Sequence[int],
-        p: Mapping[str, Tensor],
-    ) -> None:
-        super().__init__()
-        self.linear, self.path, self.layout, self.held, self.p = linear, path, layout, held, p
-        self.scores: list[Tensor] = []
-        self.chosen: list[list[int]] = []
-        self.weights: list[list[float]] = []
-
-    def score(self, x: Tensor, expert: int) -> Tensor:
-        p, path, layout = self.p, self.path, self.layout
-        if layout.router == "vanilla":
-            return p[f"gate/{path}"][expert] @ x
-        product = (p[f"projection/{path}"] @ x) @ (p[f"domain.{expert}/{path}.A"] @ x)
-        return product / (layout.rank if layout.score_scale == "rank" else len(x)) ** 0.5
-
-    def correction(self, x: Tensor) -> Tensor:
-        """x: (in,), to the (out,) that all experts add."""
-        p, path = self.p, self.path
-        y = torch.zeros(self.linear(x).shape, dtype=x.dtype)
-        if self.layout.shared:
-            y = y + p[f"shared/{path}.B"] @ (p[f"shared/{path}.A"] @ x)
-        if self.held:
-            softmax = torch.stack([self.score(x, e) for e in self.held]).softmax(0)
-            best = sorted(range(len(self.held)), key=lambda j: -softmax[j].item())
-            best = best[: self.layout.top_k]
-            scaled = self.layout.renormalise and self.layout.top_k > 1
-            total = sum(softmax[j] for j in best) if scaled else 1
-            self.scores.append(softmax)
-            self.chosen.append(best)
-            self.weights.append([0.0] * len(self.held))
-            for j in best:
-                A, B = (p[f"domain.{self.held[j]}/{path}.{end}"] for end in "AB")
-                y = y + softmax[j] / total * (B @ (A @ x))
-                self.weights[-1][j] = float((softmax[j] / total).detach())
-        return self.layout.alpha / self.layout.rank * y
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scores, self.chosen, self.weights = [], [], []
-        tokens = x.flatten(0, -2)
-        added = torch.stack([self.correction(token) for token in tokens])
-        return self.linear(x) + added.view(*x.shape[:-1], -1)
-
-    def load_balance(self, real: Sequence[int]) -> Tensor:
-        n = len(self.held)
-        counted = self.layout.top_k if self.layout.load == "top_k" else 1
-        chosen = [j for i in real for j in self.chosen[i][:counted]]
-        P = torch.stack([self.scores[i] for i in real]).mean(0)
-        return n * sum((chosen.count(j) / len(chosen) * P[j] for j in range(n)), torch.tensor(0.0))
-
-
 def adapter_of(
     base: PreTrainedModel, layout: AmoleLayout = LAYOUT, held: Sequence[int] = (1, 4, 5, 8)
 ) -> AmoleAdapter:
@@ -101,19 +46,13 @@ def adapter_of(
     paths = list(chosen_linears(base, layout.targets))
     choice = dict.fromkeys(paths[:-1], held) | {paths[-1]: held[:-1]}
     adapter = AmoleAdapter(base, layout, 3, choice)
-    randomise(adapter, 0)
+    fill(values(adapter), 0.5, 0)
     return adapter
 
 
 def values(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """What may travel, by name; views, not copies."""
     return {name: part.tensor.data for name, part in adapter.parameters().items()}
-
-
-def randomise(adapter: AmoleAdapter, seed: int) -> None:
-    chance = torch.Generator().manual_seed(seed)
-    for tensor in values(adapter).values():
-        tensor.normal_(std=0.5, generator=chance)
 
 
 def put_naive(base: PreTrainedModel, adapter: AmoleAdapter) -> dict[str, Tensor]:
@@ -132,19 +71,17 @@ def naive_layers(base: PreTrainedModel) -> dict[str, NaiveAmole]:
 
 def gradients(adapter: AmoleAdapter) -> dict[str, Tensor]:
     """By the names that travel."""
-    ids = {path: module.held for path, module in adapter.linears.items()}
-    found: dict[str, Tensor] = {}
+    grads: dict[str, Tensor] = {}
     for name, parameter in adapter.tensors().items():
         assert parameter.grad is not None, name
         role, _, rest = name.partition("/")
         if role == "domain":
-            path = rest[:-2]
-            found |= {
-                f"domain.{e}/{rest}": g for e, g in zip(ids[path], parameter.grad, strict=True)
-            }
+            held = adapter.linears[rest[:-2]].held
+            pairs = zip(held, parameter.grad, strict=True)
+            grads |= {f"domain.{e}/{rest}": grad for e, grad in pairs}
         else:
-            found[name] = parameter.grad
-    return found
+            grads[name] = parameter.grad
+    return grads
 
 
 def masked_loss(base: PreTrainedModel, ids: Tensor, real: Tensor | None) -> Tensor:
@@ -207,8 +144,9 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     adapter.require_grad(of_roles(*ROLES))
     exact = base(ids).logits
     masked_loss(base, ids, None).backward()
-    grads = {name: p.grad for name, p in adapter.tensors().items()}
-    for p in adapter.tensors().values():
+    parameters: dict[str, Any] = adapter.tensors()
+    grads = copied({name: p.grad for name, p in parameters.items()})
+    for p in parameters.values():
         p.grad = None
     with torch.autocast("cpu", torch.bfloat16):
         logits = base(ids).logits
@@ -216,12 +154,9 @@ def test_bf16_is_close(make: Callable[[], PreTrainedModel], ids: Tensor) -> None
     loss.backward()
     assert not torch.equal(logits, exact)
     assert (logits.float() - exact).norm() < 0.02 * exact.norm()
-    for name, p in adapter.tensors().items():
-        grad = grads[name]
-        assert grad is not None
-        assert p.grad is not None
-        assert p.grad.dtype == torch.float32
-        assert (p.grad - grad).norm() < 0.03 * grad.norm(), name
+    for name, grad in grads.items():
+        assert parameters[name].grad.dtype == torch.float32
+        assert (parameters[name].grad - grad).norm() < 0.03 * grad.norm(), name
 
 
 def test_padding_changes_nothing(base: PreTrainedModel, ids: Tensor) -> None:
@@ -278,7 +213,7 @@ def test_recording_sums_embeddings_by_sample(base: PreTrainedModel, ids: Tensor)
 
 def test_values_travel_by_expert_and_come_back(base: PreTrainedModel, ids: Tensor) -> None:
     adapter, other = adapter_of(base), adapter_of(base)
-    randomise(other, 1)
+    fill(values(other), 0.5, 1)
     tensors = load(save(values(adapter)))
     paths = list(chosen_linears(base, LAYOUT.targets))
     last, d = paths[-1], base.config.hidden_size
@@ -291,10 +226,9 @@ def test_values_travel_by_expert_and_come_back(base: PreTrainedModel, ids: Tenso
     expected = base(ids).logits
     other.attach(base)
     assert not torch.equal(base(ids).logits, expected)
-    for name, value in values(other).items():
-        value.copy_(tensors[name])
+    copy(tensors, values(other))
     assert torch.equal(base(ids).logits, expected)
-    assert all(torch.equal(t, tensors[name]) for name, t in values(other).items())
+    assert equal(values(other), tensors)
 
 
 def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, ids: Tensor) -> None:
@@ -302,26 +236,22 @@ def test_adapters_on_one_base_do_not_disturb_each_other(base: PreTrainedModel, i
     adapters = [adapter_of(base), adapter_of(base, replace(LAYOUT, router="vanilla"), [0, 3])]
     alone = []
     for i, adapter in enumerate(adapters):
-        randomise(adapter, i)
+        fill(values(adapter), 0.5, i)
         alone.append(adapter.attach(base)(ids).logits)
     for i in (0, 1, 0):
         assert torch.equal(adapters[i].attach(base)(ids).logits, alone[i])
     assert not torch.equal(alone[0], alone[1])
-    assert list(chosen_linears(base, LAYOUT.targets)) == list(
-        adapters[0].linears
-    )  # while one is attached
-    before = values(adapters[1])
-    copies = {name: t.clone() for name, t in before.items()}
+    # The linear layers are found while an adapter is attached.
+    assert list(chosen_linears(base, LAYOUT.targets)) == list(adapters[0].linears)
+    before = copied(values(adapters[1]))
     adapters[0].require_grad(of_roles("domain"))
     optimizer = torch.optim.SGD(adapters[0].tensors(of_roles("domain")).values(), lr=1.0)
     masked_loss(adapters[0].attach(base), ids, None).backward()
     optimizer.step()
     assert not torch.equal(base(ids).logits, alone[0])
-    assert all(torch.equal(t, copies[name]) for name, t in before.items())
-    assert all(p.grad is None for p in base.parameters() if not p.requires_grad)
-    assert all(
-        p.grad is None for p in adapters[0].tensors(of_roles("shared", "projection")).values()
-    )
+    assert equal(values(adapters[1]), before)
+    others = adapters[0].tensors(of_roles("shared", "projection")).values()
+    assert all(p.grad is None for p in (*others, *base.parameters()) if not p.requires_grad)
     detach(base)
     assert torch.equal(base(ids).logits, bare)
 
@@ -339,9 +269,8 @@ def test_first_values_are_the_expert_s_own(
     every = values(server)
     assert len(every) == len(paths) * (2 + 18 + 1)
     for held in ([2], [0, 2, 8], []):
-        client = AmoleAdapter(base, layout, 3, dict.fromkeys(paths, held))
-        for name, tensor in values(client).items():
-            assert torch.equal(tensor, every[name])
+        client = values(AmoleAdapter(base, layout, 3, dict.fromkeys(paths, held)))
+        assert equal(client, {name: every[name] for name in client})
     assert all(t.device.type == "cpu" for t in every.values())
     for name, tensor in every.items():
         if name.endswith(".B"):
@@ -364,10 +293,8 @@ def test_targets(base: PreTrainedModel) -> None:
     assert {path.rpartition(".")[2] for path in chosen_linears(base, LAYOUT.targets)} == names
     up = {"gpt2": "c_fc", "llama": "up_proj"}[family]
     assert len(chosen_linears(base, "up_.*|c_fc")) == 2
-    linear = next(iter(chosen_linears(base, LAYOUT.targets).values()))
-    base.set_submodule(
-        next(iter(chosen_linears(base, LAYOUT.targets))), LoraLinear(linear, "", Layout())
-    )
+    path, linear = next(iter(chosen_linears(base, LAYOUT.targets).items()))
+    base.set_submodule(path, LoraLinear(linear, "", Layout()))
     assert next(iter(chosen_linears(base, LAYOUT.targets).values())) is linear
     with pytest.raises(CoterieError, match=up):
         chosen_linears(base, "proj")

@@ -2,13 +2,22 @@
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, SMALL, WITHOUT_MLP, small_model, table
 from every_method import some
+from naive_mixture import naive_mixture
+from tensors import equal, fill
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, detach, pairs_of
@@ -24,7 +33,9 @@ from coterie.bases.sites import (
 )
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss
+from coterie.methods.tensors import copy
 
+PAIRS = Layout(0, 0, attention_rank=3, scale="rank", routed=False)
 IDS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
 LAYOUTS = {
     "experts": Layout(),
@@ -54,14 +65,6 @@ def adapter_of(base: nn.Module, layout: Layout) -> Adapter:
     return Adapter(base, layout, 0, "ada", lambda _: True)
 
 
-def scramble(adapter: Adapter | AmoleAdapter) -> None:
-    """Give every trained tensor values that count."""
-    chance = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in adapter.tensors().values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=chance))
-
-
 def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
     want = base(IDS).logits
     held = dict.fromkeys(chosen_linears(base, QUERY_VALUE), (0, 2))
@@ -69,7 +72,7 @@ def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
     for adapter in (*(adapter_of(base, layout) for layout in LAYOUTS.values()), amole):
         adapter.attach(base)
         torch.testing.assert_close(base(IDS).logits, want)
-        scramble(adapter)
+        fill(adapter.tensors(), 0.2, 1)
         for parameter in adapter.tensors().values():
             parameter.requires_grad_(True)
         language_model_loss(base, IDS).backward()
@@ -81,26 +84,26 @@ def test_an_adapter_begins_as_the_base_and_learns_everywhere(base) -> None:
 
 
 def merged(base: PreTrainedModel, adapter: Adapter, gain: float) -> PreTrainedModel:
-    """A copy of a base whose linear layers hold what an adapter's only expert adds to them."""
+    """A copy of a base whose linear layers hold what an adapter's only pairs add to them."""
     base = deepcopy(base)
     with torch.no_grad():
         for A, B in pairs_of(adapter.parameters()):
-            linear = base.get_submodule(A.path)
+            weight: Any = base.get_submodule(A.path).weight
             product = gain * B.tensor @ A.tensor
-            weight = linear.weight
-            assert isinstance(weight, Tensor)
-            weight += product.t() if isinstance(linear, Conv1D) else product
+            weight += product.t() if isinstance(base.get_submodule(A.path), Conv1D) else product
     return base
 
 
 @pytest.mark.parametrize("name", some(QUICK, sorted(ARCHITECTURES.keys() - WITHOUT_MLP)))
-def test_a_single_expert_is_a_change_of_weights(name) -> None:
+@pytest.mark.parametrize(
+    ("layout", "rank"), [(Layout(1, 0), 8), (PAIRS, 3)], ids=["expert", "attention"]
+)
+def test_a_single_expert_is_a_change_of_weights(name, layout, rank) -> None:
     """Whatever the MLP does besides: fused and multiplied gates, residuals, layers of its own."""
     base = exact(name)
-    layout = Layout(generalists=1, specialists=0)
     adapter = adapter_of(base, layout)
-    scramble(adapter)
-    before, want = base(IDS).logits, merged(base, adapter, layout.gain(8))(IDS).logits
+    fill(adapter.tensors(), 0.2, 1)
+    before, want = base(IDS).logits, merged(base, adapter, layout.gain(rank))(IDS).logits
     assert (want - before).abs().max() > 0.01
     torch.testing.assert_close(adapter.attach(base)(IDS).logits, want)
 
@@ -109,21 +112,11 @@ def test_a_single_expert_is_a_change_of_weights(name) -> None:
 def test_two_experts_are_two_mlps_weighed_by_the_router(name) -> None:
     base = small_model(name).double()
     adapter = adapter_of(base, layout := Layout(attention_rank=0))
-    scramble(adapter)
+    fill(adapter.tensors(), 0.2, 1)
     path, (mlp, _) = next(iter(expert_sites(base).items()))
-    parts, outputs = adapter.parameters(), []
     x, residual = torch.randn(2, 5, 32).double(), torch.randn(2, 5, 32).double()
     also = (residual,) if name == "bloom" else ()
-    for expert in ("generalist.0", "specialist.0"):
-        own = deepcopy(mlp)
-        for linear in (n for n, m in own.named_children() if isinstance(m, nn.Linear)):
-            A, B = (parts[f"{expert}/{path}.{linear}.{f}"].tensor for f in "AB")
-            weight = own.get_submodule(linear).weight
-            assert isinstance(weight, Tensor)
-            weight.data += layout.gain(8) * B @ A
-        outputs.append(own(x, *also))
-    weights = (x @ parts[f"router/{path}.weight"].tensor.t()).softmax(-1)
-    want = sum(w[..., None] * y for w, y in zip(weights.unbind(-1), outputs, strict=True))
+    want = naive_mixture(mlp, layout, path, adapter.tensors(), x, also=also)
     adapter.attach(base)
     torch.testing.assert_close(base.get_submodule(path)(x, *also), want)
 
@@ -134,7 +127,7 @@ def test_experts_beside_a_block_add_to_what_it_gives(name, top_k) -> None:
     base = exact(name)
     layout = Layout(generalists=1, specialists=2, top_k=top_k)
     adapter = adapter_of(base, layout)
-    scramble(adapter)
+    fill(adapter.tensors(), 0.2, 1)
     adapter.attach(base)
     [path, *_] = expert_sites(base)
     stand_in = base.get_submodule(path)
@@ -158,10 +151,15 @@ def test_a_server_without_weights_makes_the_same_parts(base) -> None:
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(base.config)
     for layout in LAYOUTS.values():
-        mine, theirs = (adapter_of(model, layout).parameters() for model in (hollow, base))
-        assert {n: p.tensor.shape for n, p in mine.items()} == {
-            n: p.tensor.shape for n, p in theirs.items()
-        }
+        mine, theirs = (adapter_of(model, layout) for model in (hollow, base))
+        parts = ({n: p.role for n, p in each.parameters().items()} for each in (mine, theirs))
+        assert next(parts) == next(parts)
+        assert equal(mine.tensors(), theirs.tensors())
+        assert {tensor.device.type for tensor in mine.tensors().values()} == {"cpu"}
+        fill(mine.tensors(), 0.2, 1)
+        copy(mine.tensors(), theirs.tensors())
+        expected = theirs.attach(base)(IDS).logits
+        torch.testing.assert_close(mine.attach(base)(IDS).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_every_layer_is_covered(base) -> None:
@@ -228,6 +226,15 @@ def test_an_mlp_is_known_by_its_layers() -> None:
     assert [shape for _, shape in expert_sites(base).values()] == [None, None]
     with pytest.raises(CoterieError, match="has no MLP to which experts can be attached"):
         adapter_of(base, Layout(placement="inside"))
+
+
+def test_unknown_architectures_are_named() -> None:
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2))
+    for layer in rwkv.rwkv.blocks:
+        layer.attention = nn.Identity()
+    for layout, why in ((PAIRS, "supported attention"), (Layout(placement="inside"), "MLP to wh")):
+        with pytest.raises(CoterieError, match=f"RwkvForCausalLM has no {why}"):
+            adapter_of(rwkv, layout)
 
 
 def test_the_page_shows_where_adapters_stand() -> None:

@@ -1,12 +1,13 @@
 """LoRA dropout against the naive form: every pair's A reads its input times a mask of its own."""
 
-import copy
-from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
+from typing import Any
 
+import naive_mixture
 import pytest
 import torch
+from naive_amole import NaiveAmole
+from tensors import fill
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -24,12 +25,8 @@ from coterie.adapters.dropout import drawing_masks
 from coterie.bases.sites import chosen_linears, mlp_shape
 
 RATE = 0.3
-LAYOUTS = {
-    "two": Layout(1, 1, rank=3, dropout=RATE),
-    "four, top 2": Layout(2, 2, rank=3, dropout=RATE),
-    "four, top 1": Layout(1, 3, rank=3, top_k=1, dropout=RATE),
-    "four, averaged": Layout(3, 1, rank=3, routed=False, dropout=RATE),
-}
+KINDS = ("two", "four, top 2", "four, top 1", "four, averaged")
+LAYOUTS = {name: replace(naive_mixture.LAYOUTS[name], dropout=RATE) for name in KINDS}
 AMOLE = AmoleLayout(experts=9, rank=3, alpha=7.0, dropout=RATE)
 
 
@@ -52,57 +49,14 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return drawn
 
 
-def filled(base: nn.Module, layout: Layout) -> Adapter:
-    adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
-    draws = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=draws)
+def filled(base: nn.Module, layout: Layout | AmoleLayout) -> Any:
+    if isinstance(layout, Layout):
+        adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
+    else:
+        held = dict.fromkeys(chosen_linears(base, layout.targets), (1, 4, 5))
+        adapter = AmoleAdapter(base, layout, 3, held)
+    fill(adapter.tensors(), 0.3, 5)
     return adapter
-
-
-class Masked(nn.Module):
-    """W x + b + g B A (m x), with the mask given."""
-
-    def __init__(self, linear: nn.Module, A: Tensor, B: Tensor, gain: float, m: Tensor) -> None:
-        super().__init__()
-        self.linear, self.A, self.B, self.gain, self.m = linear, A, B, gain, m
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.gain * (x * self.m) @ self.A.T @ self.B.T
-
-
-def naive(
-    mlp: nn.Module, layout: Layout, path: str, p: Mapping[str, Tensor], x: Tensor, m: list[Tensor]
-) -> Tensor:
-    """Full MLPs; masks m: of each up-projection, one per expert; last, (slots, tokens, wide)."""
-    shape = mlp_shape(mlp)
-    assert shape is not None
-    experts = [f"generalist.{i}" for i in range(layout.generalists)]
-    experts += [f"specialist.{i}" for i in range(layout.specialists)]
-    n = len(experts)
-    weights, slot = torch.full((len(x), n), 1 / n, dtype=x.dtype), None
-    if layout.routed:
-        scores = x @ p[f"router/{path}.weight"].T
-        best, chosen = scores.topk(layout.slots)
-        among = scores.softmax(-1).gather(1, chosen) if layout.slots == 1 else best.softmax(-1)
-        weights = torch.zeros_like(scores).scatter(1, chosen, among)
-        if layout.slots < n:  # else slot s is expert s
-            slot = chosen
-    total = torch.zeros_like(x)
-    for i, expert in enumerate(experts):
-        one = copy.deepcopy(mlp)
-        wide = m[-1][i % layout.slots] if slot is None else torch.zeros_like(m[-1][0])
-        if slot is not None:
-            for token, s in product(range(len(x)), range(layout.slots)):
-                if slot[token, s] == i:
-                    wide[token] = m[-1][s][token]
-        for j, name in enumerate(shape.linears):
-            key = f"{expert}/{path}.{name}"
-            mask = wide if name == shape.down else m[j * n + i]
-            linear, gain = getattr(one, name), layout.gain(layout.rank)
-            setattr(one, name, Masked(linear, p[f"{key}.A"], p[f"{key}.B"], gain, mask))
-        total = total + weights[:, [i]] * one(x)
-    return total
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -126,7 +80,7 @@ def test_a_mixtures_pairs_have_masks_of_their_own(
     assert shape is not None
     assert len(masks) == len(shape.up) * layout.experts + 1
     got = torch.autograd.grad(y, [x, *mine.values()], dy)
-    wanted = naive(mlp, layout, path, mine, x, masks)
+    wanted = naive_mixture.naive_mixture(mlp, layout, path, mine, x, masks)
     torch.testing.assert_close(y, wanted, rtol=0, atol=1e-9)
     expected = torch.autograd.grad(wanted, [x, *mine.values()], dy)
     for name, a, b in zip(["x", *mine], got, expected, strict=True):
@@ -152,47 +106,24 @@ def test_amoles_experts_have_masks_of_their_own_and_the_router_none(
     base: PreTrainedModel, shared: bool, masks: list[Tensor]
 ) -> None:
     layout, held = replace(AMOLE, shared=shared), (1, 4, 5)
-    linears = chosen_linears(base, layout.targets)
-    adapter = AmoleAdapter(base, layout, 3, dict.fromkeys(linears, held))
-    draws = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=draws)
-    path, linear = next(iter(linears.items()))
+    adapter = filled(base, layout)
+    path, linear = next(iter(chosen_linears(base, layout.targets).items()))
     p = {name: part.tensor for name, part in adapter.parameters().items()}
     x = torch.randn(4, 12, dtype=torch.float64, generator=chance())
     adapter.attach(base)
     with drawing_masks(chance()):
         y = base.get_submodule(path)(x[None])[0]
-    ms, wanted = iter(masks), linear(x)
-    if shared:
-        wanted = wanted + layout.gain * (x * next(ms)) @ p[f"shared/{path}.A"].T @ (
-            p[f"shared/{path}.B"].T
-        )
-    lows = [(x * next(ms)) @ p[f"domain.{e}/{path}.A"].T for e in held]
-    seen = x @ p[f"projection/{path}"].T
-    scores = torch.stack([(seen * low).sum(-1) for low in lows], 1) / layout.rank**0.5
-    weights = scores.softmax(-1)
-    weights = weights * torch.zeros_like(weights).scatter(1, weights.topk(2).indices, 1)
-    weights = weights / weights.sum(-1, keepdim=True)
-    for j, e in enumerate(held):
-        added = lows[j] @ p[f"domain.{e}/{path}.B"].T
-        wanted = wanted + layout.gain * weights[:, [j]] * added
-    torch.testing.assert_close(y, wanted)
+    naive = NaiveAmole(linear, path, layout, held, p)
+    naive.masks = masks
+    torch.testing.assert_close(y, naive(x))
 
 
-@pytest.mark.parametrize("kind", ["mixture", "amole"])
+@pytest.mark.parametrize("layout", [LAYOUTS["two"], AMOLE], ids=["mixture", "amole"])
 def test_nothing_drops_out_but_in_training(
-    base: PreTrainedModel, ids: Tensor, kind: str, masks: list[Tensor]
+    base: PreTrainedModel, ids: Tensor, layout: Any, masks: list[Tensor]
 ) -> None:
     """And there the chance that is given says what, not torch's own."""
-    if kind == "mixture":
-        adapter = filled(base, LAYOUTS["two"])
-    else:
-        paths = chosen_linears(base, AMOLE.targets)
-        adapter = AmoleAdapter(base, AMOLE, 3, dict.fromkeys(paths, (1, 2, 3)))
-        for parameter in adapter.tensors().values():
-            parameter.data.normal_(std=0.3, generator=chance())
-    adapter.attach(base)
+    filled(base, layout).attach(base)
     plain = base(ids).logits
     assert not masks
     before, logits = torch.random.get_rng_state(), []

@@ -1,5 +1,7 @@
 """Each token's first expert is the one that the router scores highest."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,17 @@ from coterie.adapters import (
 )
 
 
-def test_first_experts_are_the_routers_highest_scores(base) -> None:
-    layout = Layout(generalists=1, specialists=2, top_k=2)
-    adapter = Adapter(base, layout, seed=0, client="a", common=lambda _: False)
+def attached(base, **layout: Any) -> Adapter:
+    """An adapter with three experts, unless its layout says otherwise."""
+    numbers: dict[str, Any] = {"generalists": 1, "specialists": 2}
+    whole = Layout(**numbers | layout)
+    adapter = Adapter(base, whole, seed=0, client="a", common=lambda _: False)
     adapter.attach(base)
+    return adapter
+
+
+def test_first_experts_are_the_routers_highest_scores(base) -> None:
+    attached(base, top_k=2)
     seen: dict[str, torch.Tensor] = {}
     mixtures = {path: m for path, m in base.named_modules() if isinstance(m, Mixture)}
     for path, mixture in mixtures.items():
@@ -27,37 +36,32 @@ def test_first_experts_are_the_routers_highest_scores(base) -> None:
             seen[path] = inputs[0]
 
         mixture.register_forward_pre_hook(see)
-    ids = torch.arange(24).view(2, 12)
-    base(input_ids=ids)
-    found = first_experts(base)
-    assert list(found) == list(mixtures)
+    base(input_ids=torch.arange(24).view(2, 12))
+    first = first_experts(base)
+    assert list(first) == list(mixtures)
     for path, mixture in mixtures.items():
         assert mixture.router is not None
         scores = torch.einsum("btd,nd->btn", seen[path], mixture.router)
-        assert found[path].tolist() == scores.argmax(-1).flatten().tolist()
-    assert len({expert for one in found.values() for expert in one.tolist()}) > 1
+        assert first[path].tolist() == scores.argmax(-1).flatten().tolist()
+    assert len({expert for experts in first.values() for expert in experts.tolist()}) > 1
 
 
 def test_without_a_router_there_is_none(base) -> None:
-    adapter = Adapter(base, Layout(routed=False), seed=0, client="a", common=lambda _: False)
-    adapter.attach(base)
+    attached(base, routed=False)
     assert first_experts(base) == {}
 
 
 def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
     """With top-2 of three experts, unchosen experts count as 0."""
-    layout = Layout(generalists=1, specialists=2, top_k=2)
-    adapter = Adapter(base, layout, seed=0, client="a", common=lambda _: False)
-    adapter.attach(base)
+    adapter = attached(base, top_k=2)
     for parameter in adapter.parameters().values():
         if parameter.role == "router":
             torch.nn.init.normal_(parameter.tensor)
     base(input_ids=torch.arange(24).view(2, 12))
     weights = role_weights(base)
     assert expert_roles(base) == ("generalist", "specialist", "specialist")
-    assert {role: tuple(w.shape) for role, w in weights.items()} == {
-        "generalist": (24,),
-        "specialist": (24,),
+    assert {role: [*w.shape] for role, w in weights.items()} == {
+        role: [24] for role in ("generalist", "specialist")
     }
     means = torch.stack(list(adapter.routing().values())).mean(0)
     torch.testing.assert_close(weights["generalist"].mean(), means[0])
@@ -69,9 +73,7 @@ def test_role_weights_are_the_sums_of_the_experts_weights(base) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fixing_the_factors_changes_no_output(top_k, dtype, base) -> None:
     base.to(dtype)
-    layout = Layout(generalists=1, specialists=2, top_k=top_k)
-    adapter = Adapter(base, layout, seed=0, client="a", common=lambda _: False)
-    adapter.attach(base)
+    adapter = attached(base, top_k=top_k)
     for parameter in adapter.parameters().values():
         torch.nn.init.normal_(parameter.tensor, std=0.1)
     inputs = [torch.arange(24).view(2, 12), torch.arange(7)[None]]

@@ -1,76 +1,31 @@
 """The fused mixture against the published way: a full MLP per expert, weighed by the router."""
 
-import copy
-from collections.abc import Mapping
 from itertools import product
 
 import pytest
 import torch
+from naive_mixture import LAYOUTS, naive_mixture
+from tensors import fill
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.pytorch_utils import Conv1D
 
 from coterie.adapters import Adapter, Layout, Mixture, first_experts, of_roles
 from coterie.bases.padding import real_tokens
 from coterie.errors import CoterieError
 
-LAYOUTS = {
-    "one": Layout(1, 0, rank=3),
-    "two": Layout(1, 1, rank=3),
-    "four, top 2": Layout(2, 2, rank=3),
-    "four, top 1": Layout(1, 3, rank=3, top_k=1),
-    "four, top 4": Layout(1, 3, rank=3, top_k=4, scale="rank"),
-    "two, averaged": Layout(0, 2, rank=3, routed=False),
-    "four, averaged": Layout(3, 1, rank=3, routed=False),
-}
-
-
-class NaiveLora(nn.Module):
-    """W x + b + g B A x with the matrices given."""
-
-    def __init__(self, linear: nn.Module, A: Tensor, B: Tensor, gain: float) -> None:
-        super().__init__()
-        self.linear, self.A, self.B, self.gain = linear, A, B, gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.gain * x @ self.A.T @ self.B.T
-
-
-def naive(
-    base_mlp: nn.Module, layout: Layout, path: str, p: Mapping[str, Tensor], x: Tensor
-) -> Tensor:
-    """n full MLPs, each with its own pairs, on every token; p: the adapter's parameters by name."""
-    gain = layout.alpha / (layout.rank**0.5 if layout.scale == "sqrt" else layout.rank)
-    experts = [f"generalist.{i}" for i in range(layout.generalists)]
-    experts += [f"specialist.{i}" for i in range(layout.specialists)]
-    outputs = []
-    for expert in experts:
-        mlp = copy.deepcopy(base_mlp)
-        for name, linear in list(mlp.named_children()):
-            if isinstance(linear, nn.Linear | Conv1D):
-                key = f"{expert}/{path}.{name}"
-                setattr(mlp, name, NaiveLora(linear, p[f"{key}.A"], p[f"{key}.B"], gain))
-        outputs.append(mlp(x))
-    weights = torch.full((*x.shape[:-1], len(experts)), 1 / len(experts), dtype=x.dtype)
-    if layout.routed and len(experts) > 1:
-        scores = x @ p[f"router/{path}.weight"].T
-        top = scores.topk(layout.slots).indices
-        left_out = torch.ones_like(scores).scatter(-1, top, 0).bool()
-        if layout.slots == 1:  # the probability among all experts
-            weights = scores.softmax(-1).masked_fill(left_out, 0)
-        else:
-            weights = scores.masked_fill(left_out, -torch.inf).softmax(-1)
-    return sum(weights[..., [i]] * y for i, y in enumerate(outputs))  # pyright: ignore
-
 
 def filled(base: nn.Module, layout: Layout) -> Adapter:
     """An adapter whose B are not zero, and whose routers are not nearly uniform."""
     adapter = Adapter(base, layout, seed=3, client="ada", common=lambda _: False)
-    chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=chance)
+    fill(adapter.tensors(), 0.3, 5)
     adapter.require_grad(of_roles("dense", "generalist", "specialist", "router"))
+    return adapter
+
+
+def attached(base: PreTrainedModel, layout: Layout) -> Adapter:
+    adapter = filled(base, layout)
+    adapter.attach(base)
     return adapter
 
 
@@ -89,7 +44,7 @@ def test_output_and_every_gradient_equal_the_naive_mixture(
     x = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance).requires_grad_()
     dy = torch.randn(3, 5, 12, dtype=torch.float64, generator=chance)
     mine = {n: p for n, p in adapter.tensors().items() if path in n}
-    y = naive(base_mlp, layout, path, mine, x)
+    y = naive_mixture(base_mlp, layout, path, mine, x)
     wanted = [x, *mine.values()]
     expected = torch.autograd.grad(y, wanted, dy)
     adapter.attach(base)
@@ -106,8 +61,7 @@ def test_gradients_do_not_depend_on_what_else_is_trained(
     base: PreTrainedModel, ids: Tensor, role: str
 ) -> None:
     """Experts' steps and routers' steps skip parts of the hand-written gradient."""
-    adapter = filled(base, Layout(2, 2, rank=3))
-    adapter.attach(base)
+    adapter = attached(base, Layout(2, 2, rank=3))
     base(ids, labels=ids).loss.backward()
     everything = {n: p.grad for n, p in adapter.tensors().items()}
     for parameter in adapter.tensors().values():
@@ -160,8 +114,8 @@ def test_load_balance_equals_its_formula(base: PreTrainedModel) -> None:
     P = logits.softmax(-1).mean(0).tolist()
     uniform = 4 * sum(a * b for a, b in zip(f, P, strict=True))
     generalist = 2 * f[0] * P[0] + 2 * 3 * sum(f[j] * P[j] for j in (1, 2, 3))
-    assert mixture.load_balance("uniform").item() == pytest.approx(uniform, abs=1e-12)
-    assert mixture.load_balance("generalist").item() == pytest.approx(generalist, abs=1e-12)
+    balances = [mixture.load_balance(f).item() for f in ("uniform", "generalist")]
+    assert balances == pytest.approx([uniform, generalist], abs=1e-12)
     weights = torch.zeros(4, dtype=torch.float64)
     for row in logits:
         best, chosen = row.topk(2)
@@ -183,8 +137,7 @@ def test_load_balance_is_one_at_its_optimum(
 
 
 def test_load_balance_of_two_experts_is_constant(base: PreTrainedModel, ids: Tensor) -> None:
-    adapter = filled(base, Layout())
-    adapter.attach(base)
+    adapter = attached(base, Layout())
     base(ids)
     assert not adapter.balances
     for form in ("uniform", "generalist"):
@@ -196,17 +149,15 @@ def test_load_balance_of_two_experts_is_constant(base: PreTrainedModel, ids: Ten
 def test_load_balance_is_the_mean_over_layers_and_trains_routers(
     base: PreTrainedModel, ids: Tensor
 ) -> None:
-    adapter = filled(base, Layout(1, 3))
-    adapter.attach(base)
+    adapter = attached(base, Layout(1, 3))
     base(ids)
     assert adapter.balances
     layers = [m.load_balance("uniform") for m in base.modules() if isinstance(m, Mixture)]
     loss = adapter.load_balance("uniform")
     torch.testing.assert_close(loss, sum(layers) / len(layers))
     loss.backward()
-    assert all(
-        p.grad is not None and p.grad.any() for p in adapter.tensors(of_roles("router")).values()
-    )
+    routers = adapter.tensors(of_roles("router")).values()
+    assert all(p.grad is not None and p.grad.any() for p in routers)
     assert all(w.sum().item() == pytest.approx(1) for w in adapter.routing().values())
 
 
@@ -229,8 +180,7 @@ def test_top_k_larger_than_experts_is_refused(experts: int, k: int) -> None:
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2)], ids=["two", "four, top 2"])
 def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout: Layout) -> None:
     base.float()
-    adapter = filled(base, layout)
-    adapter.attach(base)
+    adapter = attached(base, layout)
     exact = base(ids, labels=ids).loss
     with torch.autocast("cpu", torch.bfloat16):
         rounded = base(ids, labels=ids).loss
@@ -244,8 +194,7 @@ def test_under_autocast_near_float32(base: PreTrainedModel, ids: Tensor, layout:
 def test_padding_is_in_no_figure_of_the_routing(
     base: PreTrainedModel, ids: Tensor, layout: Layout
 ) -> None:
-    adapter = filled(base, layout)
-    adapter.attach(base)
+    adapter = attached(base, layout)
     short = ids[:1, :-4]
     base(short)
     expected = {**adapter.routing(), "balance": adapter.load_balance("uniform").detach()}
@@ -267,8 +216,7 @@ def test_of_the_wide_part_only_the_frozen_products_are_kept(
     base: PreTrainedModel, ids: Tensor, layout: Layout
 ) -> None:
     """Whatever the number of experts: a long window's activations are mostly these."""
-    adapter = filled(base, layout)
-    adapter.attach(base)
+    attached(base, layout)
     shapes: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:

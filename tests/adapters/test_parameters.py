@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,12 +31,8 @@ PLACES = {
         "attn.c_proj": "attention.out",
     },
     "llama": {
-        "mlp.up_proj": "mlp.up",
-        "mlp.gate_proj": "mlp.gate",
-        "mlp.down_proj": "mlp.down",
-        "self_attn.q_proj": "attention.q",
-        "self_attn.k_proj": "attention.k",
-        "self_attn.v_proj": "attention.v",
+        **{f"mlp.{name}_proj": f"mlp.{name}" for name in ("up", "gate", "down")},
+        **{f"self_attn.{name}_proj": f"attention.{name}" for name in "qkv"},
         "self_attn.o_proj": "attention.out",
     },
 }
@@ -51,33 +48,25 @@ def adapter_of(base: nn.Module, **layout: Any) -> Adapter:
     return Adapter(base, Layout(**numbers | layout), 0, "ada", common)
 
 
-def of_layers(base: PreTrainedModel) -> dict[str, tuple[int, str]]:
-    """By path of each linear layer: the number of its layer, and its place."""
-    kind = base.config.model_type
-    return {
-        f"{LAYERS[kind]}.{i}.{end}": (i, place)
-        for i in range(2)
-        for end, place in PLACES[kind].items()
-    }
-
-
 def expected(base: PreTrainedModel, frozen: str = "") -> dict[str, tuple[Any, ...]]:
     """By name: role, factor, expert, layer, place and start of one generalist, two specialists,
     a router, and the pairs on attention; `frozen` stands before the names of A."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for path, (layer, place) in of_layers(base).items():
+    parts: dict[str, tuple[Any, ...]] = {}
+    kind = base.config.model_type
+    for layer, (end, place) in product(range(2), PLACES[kind].items()):
+        path = f"{LAYERS[kind]}.{layer}.{end}"
         dense = [("dense", "dense", None)]
         experts = [("generalist.0", "generalist", 0)]
         experts += [(f"specialist.{n}", "specialist", n) for n in (0, 1)]
         for prefix, role, number in experts if place.startswith("mlp.") else dense:
             at = (number, layer, place)
             A = "frozen" if frozen else role
-            found[f"{frozen}{prefix}/{path}.A"] = (A, "A", *at, "kaiming")
-            found[f"{prefix}/{path}.B"] = (role, "B", *at, "zero")
-        mlp = path.rpartition(".")[0]
+            parts[f"{frozen}{prefix}/{path}.A"] = (A, "A", *at, "kaiming")
+            parts[f"{prefix}/{path}.B"] = (role, "B", *at, "zero")
         if place == "mlp.up":
-            found[f"router/{mlp}.weight"] = ("router", None, None, layer, "mlp", "normal")
-    return found
+            mlp = path.rpartition(".")[0]
+            parts[f"router/{mlp}.weight"] = ("router", None, None, layer, "mlp", "normal")
+    return parts
 
 
 def described(parts: dict[str, Parameter]) -> dict[str, tuple[Any, ...]]:
@@ -98,16 +87,6 @@ def test_experts_routers_and_attention_say_what_they_are(
         assert part.name == name
         assert part.tensor is adapter.tensors()[name]
         assert part.path in name
-
-
-def test_names_are_those_of_messages_and_states_of_old(base: PreTrainedModel) -> None:
-    up = {"gpt2": "transformer.h.0.mlp.c_fc", "llama": "model.layers.0.mlp.gate_proj"}
-    out = {"gpt2": "transformer.h.1.attn.c_proj", "llama": "model.layers.1.self_attn.o_proj"}
-    kind = base.config.model_type
-    mlp = up[kind].rpartition(".")[0]
-    names = {f"generalist.0/{up[kind]}.A", f"specialist.1/{up[kind]}.B", f"dense/{out[kind]}.A"}
-    assert names | {f"router/{mlp}.weight"} <= adapter_of(base).parameters().keys()
-    assert f"frozen/dense/{out[kind]}.A" in adapter_of(base, freeze_A=True).parameters()
 
 
 def test_layers_that_a_pattern_names_have_their_places_too(base: PreTrainedModel) -> None:
@@ -167,23 +146,19 @@ def test_amole_s_parts_are_by_expert_and_views_of_its_stacks(
         assert adapter.parameters()[f"domain.1/{path}.A"].tensor.eq(3).all()
 
 
-@pytest.mark.parametrize(
-    ("make_prompt", "names"),
-    [
-        (lambda base: soft_prompt(base, 4, 0, 0.02), ["prompt/embedding.weight"]),
-        (
-            lambda base: prompt_encoder(base, 4, 6, 0),
-            [
-                "prompt/embedding.weight",
-                *(f"prompt/mlp_head.{i}.{end}" for i in (0, 2, 4) for end in ("bias", "weight")),
-            ],
-        ),
-    ],
-    ids=["soft prompt", "encoder"],
-)
-def test_prompts_stand_on_no_layer(
-    base: PreTrainedModel, make_prompt: Callable[[PreTrainedModel], Any], names: list[str]
-) -> None:
+PROMPTS: dict[str, tuple[Callable[[PreTrainedModel], Any], list[str]]] = {
+    "soft prompt": (lambda base: soft_prompt(base, 4, 0, 0.02), []),
+    "encoder": (
+        lambda base: prompt_encoder(base, 4, 6, 0),
+        [f"mlp_head.{i}.{end}" for i in (0, 2, 4) for end in ("bias", "weight")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_prompts_stand_on_no_layer(base: PreTrainedModel, kind: str) -> None:
+    make_prompt, more = PROMPTS[kind]
+    names = [f"prompt/{name}" for name in ("embedding.weight", *more)]
     adapter = make_prompt(base)
     parts = adapter.parameters()
     assert list(parts) == names == list(adapter.tensors(of_roles("prompt")))
@@ -213,9 +188,7 @@ def test_first_values_ask_whether_a_part_is_common() -> None:
         initialise(parts, 3, client, common)
         return torch.stack([part.tensor.detach() for part in parts])
 
-    ada, bob = (
-        drawn(client, lambda parameter: parameter.role == "dense") for client in ("ada", "bob")
-    )
-    same = [torch.equal(one, other) for one, other in zip(ada, bob, strict=True)]
+    drawings = zip(*(drawn(c, lambda p: p.role == "dense") for c in ("ada", "bob")), strict=True)
+    same = [torch.equal(*pair) for pair in drawings]
     assert same == [True, False, True]  # what is frozen is common in any case
     assert torch.equal(drawn("ada", lambda _: True), drawn("bob", lambda _: True))

@@ -10,8 +10,4 @@ from coterie.alignment import Vocabulary
 @pytest.fixture
 def vocabulary() -> Callable[..., Vocabulary]:
     """Makes a vocabulary of some tokens; keyword arguments are its roles."""
-
-    def make(*tokens: bytes | None, **roles: int) -> Vocabulary:
-        return Vocabulary(tokens, roles)
-
-    return make
+    return lambda *tokens, **roles: Vocabulary(tokens, roles)

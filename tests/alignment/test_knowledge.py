@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from in_memory import sentencepiece
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -35,15 +35,7 @@ ITEMS = [
 
 
 def llama_like() -> PreTrainedTokenizerBase:
-    """SentencePiece's way: a space put first, unknown characters spelt in bytes."""
-    raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    special = ["<unk>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
-    raw.train_from_iterator([item.answer for item in ITEMS[:2]] * 2, trainer)
+    raw = sentencepiece([item.answer for item in ITEMS[:2]] * 2, 320, "</s>")
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="</s>")
 
 
@@ -66,11 +58,11 @@ def positions(name: str, items: list[Instruction]) -> Positions:
     return Positions.of(encoded(name, items), TOKENIZERS[name])
 
 
-def knowledge(of: Positions, k: int = 2) -> Knowledge:
+def knowledge(of: Positions) -> Knowledge:
     """What somebody might predict there: numbers that tell positions apart."""
-    p = len(of.ends)
-    tokens = torch.arange(p * k, dtype=torch.int32).view(p, k) % VOCABULARY
-    logprobs = -torch.arange(1, p * k + 1).view(p, k).half() / (p * k) - 1
+    p, size = len(of.ends), 2 * len(of.ends)
+    tokens = torch.arange(size, dtype=torch.int32).view(p, 2) % VOCABULARY
+    logprobs = -torch.arange(1, size + 1).view(p, 2).half() / size - 1
     losses = torch.arange(1, len(of.samples) + 1).float()
     lognorm = -torch.arange(p).float() / p
     return Knowledge(of.samples, losses, of.starts, of.ends, tokens, logprobs, lognorm)
@@ -176,12 +168,9 @@ def test_warping_goes_over_the_text_between_positions(student, teacher, change) 
         found = dynamic(*pieces)
         for text in mine:
             place = found[here.index(text)] if text != "?" else -1
-            expected.append(there.index((*item_key(item), other[place])) if place >= 0 else -1)
+            key = (item.prompt, item.answer, other[place])
+            expected.append(there.index(key) if place >= 0 else -1)
     assert got.tolist() == expected
-
-
-def item_key(item: Instruction) -> tuple[str, str]:
-    return item.prompt, item.answer
 
 
 def test_a_sample_that_stands_twice_learns_twice() -> None:
@@ -239,19 +228,17 @@ def test_what_was_told_is_received() -> None:
 TOLD = knowledge(positions("gpt2", ITEMS)).tensors()
 
 
-def changed(name: str, place: int, value: float) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[name] = tensors[name].clone()
-        tensors[name].view(-1)[place] = value
-
-    return change
+Change = Callable[[Tensor], Any]
 
 
-def reshaped(name: str, how: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors[name] = how(tensors[name])
+def altered(name: str, how: Change) -> dict[str, Tensor]:
+    return TOLD | {name: how(TOLD[name])}
 
-    return change
+
+def changed(name: str, place: int, value: float) -> dict[str, Tensor]:
+    tensor = TOLD[name].clone()
+    tensor.view(-1)[place] = value
+    return TOLD | {name: tensor}
 
 
 DAMAGE = {
@@ -263,12 +250,12 @@ DAMAGE = {
     "reads backwards": changed("ends", 0, 99),
     "better than certain": changed("losses", 1, -0.1),
     "before the text": changed("ends", 0, -2),
-    "a whole sample within a character": reshaped("ends", lambda t: torch.full_like(t, -1)),
+    "a whole sample within a character": altered("ends", lambda t: torch.full_like(t, -1)),
     "a token too many": changed("tokens", 3, VOCABULARY),
     "a token too few": changed("tokens", 3, -2),
     "more than all": changed("lognorm", 1, 0.5),
     **{
-        f"{what} of {name}": reshaped(name, how)
+        f"{what} of {name}": altered(name, how)
         for name in TOLD
         for what, how in {
             "one dimension more": lambda t: t[None],
@@ -283,10 +270,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_refused(damage) -> None:
-    tensors = dict(TOLD)
-    DAMAGE[damage](tensors)
     with pytest.raises(MessageError):
-        Knowledge.received(tensors, VOCABULARY, TOP)
+        Knowledge.received(DAMAGE[damage], VOCABULARY, TOP)
 
 
 def test_more_tokens_at_a_position_than_asked_for_are_refused() -> None:

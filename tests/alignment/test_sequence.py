@@ -1,12 +1,12 @@
 """Positions of two tokenizers against the bytes that they have read, and warping by enumeration."""
 
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import edits, sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from coterie.alignment.sequence import WITHIN, dynamic, ends, keyed, matched
@@ -46,18 +46,6 @@ def byte_level_bpe() -> Tokenizer:
     return found
 
 
-def sentencepiece() -> Tokenizer:
-    """As Llama's: a space is put before the text, and what is unknown is spelt in bytes."""
-    found = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    found.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    special = ["<unk>", *(f"<0x{n:02X}>" for n in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
-    found.train_from_iterator(CORPUS, trainer)
-    return found
-
-
 def wordpiece() -> Tokenizer:
     """As BERT's: spaces, capitals and accents are lost."""
     found = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -70,7 +58,7 @@ def wordpiece() -> Tokenizer:
     return found
 
 
-TOKENIZERS = {"bytes": byte_level_bpe(), "pieces": sentencepiece(), "words": wordpiece()}
+TOKENIZERS = {"bytes": byte_level_bpe(), "pieces": sentencepiece(CORPUS, 330), "words": wordpiece()}
 
 
 def read(name: str, text: str) -> list[int]:
@@ -142,19 +130,20 @@ def test_positions_of_any_text_match_where_the_same_has_been_read(text) -> None:
     compare(text)
 
 
-def test_within_an_emoji_nothing_matches() -> None:
-    """Four bytes of an emoji: three positions between them."""
-    assert ends([(0, 1), *[(1, 2)] * 4, (2, 3)]) == [0, 1, WITHIN, WITHIN, WITHIN, 2, 3]
+OFFSETS: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
+    "four bytes of an emoji": ([(0, 1), *[(1, 2)] * 4, (2, 3)], [0, 1, *[WITHIN] * 3, 2, 3]),
+    "the last of equal ends": ([(0, 0), (0, 2), (2, 2), (2, 3)], [WITHIN, 0, WITHIN, 2, 3]),
+    "nothing": ([], [0]),
+    "tokens that end within characters": (
+        [(0, 2), (1, 2), (2, 4), (3, 5)],
+        [0, WITHIN, 2, WITHIN, 5],
+    ),
+}
 
 
-def test_of_positions_at_the_same_end_the_last_counts() -> None:
-    assert ends([(0, 0), (0, 2), (2, 2), (2, 3)]) == [WITHIN, 0, WITHIN, 2, 3]
-    assert ends([]) == [0]
-
-
-def test_a_token_that_ends_within_a_character() -> None:
-    """A letter with the first half of an emoji, its second half, and one that spans two."""
-    assert ends([(0, 2), (1, 2), (2, 4), (3, 5)]) == [0, WITHIN, 2, WITHIN, 5]
+@pytest.mark.parametrize(("offsets", "positions"), OFFSETS.values(), ids=OFFSETS)
+def test_within_a_character_nothing_matches(offsets, positions) -> None:
+    assert ends(offsets) == positions
 
 
 def test_nothing_matches_a_teacher_without_positions() -> None:
@@ -170,10 +159,8 @@ NUMBERS = st.lists(st.integers(-1, 9), max_size=8)
 @settings(max_examples=150, deadline=None)
 def test_numbers_in_any_order_are_matched(student, teacher, nothing) -> None:
     teacher = [*teacher, *[-1] * nothing]
-    got = matched(
-        torch.tensor(student, dtype=torch.int64), torch.tensor(teacher, dtype=torch.int64)
-    )
-    assert got.tolist() == pairs(student, teacher)
+    numbers = (torch.tensor(each, dtype=torch.int64) for each in (student, teacher))
+    assert matched(*numbers).tolist() == pairs(student, teacher)
 
 
 LISTS = st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=5), min_size=1, max_size=5)
@@ -193,15 +180,6 @@ def test_keys_keep_texts_apart(texts, data) -> None:
         assert (a == -1) == (key < 0 or end < 0)
         for b, other in zip(got, named, strict=True):
             assert (a == b) == (((key, end) == other) if a >= 0 else b < 0)
-
-
-@cache
-def edits(a: str, b: str) -> int:
-    """Levenshtein's distance by its definition."""
-    if not a or not b:
-        return len(a) + len(b)
-    changed = edits(a[1:], b[1:]) + (a[0] != b[0])
-    return min(edits(a[1:], b) + 1, edits(a, b[1:]) + 1, changed)
 
 
 def warpings(i: int, j: int) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int]]]]:
@@ -240,13 +218,14 @@ def test_equal_sequences_are_matched_one_to_one(tokens) -> None:
     assert dynamic(tokens, tokens) == list(range(len(tokens) + 1))
 
 
-def test_warping_by_hand() -> None:
-    """A word that the teacher spells with two tokens is told by neither of them."""
-    assert dynamic([" dog", " utilize"], [" dog", " util", "ize"]) == [0, 1, -1]
-    assert dynamic([" dog", " util", "ize"], [" dog", " utilize"]) == [0, 1, 2, 2]
-
-
-@pytest.mark.parametrize(("student", "expected"), [([], [0]), (["a", "b"], [0, -1, -1])])
-def test_warping_onto_nothing(student, expected) -> None:
-    assert dynamic(student, []) == expected
-    assert dynamic([], student) == [0]
+@pytest.mark.parametrize(
+    ("student", "teacher", "expected"),
+    [
+        # A word that the teacher spells with two tokens is told by neither of them.
+        ([" dog", " utilize"], [" dog", " util", "ize"], [0, 1, -1]),
+        ([" dog", " util", "ize"], [" dog", " utilize"], [0, 1, 2, 2]),
+        *(([], [], [0]), (["a", "b"], [], [0, -1, -1]), ([], ["a", "b"], [0])),
+    ],
+)
+def test_warping_by_hand(student, teacher, expected) -> None:
+    assert dynamic(student, teacher) == expected

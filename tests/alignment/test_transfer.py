@@ -2,10 +2,12 @@
 
 import math
 
+import naive_transfer
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_transfer import in_dictionary
 from torch import Tensor
 
 from coterie.alignment.transfer import SoftTargets, first, mixed, translated
@@ -14,6 +16,10 @@ TEACHER, STUDENT = 9, 5
 NONE = -math.inf
 MAPS = st.lists(st.integers(-1, STUDENT - 1), min_size=TEACHER, max_size=TEACHER)
 TEMPERATURES = st.sampled_from([0.5, 1.0, 2.0])
+
+
+def dense(probs: SoftTargets) -> Tensor:
+    return naive_transfer.dense(probs, STUDENT)
 
 
 @st.composite
@@ -34,26 +40,11 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return torch.tensor(tokens, dtype=torch.int32), torch.tensor(logprobs)
 
 
-def naive(
-    tokens: list[int], logprobs: list[float], ids: list[int], temperature: float
-) -> tuple[dict[int, float], float]:
-    """The student's tokens with their probabilities, and the probability of what is kept."""
-    kept: dict[int, float] = {}
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        if token >= 0 and ids[token] >= 0 and ids[token] not in kept:
-            kept[ids[token]] = logprob
-    total = sum(math.exp(logprob / temperature) for logprob in kept.values())
-    probs = {token: math.exp(value / temperature) / total for token, value in kept.items()}
-    return probs, sum(map(math.exp, kept.values()))
-
-
 def as_dict(probs: SoftTargets, row: int) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for token, prob in zip(probs.tokens[row].tolist(), probs.probs[row].tolist(), strict=True):
-        if prob:
-            assert token not in found
-            found[token] = prob
-    return found
+    pairs = zip(probs.tokens[row].tolist(), probs.probs[row].tolist(), strict=True)
+    kept = [(token, prob) for token, prob in pairs if prob]
+    assert len(dict(kept)) == len(kept)
+    return dict(kept)
 
 
 @given(rows(), MAPS, TEMPERATURES)
@@ -69,7 +60,7 @@ def test_predictions_are_those_of_a_dictionary(given_rows, ids, temperature) -> 
     assert got.tokens.shape == got.probs.shape == tokens.shape
     assert ((got.tokens >= 0) & (got.tokens < STUDENT)).all()
     for row in range(len(tokens)):
-        probs, mass = naive(tokens[row].tolist(), logprobs[row].tolist(), ids, temperature)
+        probs, mass = in_dictionary(tokens[row].tolist(), logprobs[row].tolist(), ids, temperature)
         assert as_dict(got, row) == pytest.approx(probs, abs=1e-5)
         assert got.mass[row].item() == pytest.approx(mass, abs=1e-5)
         total = got.probs[row].sum().item()
@@ -118,15 +109,6 @@ def some(seed: int, p: int, k: int) -> SoftTargets:
     tokens = torch.randint(STUDENT, (p, k), generator=chance)
     probs = torch.rand(p, k, generator=chance).softmax(-1)
     return SoftTargets(tokens, probs, torch.rand(p, generator=chance))
-
-
-def dense(probs: SoftTargets) -> Tensor:
-    """(p, vocabulary), by adding up."""
-    found = torch.zeros(len(probs.mass), STUDENT)
-    for row, (tokens, values) in enumerate(zip(probs.tokens, probs.probs, strict=True)):
-        for token, value in zip(tokens.tolist(), values.tolist(), strict=True):
-            found[row, token] += value
-    return found
 
 
 def test_of_labels_all_is_on_one_token() -> None:

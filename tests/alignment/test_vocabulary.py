@@ -4,15 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from coterie.alignment import Vocabulary
@@ -28,7 +21,7 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = trainers.BpeTrainer(
+    trainer: Any = BpeTrainer(
         vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"]
     )
     tokenizer.train_from_iterator(TEXT, trainer)
@@ -139,19 +132,9 @@ def test_other_things_are_refused() -> None:
 
 
 def test_digests_tell_vocabularies_apart(vocabulary) -> None:
-    some = [
-        vocabulary(),
-        vocabulary(b""),
-        vocabulary(None),
-        vocabulary(b"a", b"b"),
-        vocabulary(b"b", b"a"),
-        vocabulary(b"ab"),
-        vocabulary(b"a", b"b", None),
-        vocabulary(b"none;"),
-        vocabulary(None, None),
-        vocabulary(None, None, eos=0),
-        vocabulary(None, None, eos=1),
-    ]
+    tokens = [(), (b"",), (None,), (b"a", b"b"), (b"b", b"a"), (b"ab",), (b"a", b"b", None)]
+    some = [vocabulary(*each) for each in (*tokens, (b"none;",), (None, None))]
+    some += [vocabulary(None, None, eos=0), vocabulary(None, None, eos=1)]
     assert len({v.digest for v in some}) == len(some)
     assert vocabulary(b"a", None, eos=1).digest == vocabulary(b"a", None, eos=1).digest
     both = vocabulary(None, None, bos=0, eos=1), vocabulary(None, None, eos=1, bos=0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_memory import edits
 from real_vocabularies import REAL, real_vocabulary
 
 from coterie.alignment import (
@@ -26,16 +27,6 @@ TOKENS = st.one_of(
     st.none(), st.text(alphabet="ab\xff\x00", max_size=7).map(lambda t: t.encode("latin-1"))
 )
 VOCABULARIES = st.lists(TOKENS, max_size=14).map(lambda tokens: Vocabulary(tuple(tokens), {}))
-
-
-def edits(a: bytes, b: bytes) -> int:
-    """Levenshtein's distance by its recurrence."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        above, row[0] = row[0], i
-        for j, y in enumerate(b, start=1):
-            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (x != y))
-    return row[-1]
 
 
 def naive(source: Vocabulary, target: Vocabulary) -> tuple[list[int], list[int]]:
@@ -99,15 +90,16 @@ def test_special_tokens_by_role(vocabulary) -> None:
     only_eos = vocabulary(b"x", None, eos=1)
     only_bos = vocabulary(b"x", None, bos=1)
     none = vocabulary(b"y", None)
-    assert vocabulary_map(full, full).ids.tolist() == [0, 1, 2, 3, 4]
-    assert vocabulary_map(full, only_eos).ids.tolist() == [1, 1, -1, 1, 0]
-    assert vocabulary_map(full, only_bos).ids.tolist() == [1, 1, -1, -1, 0]
-    assert vocabulary_map(full, none).ids.tolist() == [-1, -1, -1, -1, 0]
-    assert vocabulary_map(full, none).distances.tolist() == [-1, -1, -1, -1, 1]
-    assert vocabulary_map(full, only_eos).distances.tolist() == [0, 0, -1, 0, 0]
-    assert vocabulary_map(none, full).ids.tolist() == [4, -1]
     several = vocabulary(None, bos=0, eos=0, unk=0, pad=0)
-    assert vocabulary_map(several, full).ids.tolist() == [1]  # the end first
+    for source, target, ids, distances in (
+        (full, full, [0, 1, 2, 3, 4], [0] * 5),
+        (full, only_eos, [1, 1, -1, 1, 0], [0, 0, -1, 0, 0]),
+        (full, only_bos, [1, 1, -1, -1, 0], [0, 0, -1, -1, 0]),
+        (full, none, [-1, -1, -1, -1, 0], [-1, -1, -1, -1, 1]),
+        (none, full, [4, -1], [1, -1]),
+        (several, full, [1], [0]),  # the end first
+    ):
+        same(vocabulary_map(source, target), (ids, distances))
 
 
 def test_nothing_to_map_to(vocabulary) -> None:

@@ -21,11 +21,9 @@ def test_seeds_are_together_and_settings_that_differ_are_in_the_label(written, t
     written("cmp/comigs-b", {"name": "comigs-1g1s", "mlp": {"rank": 8}, "router": {"every": 9}})
     (experiment,) = experiments([tmp_path / "cmp"])
     assert experiment.name == "cmp"
-    assert {label: [r.config["seed"] for r in runs] for label, runs in experiment.runs.items()} == {
-        "local": [0, 1],
-        "comigs-1g1s router.every=5": [0],
-        "comigs-1g1s router.every=9": [0],
-    }
+    seeds = {label: [r.config["seed"] for r in runs] for label, runs in experiment.runs.items()}
+    mixtures = {f"comigs-1g1s router.every={every}": [0] for every in (5, 9)}
+    assert seeds == {"local": [0, 1], **mixtures}
     assert experiment.clients == ["anna", "ben"]
 
 
@@ -101,9 +99,8 @@ def test_series_have_a_mean_where_all_clients_of_a_run_have_a_figure(written, tm
         written(f"cmp/{seed}", LOCAL, seed, figures)
     (experiment,) = experiments([tmp_path / "cmp"])
     series = experiment.series.loc["local"]
-    assert series[MEAN].dropna().to_dict() == {
-        (n, r): m for n in (0, 1) for r, m in ((2, 6), (4, 15))
-    }
+    means = {(n, r): m for n in (0, 1) for r, m in ((2, 6), (4, 15))}
+    assert series[MEAN].dropna().to_dict() == means
     assert series["server"].dropna().to_dict() == {(0, 2): 4, (1, 2): 4}
     assert experiment.clients == ["anna", "ben"]
 

@@ -1,18 +1,41 @@
 """`coterie base --fit` finds settings that fit a GPU, from the base's configuration alone."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from published import CONFIGURATIONS, write_published
 from typer.testing import CliRunner
 
 from coterie.analysis.fit import CONTEXT, SPARE, fitting, parsed_size
 from coterie.analysis.need import need_of
-from coterie.bases import load_skeleton
+from coterie.bases import load_skeleton, load_tokenizer
 from coterie.cli import app
 from coterie.config.run import RunConfig, parse
 from coterie.errors import CoterieError
+
+KEYS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
+SHAPES = {
+    "qwen2.5-0.5b": ("qwen2", 896, 4864, 24, 151936, 14, 2, 64, True),
+    "llama-3.2-1b": ("llama", 2048, 8192, 16, 128256, 32, 8, 64, True),
+    "qwen3-4b": ("qwen3", 2560, 9728, 36, 151936, 32, 8, 128, True),
+    "llama-3.1-8b": ("llama", 4096, 14336, 32, 128256, 32, 8, 128, False),
+}
+"""The shapes of published models, in the order of KEYS."""
+
+
+def write_published(folder: Path, name: str) -> Path:
+    """Write the configuration of a published model, with the tokenizer of a built-in base."""
+    path, shape = folder / name, dict(zip(KEYS, SHAPES[name], strict=True))
+    load_tokenizer("tiny-gpt2").save_pretrained(path)
+    more: dict[str, Any] = {"dtype": "bfloat16", "max_position_embeddings": 32768}
+    more["architectures"] = [f"{str(shape['model_type']).title()}ForCausalLM"]
+    (path / "config.json").write_text(json.dumps(shape | more))
+    return path
 
 
 def run_on(base: Path | str) -> RunConfig:
@@ -39,15 +62,13 @@ def test_the_lines_fit(name, size, weights, tmp_path) -> None:
     values = yaml.safe_load(lines)
     assert values["base"]["weights"] == weights
     need = need_of(parse({**config.as_dict(), **values}), "anna", "cuda")
-    assert need is not None
     assert need.memory / (1 - SPARE) + CONTEXT <= parsed_size(size)
 
 
 def test_a_larger_gpu_gets_larger_batches() -> None:
     config = run_on("tiny-llama")
-    small, large = (
-        yaml.safe_load(fitting(config, "anna", parsed_size(size))[1]) for size in ("1.3GB", "80GB")
-    )
+    texts = [fitting(config, "anna", parsed_size(size))[1] for size in ("1.3GB", "80GB")]
+    small, large = map(yaml.safe_load, texts)
     assert large["training"] == {"batch": 64, "micro_batch": 64, "checkpointing": False}
     assert large["base"]["weights"] == "bf16"
     assert small["training"]["micro_batch"] < 64
@@ -63,8 +84,7 @@ def test_what_fits_nothing_is_told_the_smallest_need() -> None:
 
 
 def test_sizes_have_decimal_or_binary_units() -> None:
-    assert parsed_size("24GB") == 24 * 10**9
-    assert parsed_size(" 1.5 gib") == 3 * 2**29
+    assert (parsed_size("24GB"), parsed_size(" 1.5 gib")) == (24 * 10**9, 3 * 2**29)
     for wrong in ("24", "GB", "24 potatoes", "-1GB", "24KB"):
         with pytest.raises(CoterieError, match="give a size such as 24GB"):
             parsed_size(wrong)
@@ -86,13 +106,8 @@ def test_the_command_takes_a_base_or_a_run(tmp_path) -> None:
 def test_the_configurations_have_the_published_numbers_of_parameters(tmp_path) -> None:
     millions = {
         name: sum(p.numel() for p in load_skeleton(str(path)).parameters()) / 1e6
-        for name in CONFIGURATIONS
+        for name in SHAPES
         if (path := write_published(tmp_path, name))
     }
-    expected = {
-        "qwen2.5-0.5b": 494,
-        "llama-3.2-1b": 1236,
-        "qwen3-4b": 4022,
-        "llama-3.1-8b": 8030,
-    }
+    expected = {"qwen2.5-0.5b": 494, "llama-3.2-1b": 1236, "qwen3-4b": 4022, "llama-3.1-8b": 8030}
     assert {name: round(count) for name, count in millions.items()} == expected

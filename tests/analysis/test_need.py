@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from every_method import METHODS, marks
+from every_method import METHODS, some
 from live import LiveTensors
 
 from coterie.analysis.need import Need, need_of
@@ -46,20 +46,16 @@ def test_weights_and_the_adapter_are_counted_exactly(method, precision, config) 
     tensors = {id(t): t.nbytes for t in (*base.model.parameters(), *base.model.buffers())}
     assert need.weights == sum(tensors.values())
     values = sum(p.nbytes for p in side.adapter.tensors().values())
-    experts = sum(
-        p.tensor.nbytes for p in side.parameters().values() if p.role not in ("router", "frozen")
-    )
+    sent = [p for p in side.parameters().values() if p.role not in ("router", "frozen")]
+    experts = sum(p.tensor.nbytes for p in sent)
     assert need.adapter == 3 * values + experts  # values, moments, the gradients of one level
     assert need.copies < 10_000  # the text that takes the place of the client's texts
 
 
 def test_quantised_weights_take_less(config) -> None:
-    kinds = (None, "int8", "nf4")
-    base = config().base
-    whole, int8, nf4 = (
-        needed(config(base={"name": base.name, "weights": kind}, training={"precision": "bf16"}))
-        for kind in kinds
-    )
+    bases = [{"name": config().base.name, "weights": kind} for kind in (None, "int8", "nf4")]
+    bf16 = {"precision": "bf16"}
+    whole, int8, nf4 = (needed(config(base=base, training=bf16)) for base in bases)
     assert nf4.weights < int8.weights < whole.weights
     assert int8.step > nf4.step  # bitsandbytes keeps the inputs of layers in int8
     assert int8.pages == nf4.pages > 0
@@ -82,19 +78,16 @@ def test_what_makes_a_step_smaller_or_larger_changes_the_need(config) -> None:
 def test_what_is_frozen_has_neither_gradients_nor_moments(config) -> None:
     half = needed(config(method="ffa-lora"))
     whole = needed(config(method={"name": "fedavg", "mlp": {"rank": 16, "sets": 1}}))
-    assert half.exchange is not None
-    assert whole.exchange is not None
     assert half.exchange.up < whole.exchange.up  # B alone
     assert half.adapter < whole.adapter
 
 
 UNKNOWN = ("pretrained", "fedprompt", "fedptuning", "fedmkt", "llm2slm")
+MESSAGES = ("fedavg", "comigs-1g1s", "auto", "pcl-2")
 FAST = ("fedavg", "hetlora", "fedamole", "fedmkt", "pcl-3", "auto", "cobo")
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(n, marks=marks(n, FAST, ())) for n in sorted(available())]
-)
+@pytest.mark.parametrize("method", some(FAST, sorted(available()), ()))
 def test_every_method_has_an_estimate_or_none(method, config) -> None:
     need, other = need_of(config(method=METHODS[method]), "poet"), needed(config(method="pcl-2"))
     assert (need is None) == method.startswith(UNKNOWN)
@@ -104,15 +97,11 @@ def test_every_method_has_an_estimate_or_none(method, config) -> None:
         assert (need.exchange is None) == (method in ("pcl-3", "cobo"))  # sends what it computes
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["fedavg", "comigs-1g1s", "auto", pytest.param("pcl-2", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("method", some({"fedavg", "comigs-1g1s", "auto"}, MESSAGES))
 def test_messages_have_the_computed_sizes(method, config) -> None:
     settings = method if method == "auto" else METHODS[method]
     run = config(method=settings, rounds=4, training={"batch": 2})
     sizes = needed(run).exchange
-    assert sizes is not None
     local = start(Session(run), run)
     messages = first_exchange(local)
     up, down = size(messages["poet"]["up"]), size(messages["poet"]["down"])
@@ -125,8 +114,7 @@ def test_messages_have_the_computed_sizes(method, config) -> None:
         assert down == sizes.peers == 2 * sizes.up
         assert sizes.down == 0
     elif method != "auto":
-        assert down == sizes.down
-        assert sizes.peers == 0
+        assert (down, sizes.peers) == (sizes.down, 0)
     assert sizes.server >= bytes_in((local.server, local.value))
 
 
@@ -143,11 +131,8 @@ def clients(count: int) -> list[dict[str, str]]:
     ],
 )
 def test_the_clients_of_a_division_are_counted(divide, names, values) -> None:
-    source = (
-        {"source": "poet.txt"}
-        if divide["by"] == "even"
-        else {"source": {"x": "poet.txt", "y": "whaler.txt"}}
-    )
+    texts = {"x": "poet.txt", "y": "whaler.txt"}
+    source = {"source": "poet.txt" if divide["by"] == "even" else texts}
     run = parse({k: v for k, v in values(divide=source | divide).items() if k != "clients"})
     assert client_names(run) == names
 
@@ -155,36 +140,26 @@ def test_the_clients_of_a_division_are_counted(divide, names, values) -> None:
 @pytest.mark.parametrize("method", ["pcl-2", "auto", "fedamole", "fedavg"])
 def test_needs_grow_with_the_number_of_clients(method, values) -> None:
     settings = {"name": "fedamole"} if method == "fedamole" else METHODS[method]
-    few, some, many = (
-        needed(parse(values(method=settings, clients=clients(n)))) for n in (3, 4, 40)
-    )
-    assert few.exchange is not None
-    assert some.exchange is not None
-    assert many.exchange is not None
+    runs = [parse(values(method=settings, clients=clients(n))) for n in (3, 4, 40)]
+    few, more, many = map(needed, runs)
     peers = {"pcl-2": (3, 4, 40), "auto": (3, 4, 16)}.get(method, (0, 0, 0))
-    one = few.exchange.peers / max(1, peers[0])
-    assert few.exchange.peers == pytest.approx(peers[0] * one)
-    assert some.exchange.peers == pytest.approx(peers[1] * one)
-    assert many.exchange.peers == pytest.approx(peers[2] * one)
+    sizes = [need.exchange.peers for need in (few, more, many)]
+    assert sizes == pytest.approx([count * sizes[0] / max(1, peers[0]) for count in peers])
     assert (many.exchange.server > few.exchange.server) == (method != "fedavg")
-    assert many.disk > some.disk > few.disk
-    assert few.exchange.up == some.exchange.up == many.exchange.up or method == "fedamole"
+    assert many.disk > more.disk > few.disk
+    assert few.exchange.up == more.exchange.up == many.exchange.up or method == "fedamole"
     assert many.receiving >= few.receiving
 
 
 def test_the_servers_memory_grows_with_the_clients_in_a_download(values) -> None:
     """A download of auto contains the pairs of at most 16 other clients."""
-    servers = [
-        needed(parse(values(method="auto", clients=clients(n)))).exchange for n in (3, 16, 40)
-    ]
-    few, most, more = (sizes.server for sizes in servers if sizes is not None)
+    runs = [parse(values(method="auto", clients=clients(n))) for n in (3, 16, 40)]
+    few, most, more = (needed(run).exchange.server for run in runs)
     assert few < most == more
 
 
 def test_residuals_of_exact_averages_are_counted(config) -> None:
     exact, mean = needed(config(method=METHODS["fedavg, exact"])), needed(config(method="fedavg"))
-    assert exact.exchange is not None
-    assert mean.exchange is not None
     assert exact.exchange.down > 2 * mean.exchange.down
     assert exact.exchange.server > mean.exchange.server
     assert exact.receiving > mean.receiving
@@ -208,6 +183,5 @@ def test_applying_a_download_holds_what_is_computed(method, config) -> None:
         local.step(local.config.turn(1), local.names)
     payload = local.download("poet")
     with LiveTensors() as tensors:
-        message = local.schema.receive("down", payload)
-        local.clients["poet"].receive(message)
+        local.clients["poet"].receive(local.schema.receive("down", payload))
     assert tensors.peak + len(payload) < 1.1 * need.receiving + need.step

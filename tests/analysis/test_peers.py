@@ -53,9 +53,7 @@ def test_shares_are_compared_in_points(written, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"perplexities": None}], ids=["seed", "unfinished"])
-def test_nothing_is_compared_with_another_seed_or_an_unfinished_run(
-    other, written, tmp_path
-) -> None:
+def test_no_comparison_with_another_seed_or_an_unfinished_run(other, written, tmp_path) -> None:
     written("us/auto", AUTO, figures=FIRST)
     written("us/local", {"name": "local"}, **other)
     assert said(tmp_path / "us")[0] == "anna learns with carl (0.45) and ben (0.25)"
@@ -66,8 +64,7 @@ def test_nothing_is_compared_with_another_seed_or_an_unfinished_run(
     [(1, "trained", None), (2, "trained", "ben"), (1, "aggregated", "ben"), (3, "trained", "carl")],
 )
 def test_weights_are_those_of_the_model_that_a_client_kept(kept, reports, peers, written) -> None:
-    both = rows(1, anna={"ben": 1.0}) + rows(2, anna={"carl": 1.0})
-    run = written("run", AUTO, figures=both)
+    run = written("run", AUTO, figures=rows(1, anna={"ben": 1.0}) + rows(2, anna={"carl": 1.0}))
     result = json.loads((run / "result.json").read_text())
     result |= {"kept": {"anna": kept, "ben": 1}, "reports": reports}
     (run / "result.json").write_text(json.dumps(result))
@@ -77,12 +74,10 @@ def test_weights_are_those_of_the_model_that_a_client_kept(kept, reports, peers,
 
 def test_many_peers_are_shortened_and_many_clients_summed_up(written, tmp_path) -> None:
     names = [f"c{n:02}" for n in range(21)]
-    equal = dict.fromkeys(names[:13], 1 / 13)
-    few = written("few", AUTO, figures=rows(1, c00=equal))
+    few = written("few", AUTO, figures=rows(1, c00=dict.fromkeys(names[:13], 1 / 13)))
     first = ", ".join(f"{name} (0.08)" for name in names[1:8])
     assert said(few) == [f"c00 learns with {first} and 5 others"]
-    many = [(1, name, "trust", {"c20": 1.0}) for name in names]
-    written("many/auto", AUTO, figures=many)
+    written("many/auto", AUTO, figures=[(1, name, "trust", {"c20": 1.0}) for name in names])
     assert said(tmp_path / "many") == ["20 of 21 clients learn with others (1.0 on average)"]
 
 

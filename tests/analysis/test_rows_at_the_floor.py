@@ -33,10 +33,8 @@ def test_rows_must_exceed_the_floor_by_more_than_chance() -> None:
 
 
 def test_without_scores_by_sample_the_figures_count() -> None:
-    rows = {
-        name: [run(found[0]["items"]["trained"]["ada"]["accuracy"], items={})]
-        for name, found in ROWS.items()
-    }
+    scores = {name: row["items"]["trained"]["ada"]["accuracy"] for name, [row] in ROWS.items()}
+    rows = {name: [run(right, items={})] for name, right in scores.items()}
     assert at_floor(rows, [FLOOR], ACCURACY) == ["same", "low"]
 
 
@@ -49,8 +47,7 @@ def test_a_comparison_has_a_row_for_it_that_is_not_ranked() -> None:
     comparison = Comparison("c", ROWS, floor=[FLOOR])
     *rows, last = comparison.summary()
     assert (last["method"], last["rank"], last["accuracy"]) == (COMMONEST, None, 0.5)
-    assert last["clients"] == {"ada": 0.5}
-    assert [row["rank"] for row in rows] == [1, 3, 2, 4]
+    assert (last["clients"], [row["rank"] for row in rows]) == ({"ada": 0.5}, [1, 3, 2, 4])
     assert [row["at_floor"] for row in rows] == [False, True, True, True]
     assert last["difference"]["value"] == pytest.approx(-25 / 60)
     table, differences = comparison.tables()

@@ -69,10 +69,10 @@ def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
     sizes = {"ada": 5, "bob": 3}
 
     def row(shift: float) -> list[dict[str, Any]]:
-        return [
-            outcome(s, **{n: windows(chance, k, f"{n}{s}", shift) for n, k in sizes.items()})
-            for s in (4, 5, 6)
-        ]
+        def texts(seed: int) -> dict[str, Any]:
+            return {n: windows(chance, k, f"{n}{seed}", shift) for n, k in sizes.items()}
+
+        return [outcome(seed, **texts(seed)) for seed in (4, 5, 6)]
 
     one, other = row(0.1), row(0)
     draws = drawn(monkeypatch)
@@ -97,11 +97,9 @@ def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
     rarer = min(sum(n <= 0 for n in naive), sum(n >= 0 for n in naive))
     assert found.p == pytest.approx(min(1, 2 * (rarer + 1) / (DRAWS + 1)))
-    means = [
-        np.mean([s["perplexity"] for r in results for s in r["trained"].values()])
-        for results in (one, other)
-    ]
-    assert found.value == pytest.approx(means[0] - means[1])
+    scores = ([s["perplexity"] for r in row for s in r["trained"].values()] for row in (one, other))
+    first, second = map(np.mean, scores)
+    assert found.value == pytest.approx(first - second)
 
 
 def test_shares_are_means_over_the_samples_that_have_them() -> None:
@@ -134,14 +132,8 @@ def test_clients_with_the_same_text_are_resampled_together() -> None:
     chance = np.random.default_rng(7)
     better, worse = (windows(chance, 60, "x", shift) for shift in (0, 0.02))
     alone = difference([outcome(0, a=better)], [outcome(0, a=worse)], PERPLEXITY)
-    shared, apart = (
-        difference(
-            [outcome(0, a=better, b={**better, "of": of})],
-            [outcome(0, a=worse, b={**worse, "of": of})],
-            PERPLEXITY,
-        )
-        for of in "xy"
-    )
+    pairs = ([outcome(0, a=x, b={**x, "of": of}) for x in (better, worse)] for of in "xy")
+    shared, apart = (difference([one], [other], PERPLEXITY) for one, other in pairs)
     assert shared == alone
     assert apart.high - apart.low < 0.9 * (alone.high - alone.low)
 
@@ -149,8 +141,7 @@ def test_clients_with_the_same_text_are_resampled_together() -> None:
 def test_only_seeds_that_both_have_are_compared() -> None:
     chance = np.random.default_rng(3)
     runs = [outcome(seed, ada=windows(chance, 20, "x")) for seed in (0, 1, 2)]
-    whole = difference(runs[:2], [runs[1]], PERPLEXITY)
-    assert whole.value == 0  # seed 1 with itself
+    assert difference(runs[:2], [runs[1]], PERPLEXITY).value == 0  # seed 1 with itself
     with pytest.raises(Unpaired, match="no seed in common"):
         difference(runs[:1], runs[1:], PERPLEXITY)
 
@@ -166,14 +157,14 @@ def test_rows_are_compared_each_by_itself() -> None:
         assert found[name] == difference(row, b, PERPLEXITY)
 
 
+OTHER = {"of": "x", "nats": [1], "tokens": [1]}
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"items": {}}, "deployed runs, and runs made with earlier versions of Coterie"),
-        (
-            {"items": {"trained": {"ada": {"of": "x", "nats": [1], "tokens": [1]}}}},
-            "a different round",
-        ),
+        ({"items": {"trained": {"ada": OTHER}}}, "a different round"),
         ({"ada": "y"}, "different clients, texts, tokens or windows"),
         ({"bob": "x"}, "different clients, texts, tokens or windows"),
     ],
@@ -181,10 +172,9 @@ def test_rows_are_compared_each_by_itself() -> None:
 def test_windows_that_cannot_be_paired_are_refused(change, why) -> None:
     chance = np.random.default_rng(4)
     one = outcome(0, ada=windows(chance, 9, "x"))
-    if "items" in change:
-        other = outcome(0, ada=windows(chance, 9, "x")) | change
-    else:
-        other = outcome(0, **{name: windows(chance, 9, of) for name, of in change.items()})
+    texts = {"ada": "x"} if "items" in change else change
+    other = outcome(0, **{name: windows(chance, 9, of) for name, of in texts.items()})
+    other |= change if "items" in change else {}
     for first, second in ((one, other), (other, one)):
         with pytest.raises(Unpaired, match=why):
             difference([first], [second], PERPLEXITY)
@@ -202,13 +192,10 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says(nested, monkeypat
         hard = chance.normal(size=(seeds if nested else 1, count)) / 20
         rows: list[list[Any]] = [[], []]
         for seed in range(seeds):
-            luck = chance.normal() / 50
-            noise = chance.normal(size=count) / 20
-            gain = hard[seed % len(hard)] + luck + noise
+            gain = hard[seed % len(hard)] + chance.normal() / 50 + chance.normal(size=count) / 20
             common = chance.normal(size=count)
             for row, shares in zip(rows, (0.5 + gain + common, common), strict=True):
-                of = f"x{seed % len(hard)}"
-                items = {"of": of, "nats": [1] * count, "tokens": [1] * count}
+                items = {"of": f"x{seed % len(hard)}", "nats": [1] * count, "tokens": [1] * count}
                 row.append(outcome(seed, ada=items | {"accuracy": shares.tolist()}))
         found = difference(rows[0], rows[1], ACCURACY)
         held += found.low <= 0.5 <= found.high

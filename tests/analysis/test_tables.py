@@ -11,10 +11,7 @@ from coterie.analysis import Comparison, Table, run_table
 
 
 def result(**perplexities: float) -> dict:
-    scores = {
-        name: {"perplexity": value, "bits_per_byte": value / 10}
-        for name, value in perplexities.items()
-    }
+    scores = {n: {"perplexity": x, "bits_per_byte": x / 10} for n, x in perplexities.items()}
     return {"reports": "trained", "trained": scores, "aggregated": scores}
 
 
@@ -42,10 +39,10 @@ def test_bits_per_byte_are_dropped_before_a_table_is_split(methods, width) -> No
     results = {f"method-{n}": result(ada=123.45, cleo=157.02) for n in range(methods)}
     tables = (run_table(results), Comparison("x", {n: [r] for n, r in results.items()}).table())
     for table in tables:
-        assert table.narrower is not None
         lines = shown(table, width)
         whole = shown(replace(table, narrower=None), width)
         fits = sum(line.startswith("─") for line in whole) == 1
+        assert table.narrower is not None
         assert lines == (whole if fits else shown(table.narrower, width))
         assert max(map(len, lines)) <= width
         assert "bits" in table.markdown()  # files contain all figures
@@ -59,15 +56,10 @@ def test_the_table_of_the_demo_is_in_one_piece_at_80_columns() -> None:
     assert sum(line.startswith("─") for line in shown(run_table(results))) == 1
 
 
-def test_a_table_of_answers_has_no_narrower_form() -> None:
-    assert run_table({"local": answered(a=0.5, b=1)}).narrower is None
-
-
 def test_a_comparison_ranks_the_means_over_clients_and_seeds() -> None:
     found = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedavg": [result(a=8, b=16)] * 2}
     local, fedavg = Comparison("x", found).summary()
-    assert local["clients"] == {"a": 12, "b": 20}
-    assert local["perplexity"] == 16
+    assert (local["clients"], local["perplexity"]) == ({"a": 12, "b": 20}, 16)
     assert local["std"] == pytest.approx(math.sqrt(2))  # of 15 and 17
     assert (local["rank"], fedavg["rank"], fedavg["std"]) == (2, 1, 0)
     assert "16.00 (1.41)" in shown(Comparison("x", found).table())[4]
@@ -112,7 +104,7 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
         ["worst client", "50.00 (a)", "25.00 (a)"],
         ["std over clients", "35.36", "41.05"],  # of 50 and 100: 25 times the square root of 2
     ]
-    assert table.note == "Higher is better."
+    assert (table.note, table.narrower) == ("Higher is better.", None)
     assert run_table(results, asked="rouge_l").rows[0] == ["a", "25.00", "12.50"]
     assert run_table(results, asked="perplexity").rows[0] == ["a", "1.50 / 0.150", "1.25 / 0.125"]
     mixed = results | {"other": result(a=3, b=5)}  # one method has no accuracy
@@ -120,34 +112,17 @@ def test_a_runs_table_of_answers_shows_one_figure_in_per_cent() -> None:
 
 
 def test_a_comparison_of_answers_ranks_the_most_first() -> None:
-    found = {
-        "local": [answered(a=0.5, b=0.5), answered(a=0.7, b=0.9)],
-        "fedavg": [answered(a=0.75, b=0.85)],
-    }
+    local = [answered(a=0.5, b=0.5), answered(a=0.7, b=0.9)]
+    found = {"local": local, "fedavg": [answered(a=0.75, b=0.85)]}
     comparison = Comparison("x", found)
     assert [row["rank"] for row in comparison.summary()] == [2, 1]
     table = comparison.table()
-    assert table.columns == [
-        "method",
-        "a",
-        "b",
-        "mean (std)",
-        "worst client",
-        "over clients",
-        "rank",
-    ]
-    assert table.rows[0] == [
-        "local",
-        "60.00 (14.14)",
-        "70.00 (28.28)",
-        "65.00 (21.21)",
-        "60.00 (a)",
-        "± 7.07",
-        "2",
-    ]
+    spread = ["mean (std)", "worst client", "over clients", "rank"]
+    assert table.columns == ["method", "a", "b", *spread]
+    own = ["60.00 (14.14)", "70.00 (28.28)"]
+    assert table.rows[0] == ["local", *own, "65.00 (21.21)", "60.00 (a)", "± 7.07", "2"]
     assert "Higher is better." in table.note
-    asked = Comparison("x", found, asked="perplexity")
-    assert [row["rank"] for row in asked.summary()] == [1, 2]
+    assert [row["rank"] for row in Comparison("x", found, asked="perplexity").summary()] == [1, 2]
 
 
 def served(found: dict, perplexity: float) -> dict:
@@ -173,17 +148,12 @@ def test_a_server_with_a_model_is_a_row_that_no_mean_counts() -> None:
 
 
 def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> None:
-    found = {
-        "local": [result(a=10, b=20), result(a=14, b=20)],
-        "fedmkt": [served(result(a=8, b=16), 2), served(result(a=10, b=16), 5)],
-    }
+    servers = [served(result(a=8, b=16), 2), served(result(a=10, b=16), 5)]
+    found = {"local": [result(a=10, b=20), result(a=14, b=20)], "fedmkt": servers}
     local, fedmkt = Comparison("x", found).summary()
     assert local["server"] is None
-    assert fedmkt["server"] == {
-        "perplexity": 3.5,
-        "std": pytest.approx(3 / math.sqrt(2)),  # of 2 and 5
-        "seeds": 2,
-    }
+    std = pytest.approx(3 / math.sqrt(2))  # of 2 and 5
+    assert fedmkt["server"] == {"perplexity": 3.5, "std": std, "seeds": 2}
     assert fedmkt["clients_std"] == {"a": pytest.approx(math.sqrt(2)), "b": 0}
     assert fedmkt["perplexity"] == 12.5  # the mean over clients alone
     table = Comparison("x", found).table()
@@ -198,8 +168,7 @@ def test_a_comparison_has_each_model_s_spread_over_seeds_beside_a_server() -> No
     once = Comparison("x", {method: results[:1] for method, results in found.items()}).table()
     assert once.rows[1] == ["fedmkt", "8.00", "16.00", "12.00", "16.00 (b)", "1.200", "1", "2.00"]
     alone = Comparison("x", {"local": found["local"]}).table()
-    assert alone.columns[-1] == "rank"
-    assert alone.rows[0][1] == "12.00 (2.83)"
+    assert (alone.columns[-1], alone.rows[0][1]) == ("rank", "12.00 (2.83)")
 
 
 def test_figures_are_never_cut_or_wrapped_however_many_there_are() -> None:

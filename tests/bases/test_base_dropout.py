@@ -5,62 +5,39 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coterie import CoterieError
 from coterie.adapters import Adapter, Layout
 from coterie.bases.dropout import base_dropout
 
 RATE = 0.2
-SIZES: dict[str, Any] = {"vocab_size": 61}
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gpt2": (
+        {"n_layer": 2, "n_embd": 16, "n_head": 2},
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    ),
+    "llama": ({"intermediate_size": 24, **LAYERS}, ("attention_dropout",)),
+    "opt": ({"ffn_dim": 24, "word_embed_proj_dim": 16, **LAYERS}, ("dropout", "attention_dropout")),
+    "bloom": (
+        {"n_layer": 2, "hidden_size": 16, "n_head": 2},
+        ("hidden_dropout", "attention_dropout"),
+    ),
+}
+"""The settings of a base, and the names of its dropout rates."""
 IDS = torch.arange(3, 35).view(2, 16)
 
 
-def gpt2(rate: float) -> PreTrainedModel:
-    rates: dict[str, Any] = {"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": rate}
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, **SIZES, **rates))
-
-
-def llama(rate: float) -> PreTrainedModel:
-    config = LlamaConfig(intermediate_size=24, attention_dropout=rate, **SIZES, **LAYERS)
-    return LlamaForCausalLM(config)
-
-
-def opt(rate: float) -> PreTrainedModel:
-    config = OPTConfig(
-        ffn_dim=24,
-        word_embed_proj_dim=16,
-        dropout=rate,
-        attention_dropout=rate,
-        **SIZES,
-        **LAYERS,
-    )
-    return OPTForCausalLM(config)
-
-
-def bloom(rate: float) -> PreTrainedModel:
-    rates: dict[str, Any] = {"hidden_dropout": rate, "attention_dropout": rate}
-    return BloomForCausalLM(BloomConfig(n_layer=2, hidden_size=16, n_head=2, **SIZES, **rates))
-
-
-def made(kind: Any, rate: float) -> PreTrainedModel:
+def made(kind: str, rate: float) -> PreTrainedModel:
+    settings, names = KINDS[kind]
     torch.manual_seed(0)
-    return kind(rate).eval()
+    config = AutoConfig.for_model(kind, vocab_size=61, **settings, **dict.fromkeys(names, rate))
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("kind", [gpt2, llama, opt, bloom])
-def test_it_is_that_of_transformers(kind: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_that_of_transformers(kind) -> None:
     base, other = made(kind, 0.0), made(kind, RATE).train()
     plain = base(IDS).logits
     torch.manual_seed(7)
@@ -79,8 +56,8 @@ def test_it_is_that_of_transformers(kind: Any) -> None:
     assert not torch.equal(wanted, plain)
 
 
-@pytest.mark.parametrize("kind", [gpt2, llama])
-def test_a_mixture_drops_out_where_its_mlp_does(kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_mixture_drops_out_where_its_mlp_does(kind) -> None:
     """Pairs begin as zero, so nothing but dropout tells them from the base."""
     base, other = made(kind, 0.0), made(kind, RATE).train()
     Adapter(base, Layout(), 0, "ada", lambda _: True).attach(base)

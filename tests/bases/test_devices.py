@@ -1,6 +1,8 @@
 """Where bases are computed: what is refused, and how layers are spread over GPUs."""
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,15 +29,12 @@ GPUS = [torch.device(f"cuda:{n}") for n in range(3)]
 def test_a_device_is_no_part_of_a_run_s_identity(device) -> None:
     values = {**CLIENTS, "training": {"precision": "fp32"}}  # unset, it follows the device
     run, plain = parse({**values, "device": device}), parse(values)
-    assert run.as_dict()["device"] == device
-    assert parse(run.as_dict()) == run
+    assert (run.as_dict()["device"], parse(run.as_dict())) == (device, run)
     assert run.digest() == plain.digest()
     assert "device" not in run.visible_to("poet")
 
 
-@pytest.mark.parametrize(
-    "device", ["gpu", "cuda:x", 0, [], ["cuda:0"], ["cuda:1", "cuda:1"], "cpu:1"]
-)
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", 0, [], ["cuda:0"], ["cuda:1"] * 2, "cpu:1"])
 def test_what_is_no_device_is_said_in_a_sentence(device) -> None:
     with pytest.raises(CoterieError, match=r"^device(: give auto, cpu, cuda| should be)"):
         parse({**CLIENTS, "device": device})
@@ -50,8 +49,7 @@ def test_the_error_for_a_missing_device_counts_the_gpus(count, gpus, monkeypatch
     fault = f"'cuda:3' is not available: PyTorch finds {gpus} on this machine; set `device`"
     with pytest.raises(CoterieError, match=fault):
         devices_of(("cuda:0", "cuda:3") if count else "cuda:3")
-    assert names_of("auto") == ("cuda" if count else "cpu")
-    assert names_of("cpu") == "cpu"
+    assert (names_of("auto"), names_of("cpu")) == ("cuda" if count else "cpu", "cpu")
     if count == 2:
         assert names_of(("cuda:1", "cuda:0")) == "cuda:1, cuda:0"
         assert names_of("cuda:1") == "cuda:1"
@@ -98,8 +96,7 @@ def test_a_spread_base_computes_the_same_bits(bases, family) -> None:
     places: dict[str, Any] = dict.fromkeys(placement(skeleton, GPUS), "cpu")
     assert len(places) > 2
     dispatch_model(spread.model, places, force_hooks=True)
-    hooked = [module for module in spread.model.modules() if hasattr(module, "_hf_hook")]
-    assert len(hooked) > 2
+    assert len([module for module in spread.model.modules() if hasattr(module, "_hf_hook")]) > 2
     mine, theirs = result(spread, family), result(plain, family)
     assert len(mine) == len(theirs) > 3
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
@@ -142,9 +139,7 @@ READ = "The GPU has too little memory for the base"
     ("weights", "linear", "others"),
     [("fp32", 4, 4), ("bf16", 2, 2), ("int8", 1, 2), ("nf4", 0.5, 2)],
 )
-def test_a_base_larger_than_its_gpus_is_refused_before_it_is_read(
-    weights, linear, others, count, bases, gpus
-) -> None:
+def test_a_base_larger_than_gpus_is_refused(weights, linear, others, count, bases, gpus) -> None:
     base = BaseSpec(name=str(bases / "llama"), weights=weights)
     size = 0.0
     skeleton = load_skeleton(base.name)
@@ -171,9 +166,7 @@ def test_the_error_states_both_numbers_and_what_helps(bases, monkeypatch, gpus) 
     )
 
 
-def test_a_base_is_compared_with_the_main_memory_only_on_a_mac_s_gpu(
-    bases, monkeypatch, gpus
-) -> None:
+def test_main_memory_counts_only_on_a_mac_s_gpu(bases, monkeypatch, gpus) -> None:
     name = str(bases / "gpt2")
     size = sum(p.numel() for p in load_skeleton(name).parameters()) * 4
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -187,11 +180,15 @@ def test_a_base_is_compared_with_the_main_memory_only_on_a_mac_s_gpu(
             load_base(name, "fp32", 16, device=device)
 
 
+def copy(base: Path, folder: Path, dtype: str | None) -> None:
+    """Copy a base whose configuration states another format, or none."""
+    shutil.copytree(base, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_two_bytes_are_certain_if_the_configuration_states_no_format(bases, tmp_path, gpus) -> None:
-    for file in (bases / "gpt2").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": None}))
+    copy(bases / "gpt2", tmp_path, None)
     size = sum(p.numel() for p in load_skeleton(str(tmp_path)).parameters()) * 2
     for free, reason in [(size, READ), (size - 1, "for its weights, but the memory of cuda")]:
         gpus(free)
@@ -200,17 +197,15 @@ def test_two_bytes_are_certain_if_the_configuration_states_no_format(bases, tmp_
 
 
 def test_float64_is_refused_on_a_mac_s_gpu(bases, tmp_path, monkeypatch, gpus) -> None:
-    for file in (bases / "gpt2").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float64"}))
+    copy(bases / "gpt2", tmp_path, "float64")
+    fp32 = BaseSpec(name=str(tmp_path), weights="fp32")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     with pytest.raises(CoterieError, match=r"is stored in float64, .* set base.weights: fp32, or"):
         load_base(str(tmp_path), "bf16", 16, device="mps")
-    with pytest.raises(CoterieError, match=READ):
-        load_base(BaseSpec(name=str(tmp_path), weights="fp32"), "bf16", 16, device="mps")
-    with pytest.raises(CoterieError, match=READ):
-        load_base(str(tmp_path), "fp32", 16, device="mps")
+    cases: list[Any] = [(fp32, "bf16"), (str(tmp_path), "fp32")]
+    for base, precision in cases:
+        with pytest.raises(CoterieError, match=READ):
+            load_base(base, precision, 16, device="mps")
 
 
 def test_a_missing_device_is_reported_before_anything_is_read(values, monkeypatch) -> None:

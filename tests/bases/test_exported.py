@@ -36,9 +36,7 @@ def mixture(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["comigs-1g1s", "fedit", "local-full"])
-def test_a_mixture_of_experts_is_trained_further(
-    name, mixture, config, killed_in_round, tmp_path
-) -> None:
+def test_a_mixture_can_be_trained_further(name, mixture, config, killed_in_round, tmp_path) -> None:
     run = config(base=str(mixture), method=METHODS[name], evaluation=LAST)
     finished = coterie.run(run, out=tmp_path / "run").path
     killed_in_round(2, run, tmp_path / "again")

@@ -36,15 +36,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     """A random Llama."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": WIDTH,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-    }
-    heads: dict[str, Any] = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=1024, max_position_embeddings=128, **sizes, **heads)
-    )
+    sizes: Any = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=128, **sizes))
 
 
 def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -104,15 +98,11 @@ def write(
             leaves out a key or a tensor.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(128)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(1024)
+    sizes = {"context_length": 128, "embedding_length": WIDTH, "block_count": LAYERS}
+    sizes |= {"feed_forward_length": INNER, "head_count": HEADS, "head_count_kv": KV_HEADS}
+    sizes |= {"layer_norm_rms_eps": 1e-6, "rope_freq_base": 10000.0, "vocab_size": 1024}
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
     if tokenizer:
         write_tokenizer(path.parent)
         content = json.loads((path.parent / "tokenizer.json").read_text(encoding="utf-8"))["model"]
@@ -120,10 +110,8 @@ def write(
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list([token.encode() for token in content["vocab"]])
         writer.add_token_merges([" ".join(merge) for merge in content["merges"]])
-        end = content["vocab"]["<|endoftext|>"]
-        writer.add_bos_token_id(end)
-        writer.add_eos_token_id(end)
-        writer.add_unk_token_id(end)
+        for name in ("bos", "eos", "unk"):
+            getattr(writer, f"add_{name}_token_id")(content["vocab"]["<|endoftext|>"])
         writer.add_chat_template(TEMPLATE)
     for key, value in changes.items():
         writer.kv_data[0].pop(key, None)
@@ -158,8 +146,7 @@ def dequantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
 def test_weights_and_logits_are_those_of_the_dequantised_file(kind, model, tmp_path) -> None:
-    file = write(tmp_path / "small.gguf", model, kind)
-    base = load_base(str(file), "fp32", 64)
+    base = load_base(str(write(tmp_path / "small.gguf", model, kind)), "fp32", 64)
     state = base.model.state_dict()
     reference = LlamaForCausalLM(model.config)
     for name, weight, _ in tensors(model).values():
@@ -173,19 +160,15 @@ def test_weights_and_logits_are_those_of_the_dequantised_file(kind, model, tmp_p
 
 
 def test_the_tokenizer_and_the_template_are_those_of_the_file(model, tmp_path) -> None:
-    file = write(tmp_path / "small.gguf", model)
-    tokenizer = load_tokenizer(str(file))
+    tokenizer = load_tokenizer(str(write(tmp_path / "small.gguf", model)))
     expected = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("The sea was calm.", " Don't  go,\n\n  in 2024!", "für  Ümlaut"):
         assert tokenizer(text).input_ids == expected(text).input_ids
         assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer.chat_template == TEMPLATE
-    assert tokenizer.eos_token == "<|endoftext|>"
+    assert (tokenizer.chat_template, tokenizer.eos_token) == (TEMPLATE, "<|endoftext|>")
 
 
-def test_a_file_is_converted_once_and_a_changed_file_again(
-    model, cache, tmp_path, monkeypatch
-) -> None:
+def test_a_file_is_converted_once_until_it_changes(model, cache, tmp_path, monkeypatch) -> None:
     file = write(tmp_path / "small.gguf", model)
     load_skeleton(str(file))
     monkeypatch.setattr(ours, "convert", lambda *_: pytest.fail("converted again"))
@@ -201,16 +184,6 @@ def test_a_file_is_converted_once_and_a_changed_file_again(
     assert not list(cache.glob(".*"))
 
 
-def truncated(file: Path) -> None:
-    """Cut off the end of a file."""
-    file.write_bytes(file.read_bytes()[:-5000])
-
-
-def unreadable(file: Path) -> None:
-    """Write something else into a file."""
-    file.write_bytes(b"GGUF or not, this is no such file" * 100)
-
-
 def unknown_quantisation(file: Path) -> None:
     """Change the format of a tensor to one that does not exist."""
     data = bytearray(file.read_bytes())
@@ -221,23 +194,27 @@ def unknown_quantisation(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncated, unreadable, unknown_quantisation])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(file.read_bytes()[:-5000]),
+        lambda file: file.write_bytes(b"GGUF or not, this is no such file" * 100),
+        unknown_quantisation,
+    ],
+    ids=["truncated", "unreadable", "unknown quantisation"],
+)
 def test_a_damaged_file_is_one_sentence_and_leaves_nothing(damage, model, cache, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
     damage(file)
-    with pytest.raises(
-        CoterieError, match=r"The GGUF file .*small\.gguf could not be read: [^/]+$"
-    ):
+    with pytest.raises(CoterieError, match=r"GGUF file .*small\.gguf could not be read: [^/]+$"):
         load_base(str(file), None, 64)
     assert not list(cache.iterdir())
 
 
 def test_several_files_in_a_folder_are_ambiguous(model, tmp_path) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / f"{name}.gguf", model)
     (tmp_path / "models").mkdir()
     for name in ("a", "b"):
-        (tmp_path / f"{name}.gguf").rename(tmp_path / "models" / f"{name}.gguf")
+        write(tmp_path / "models" / f"{name}.gguf", model, tokenizer=False)
     with pytest.raises(CoterieError, match=r"contains 2 GGUF files; .* such as a\.gguf"):
         load_tokenizer("models", tmp_path)
 
@@ -247,21 +224,17 @@ def test_a_file_named_by_a_server_is_not_read(model, cache, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert is_local("small.gguf")
     assert not cache.exists()
-    assert not is_local("tiny-gpt2")
-    assert not is_local(ours.SMOLLM2)
-    assert not is_local("nowhere.gguf")
+    assert not any(map(is_local, ("tiny-gpt2", ours.SMOLLM2, "nowhere.gguf")))
 
 
 def test_the_command_converts_a_file(model, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
     done = CliRunner().invoke(app, ["base", str(file), "--to", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        path.name for path in (tmp_path / "out").iterdir()
-    }
-    assert (
-        load_base(str(tmp_path / "out"), None, 64).digest == load_base(str(file), None, 64).digest
-    )
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    first, second = (load_base(str(path), None, 64) for path in (tmp_path / "out", file))
+    assert first.digest == second.digest
     again = CliRunner().invoke(app, ["base", str(file), "--to", str(tmp_path / "out")])
     assert "already exists" in str(again.exception)
     other = CliRunner().invoke(app, ["base", "tiny-gpt2", "--to", str(tmp_path / "other")])

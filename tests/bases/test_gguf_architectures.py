@@ -16,24 +16,14 @@ from coterie.testing.small import write_tokenizer
 
 __all__ = ["cache"]
 SIZES: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "sliding_window": None,
+    **{"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"initializer_range": 0.2, "sliding_window": None},
 }
 WINDOW = {"head_dim": 256, "sliding_window": 64}
-EXPERTS = {
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-}
+EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS |= {"moe_intermediate_size": 768, "norm_topk_prob": True}
+ROUTED = {"expert_count": 4, "expert_used_count": 2}
 FREQUENCY = {"rope.freq_base": 10000.0}
 HEADS = {"attention.key_length": 256, "attention.value_length": 256}
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -42,11 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {}, {RMS: 1e-6, **FREQUENCY}),
     "gemma2": ("gemma2", WINDOW, {RMS: 1e-6, **HEADS, "attention.sliding_window": 64}),
     "starcoder2": ("starcoder2", {}, {LAYER: 1e-5, **FREQUENCY}),
-    "qwen3moe": (
-        "qwen3_moe",
-        EXPERTS,
-        {RMS: 1e-6, **FREQUENCY, "expert_count": 4, "expert_used_count": 2},
-    ),
+    "qwen3moe": ("qwen3_moe", EXPERTS, {RMS: 1e-6, **FREQUENCY, **ROUTED}),
 }
 """The name in transformers, settings of the model and keys of the file, by the name in GGUF."""
 
@@ -64,11 +50,8 @@ def stored(arch: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name, weight in model.named_parameters():
         weights = {name: weight.detach()}
         if name.endswith("gate_up_proj"):
-            halves = weight.detach().chunk(2, dim=1)
-            weights = {
-                name.replace("gate_up", part): half
-                for part, half in zip(("gate", "up"), halves, strict=True)
-            }
+            halves = zip(("gate", "up"), weight.detach().chunk(2, dim=1), strict=True)
+            weights = {name.replace("gate_up", part): half for part, half in halves}
         for part, values in weights.items():
             short = names.get_name(part, (".weight", ".bias"))
             assert short is not None
@@ -119,9 +102,7 @@ def test_logits_are_those_of_the_model(arch, tmp_path) -> None:
         ("starcoder2", {}, {"attention.sliding_window": 64}, "would use 0"),
     ],
 )
-def test_a_setting_that_transformers_ignores_is_refused(
-    arch, settings, keys, message, tmp_path
-) -> None:
+def test_settings_transformers_ignores_are_refused(arch, settings, keys, message, tmp_path) -> None:
     name, sizes, sound = KINDS[arch]
     file = write(tmp_path / "small.gguf", arch, small(name, **sizes | settings), sound | keys)
     with pytest.raises(CoterieError, match=message):

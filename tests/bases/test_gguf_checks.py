@@ -17,16 +17,14 @@ from coterie.errors import CoterieError
 
 __all__ = ["cache", "model"]
 BIAS, MATRIX = torch.zeros(WIDTH), torch.zeros(WIDTH, WIDTH)
-LAST_LAYER = dict.fromkeys(
-    (f"blk.{LAYERS - 1}.{name}.weight" for name in ("attn_norm", "attn_q", "ffn_up")), None
-)
+LAST_LAYER = [f"blk.{LAYERS - 1}.{name}.weight" for name in ("attn_norm", "attn_q", "ffn_up")]
 Case = tuple[dict[str, Any], str]
 NOT_WHOLE: dict[str, Case] = {
     "a matrix": ({"blk.1.attn_k.weight": None}, r"lacks blk\.1\.attn_k\.weight; download"),
     "a norm": ({"blk.0.ffn_norm.weight": None}, r"lacks blk\.0\.ffn_norm\.weight"),
     "the last norm": ({"output_norm.weight": None}, r"lacks output_norm\.weight"),
     "the embedding": ({"token_embd.weight": None}, r"lacks token_embd\.weight"),
-    "several": (LAST_LAYER, r"it is not whole: it lacks blk\.1\.attn_q"),
+    "several": (dict.fromkeys(LAST_LAYER), r"it is not whole: it lacks blk\.1\.attn_q"),
     "a later layer": ({"llama.block_count": 3}, r"lacks blk\.2\..* and 6 more tensors"),
     "fewer layers": ({"llama.block_count": 1}, r"contains blk\.1\..*, which transformers"),
     "a size": ({"llama.feed_forward_length": 32}, r"ffn_\w+\.weight has 6,144 numbers, but"),

@@ -17,14 +17,9 @@ from coterie.bases.gguf_header import read_header
 from coterie.errors import CoterieError
 
 __all__ = ["cache", "model"]
-COUNTS = {
-    "n_layer": 10**9,
-    "num_hidden_layers": 2**40,
-    "n_head": 10**9,
-    "num_labels": 10**9,
-    "vocab_size": 10**12,
-    "n_embd": 2**31,
-    "n_inner": 10**9,
+COUNTS: dict[str, Any] = {
+    **{"num_hidden_layers": 2**40, "vocab_size": 10**12, "n_embd": 2**31},
+    **dict.fromkeys(("n_layer", "n_head", "num_labels", "n_inner"), 10**9),
     "task_specific_params": {"text": [{"num_beams": 10**10}]},
     "attention_types": [[["global", "local"], 10**9]],
 }
@@ -57,23 +52,12 @@ def test_a_model_of_too_many_modules_is_refused(folder, monkeypatch) -> None:
 
 
 def test_numbers_of_published_models_are_accepted() -> None:
-    check_numbers(
-        "config.json",
-        {
-            "num_hidden_layers": 126,
-            "n_routed_experts": 384,
-            "moe_intermediate_size": 2048,
-            "shared_expert_intermediate_size": 20480,
-            "head_dim": 128,
-            "vocab_size": 262_144,
-            "max_position_embeddings": 10_485_760,
-            "rope_theta": 10_000_000_000,
-            "layer_norm_eps": 1e-5,
-            "rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2**40},
-            "layer_types": ["full_attention"] * 5000,
-            "tie_word_embeddings": True,
-        },
-    )
+    numbers: dict[str, Any] = {"num_hidden_layers": 126, "n_routed_experts": 384, "head_dim": 128}
+    numbers |= {"moe_intermediate_size": 2048, "shared_expert_intermediate_size": 20480}
+    numbers |= {"vocab_size": 262_144, "max_position_embeddings": 10_485_760}
+    numbers |= {"rope_theta": 10_000_000_000, "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
+    numbers |= {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2**40}}
+    check_numbers("config.json", numbers | {"layer_types": ["full_attention"] * 5000})
 
 
 def header(*fields: bytes) -> bytes:
@@ -86,15 +70,13 @@ def field(key: str, kind: int, value: bytes) -> bytes:
 
 
 LLAMA = field("general.architecture", 8, struct.pack("<Q", 5) + b"llama")
+HUGE = struct.pack("<Q", 2**60)
 HEADERS = {
     "blocks": (
         header(LLAMA, field("llama.block_count", 4, struct.pack("<I", 2**31))),
         "sets llama.block_count to 2,147,483,648, but at most 4,096 is accepted",
     ),
-    "experts": (
-        header(LLAMA, field("llama.expert_count", 10, struct.pack("<Q", 2**60))),
-        "sets llama.expert_count to",
-    ),
+    "experts": (header(LLAMA, field("llama.expert_count", 10, HUGE)), "sets llama.expert_count to"),
     "an array": (header(field("a", 9, struct.pack("<IQ", 0, 2**60))), "states a wrong length"),
     "texts": (header(field("a", 9, struct.pack("<IQ", 8, 2**60))), "states a wrong length"),
     "a text": (header(field("a", 8, struct.pack("<Q", 2**63))), "states a wrong length"),
@@ -114,8 +96,7 @@ def test_a_header_of_no_gguf_file_is_refused(name, tmp_path) -> None:
 
 def test_a_gguf_file_too_small_for_its_model_is_refused(model, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
-    fields = read_header(file).fields
-    assert fields["llama.block_count"] == model.config.num_hidden_layers
+    assert read_header(file).fields["llama.block_count"] == model.config.num_hidden_layers
     key = b"llama.block_count" + struct.pack("<I", 4)
     content = file.read_bytes()
     place = content.index(key) + len(key)

@@ -25,10 +25,6 @@ def cached(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return Path(shutil.copytree(bases / "gpt2", folder))
 
 
-def test_a_whole_base_is_loaded(cached) -> None:
-    load_base("org/small", "fp32", 8)
-
-
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "half", "dangling link"])
 def test_the_message_names_a_damaged_file(cached, file, damage) -> None:
@@ -40,9 +36,8 @@ def test_the_message_names_a_damaged_file(cached, file, damage) -> None:
         (cached / file).symlink_to(cached / "blob")
     with pytest.raises(CoterieError, match="cache of the Hugging Face hub") as refusal:
         load_base("org/small", "fp32", 8)
-    assert str(cached) in str(refusal.value)
-    assert file in str(refusal.value)
-    assert "hf download org/small --force-download" in str(refusal.value)
+    for part in (str(cached), file, "hf download org/small --force-download"):
+        assert part in str(refusal.value)
     assert "built-in" not in str(refusal.value)
 
 
@@ -76,5 +71,6 @@ def test_align_names_the_damaged_file(cached) -> None:
 
 @pytest.mark.parametrize("name", ["org/other", "not a name"])
 def test_a_base_outside_the_cache_is_not_damaged(cached, name) -> None:
+    load_base("org/small", "fp32", 8)  # which is whole
     with pytest.raises(CoterieError, match="it is not a built-in base"):
         load_tokenizer(name)

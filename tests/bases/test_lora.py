@@ -28,9 +28,8 @@ PATTERNS: dict[str, Any] = {"rank_pattern": {"0.*q_proj": 6}, "alpha_pattern": {
 
 @pytest.fixture(scope="module")
 def adapter(bases, tmp_path_factory) -> Path:
-    return write_lora(
-        tmp_path_factory.mktemp("adapter"), bases / "llama", use_rslora=True, **PATTERNS
-    )
+    folder = tmp_path_factory.mktemp("adapter")
+    return write_lora(folder, bases / "llama", use_rslora=True, **PATTERNS)
 
 
 @torch.no_grad()
@@ -52,9 +51,7 @@ def spec(base: Path, adapter: Path, **more: str) -> BaseSpec:
     ],
     ids=["patterns and rslora", "one layer", "embedding", "gpt2"],
 )
-def test_a_base_with_an_adapter_computes_what_peft_computes(
-    base, settings, bases, tmp_path
-) -> None:
+def test_an_adapted_base_computes_what_peft_computes(base, settings, bases, tmp_path) -> None:
     write_lora(tmp_path, bases / base, **settings)
     plain: Any = AutoModelForCausalLM.from_pretrained(bases / base)
     changed = logits(PeftModel.from_pretrained(plain, str(tmp_path)))
@@ -101,14 +98,11 @@ def test_an_adapter_of_another_base_s_name_is_warned_of(bases, adapter, tmp_path
     assert "was trained on someone/else, but the base is" in record.message
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    weights = load_file(folder / "adapter_model.safetensors")
+def rewrite(folder: Path, base: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Write an adapter whose weights are changed."""
+    weights = load_file(write_lora(folder, base) / "adapter_model.safetensors")
     change(weights)
     save_file(weights, folder / "adapter_model.safetensors")
-
-
-def fill(weights: dict[str, Tensor]) -> None:
-    next(iter(weights.values())).fill_(float("nan"))
 
 
 def prompt(folder: Path, base: Path) -> None:
@@ -117,32 +111,15 @@ def prompt(folder: Path, base: Path) -> None:
     get_peft_model(model, config).save_pretrained(str(folder))
 
 
-def pickled(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-
-
 def cut(folder: Path, base: Path) -> None:
     write_lora(folder, base)
     weights = (folder / "adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(weights[:300])
 
 
-def surplus(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    name = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
-    rewrite(folder, lambda weights: weights.update({name: torch.zeros(4, 32)}))
-
-
-def lacking(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    rewrite(folder, lambda weights: weights.pop(name, None) is None)
-
-
-def damaged(folder: Path, base: Path) -> None:
-    write_lora(folder, base)
-    rewrite(folder, fill)
+def a_of(layer: int) -> str:
+    """Return the name of a matrix A of an adapter."""
+    return f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.mark.parametrize(
@@ -150,21 +127,30 @@ def damaged(folder: Path, base: Path) -> None:
     [
         (lambda f, b: f.rmdir(), "`adapter`: there is no folder .*; correct the path"),
         (lambda f, b: None, r"the file adapter_config\.json is missing"),
-        (pickled, r"the file adapter_model\.safetensors is missing"),
+        (
+            lambda f, b: (write_lora(f, b) / "adapter_model.safetensors").rename(f / "a.bin"),
+            r"the file adapter_model\.safetensors is missing",
+        ),
         (cut, r"adapter_model\.safetensors is damaged or incomplete"),
         (prompt, "the type 'PROMPT_TUNING'; `adapter` accepts only LoRA"),
         (lambda f, b: write_lora(f, b, use_dora=True), "more than plain LoRA .use_dora: True"),
         (lambda f, b: write_lora(f, b, modules_to_save=["lm_head"]), "LoRA .modules_to_save"),
         (lambda f, b: write_lora(f, b, bias="all"), "more than plain LoRA .bias: 'all'"),
+        (lambda f, b: write_lora(f, b, init_lora_weights="pissa"), "LoRA .init_lora_weights: 'pis"),
         (
-            lambda f, b: write_lora(f, b, init_lora_weights="pissa"),
-            "LoRA .init_lora_weights: 'pissa'",
+            lambda f, b: rewrite(f, b, lambda w: w.update({a_of(7): torch.zeros(4, 32)})),
+            r"does not fit the base .*layers\.7\.self_attn\.q_proj\.lora_A",
         ),
-        (surplus, r"does not fit the base .*layers\.7\.self_attn\.q_proj\.lora_A"),
-        (lacking, r"does not fit the base .* lacks the tensor .*lora_A"),
-        (damaged, "damaged: it contains values that are not finite"),
+        (
+            lambda f, b: rewrite(f, b, lambda w: w.pop(a_of(0))),
+            r"does not fit the base .* lacks the tensor .*lora_A",
+        ),
+        (
+            lambda f, b: rewrite(f, b, lambda w: w[a_of(0)].fill_(float("nan"))),
+            "damaged: it contains values that are not finite",
+        ),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_what_is_no_usable_adapter_is_said_in_a_sentence(make, words, bases, tmp_path) -> None:
     folder = tmp_path / "adapter"

@@ -45,9 +45,7 @@ def test_nested_repetitions_end(pattern) -> None:
 
 def test_a_pattern_that_takes_too_long_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(patterns, "MAX_SECONDS", 0.05)
-    with pytest.raises(
-        CoterieError, match=r"x: matching the pattern .* takes more than 0.05 secon"
-    ):
+    with pytest.raises(CoterieError, match=r"x: matching the pattern .* more than 0.05 secon"):
         matching(r"(a{1,65000}){1,65000}b", ["a" * 200], "x")
 
 
@@ -94,9 +92,7 @@ def test_no_pattern_of_an_adapter_hangs(key, value, bases, tmp_path) -> None:
 
 @pytest.mark.parametrize("key", ["rank_pattern", "target_modules", "layers_pattern", "r"])
 @pytest.mark.parametrize("value", [10**12, [3], {"a": {}}, [[]], "", {"(": 2}])
-def test_settings_of_any_type_are_accepted_or_refused_in_a_sentence(
-    key, value, bases, tmp_path: Path
-) -> None:
+def test_settings_of_any_type_are_accepted_or_refused(key, value, bases, tmp_path: Path) -> None:
     folder = write_lora(tmp_path, bases / "llama")
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {key: value}))

@@ -20,9 +20,7 @@ from coterie.testing import loop
     ("available", "kernels", "chosen"),
     [(True, True, "bf16"), (True, False, "fp32"), (False, True, "fp32")],
 )
-def test_a_processor_without_kernels_for_bf16_computes_in_fp32(
-    available, kernels, chosen, monkeypatch
-) -> None:
+def test_without_kernels_for_bf16_fp32_is_used(available, kernels, chosen, monkeypatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
     monkeypatch.setattr(module, "_onednn_supports_bf16", lambda: kernels)
     assert fast_precision("cpu") == chosen
@@ -33,8 +31,7 @@ def test_processors_without_avx512_are_those_without_kernels() -> None:
     flags = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not flags.exists():
         pytest.skip("needs Linux on x86-64")
-    needed = {"avx512vl", "avx512bw", "avx512dq"}
-    has_kernels = needed <= set(flags.read_text().split())
+    has_kernels = {"avx512vl", "avx512bw", "avx512dq"} <= set(flags.read_text().split())
     assert fast_precision("cpu") == ("bf16" if has_kernels else "fp32")
 
 
@@ -59,17 +56,13 @@ def test_clients_and_servers_may_choose_different_precisions(values, monkeypatch
 def test_a_gpu_that_emulates_bf16_computes_in_fp32(found, native, chosen, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: native)
-    assert fast_precision("cuda") == chosen
-    assert fast_precision("mps") == "bf16"
+    assert (fast_precision("cuda"), fast_precision("mps")) == (chosen, "bf16")
 
 
 @pytest.mark.parametrize("fast", ["bf16", "fp32"])
-def test_a_run_without_a_precision_keeps_the_one_it_began_with(
-    fast, values, tmp_path, monkeypatch
-) -> None:
+def test_a_run_without_a_precision_keeps_its_first(fast, values, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: fast)
-    training = {"steps": 1, "batch": 2}
-    run = parse(values(training=training, rounds=1))
+    run = parse(values(training={"steps": 1, "batch": 2}, rounds=1))
     assert run.training.precision == run.precision == fast
     done = coterie.run(run, out=tmp_path / "run")
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: "neither")
@@ -80,17 +73,13 @@ def test_a_run_without_a_precision_keeps_the_one_it_began_with(
 
 def test_a_given_precision_and_stored_weights_decide(values, monkeypatch) -> None:
     monkeypatch.setattr("coterie.config.run.fast_precision", lambda _: "fp32")
-    given = values(training={"precision": "bf16"})
-    assert parse(given).precision == "bf16"
+    assert parse(values(training={"precision": "bf16"})).precision == "bf16"
     stored = values(training={}, bases={"poet": {"name": "tiny-gpt2", "weights": "bf16"}})
     stored["method"] = "local"
-    assert parse(stored).precision == "bf16"
-    assert parse(values(training={})).precision == "fp32"
+    assert (parse(stored).precision, parse(values(training={})).precision) == ("bf16", "fp32")
 
 
-def test_a_deployed_client_that_is_slow_in_the_runs_precision_is_warned(
-    config, tmp_path, monkeypatch
-) -> None:
+def test_a_client_slow_in_the_runs_precision_is_warned(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.client.fast_precision", lambda _: "fp32")
     run = config(method="fedavg", rounds=1, training={"steps": 1, "batch": 2, "precision": "bf16"})
     workers, warnings = loop.workers(run, tmp_path), list[str]()

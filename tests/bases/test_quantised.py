@@ -74,11 +74,9 @@ def test_its_linear_layers_are_small_and_as_a_server_knows_them(folders, family,
     base, skeleton = loaded(folders[family], weights, "bf16"), load_skeleton(folders[family])
     plain = loaded(folders[family], "bf16", "bf16").model.get_memory_footprint()
     assert base.model.get_memory_footprint() < plain
-    mine = Adapter(base.model, Layout(), 0, "ada", lambda _: True).tensors()
-    theirs = Adapter(skeleton, Layout(), 0, "ada", lambda _: True).tensors()
-    assert {n: (p.shape, p.dtype) for n, p in mine.items()} == {
-        n: (p.shape, p.dtype) for n, p in theirs.items()
-    }
+    adapters = [Adapter(m, Layout(), 0, "ada", lambda _: True) for m in (base.model, skeleton)]
+    mine, ours = ({n: (p.shape, p.dtype) for n, p in a.tensors().items()} for a in adapters)
+    assert mine == ours
     head = base.model.get_output_embeddings()
     assert head.weight.dtype == torch.bfloat16  # pyright: ignore
     assert sizes(head) == (64, base.model.config.vocab_size)  # pyright: ignore
@@ -109,9 +107,7 @@ METHODS: dict[str, dict[str, Any]] = {
         pytest.param("fedamole", "nf4", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_resumes_to_the_same_bits(
-    name, weights, config, folders, tmp_path, killed_in_round
-) -> None:
+def test_resuming_ends_the_same(name, weights, config, folders, tmp_path, killed_in_round) -> None:
     run = config(
         method={"name": name, **METHODS[name]},
         base={"name": folders["llama"], "weights": weights},
@@ -128,8 +124,7 @@ def test_a_run_resumes_to_the_same_bits(
 
 @pytest.mark.slow
 def test_a_deployment_ends_in_the_same_bits(config, folders, tmp_path) -> None:
-    base = {"name": folders["llama"], "weights": "nf4"}
-    run = config(base=base, rounds=1)
+    run = config(base={"name": folders["llama"], "weights": "nf4"}, rounds=1)
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
     deploy(run, tmp_path)
     assert_as_local(run, tmp_path, local)

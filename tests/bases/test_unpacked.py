@@ -16,9 +16,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1]])
 def test_other_code_still_finds_packed_sequences() -> None:
     with one_sequence_per_row():
         assert masking_utils.find_packed_sequence_indices(POSITIONS) is None
-    sequences = masking_utils.find_packed_sequence_indices(POSITIONS)
-    assert sequences is not None
-    assert sequences.tolist() == [[0, 0, 0, 1, 1]]
+    assert masking_utils.find_packed_sequence_indices(POSITIONS).tolist() == [[0, 0, 0, 1, 1]]
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_float16_becomes_bfloat16(kept) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "precision", "embedding", "linear"),
+    ("weights", "precision", "outer", "linear"),
     [
         (None, "fp32", torch.float32, torch.float32),
         ("fp32", "fp32", torch.float32, torch.float32),
@@ -66,14 +66,12 @@ def test_float16_becomes_bfloat16(kept) -> None:
     ],
 )
 @pytest.mark.parametrize("stored", ["bf16", "fp32"])
-def test_a_format_that_is_named_is_that_of_the_weights(
-    kept, bases, stored, weights, precision, embedding, linear
-) -> None:
+def test_weights_have_named_formats(kept, bases, stored, weights, precision, outer, linear) -> None:
     folder = kept("llama", "bf16") if stored == "bf16" else str(bases / "llama")
     found = load_base(BaseSpec(name=folder, weights=weights), precision, 16).model
-    assert found.get_input_embeddings().weight.dtype == embedding
+    assert found.get_input_embeddings().weight.dtype == outer
     assert found.model.layers[0].mlp.up_proj.weight.dtype == linear  # pyright: ignore
-    assert found.model.norm.weight.dtype == embedding  # pyright: ignore
+    assert found.model.norm.weight.dtype == outer  # pyright: ignore
 
 
 def test_digests_tell_formats_and_weights_apart(kept, bases) -> None:
@@ -97,9 +95,7 @@ def halved(config: Callable[..., RunConfig], kept: Callable[..., str]) -> Callab
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_base_kept_in_bf16_trains_and_resumes_to_the_same_bits(
-    halved, family, tmp_path, killed_in_round
-) -> None:
+def test_a_bf16_base_resumes_to_the_same_bits(halved, family, tmp_path, killed_in_round) -> None:
     run = halved(family)
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     killed_in_round(2, run, tmp_path / "again")
@@ -124,9 +120,8 @@ def test_a_base_kept_in_bf16_ends_in_the_same_bits_when_deployed(halved, tmp_pat
 def test_scores_in_bf16_are_near_those_in_fp32(halved, kept, tmp_path) -> None:
     """The same weights, computed with in fp32; what is measured is rounding alone."""
     run = halved("llama", method="pretrained")
-    exact = run.model_copy(
-        update={"training": run.training.model_copy(update={"precision": "fp32"})}
-    )
+    fp32 = run.training.model_copy(update={"precision": "fp32"})
+    exact = run.model_copy(update={"training": fp32})
     found = [
         coterie.run(one, out=tmp_path / name).results["pretrained"]["trained"]["poet"]["perplexity"]
         for name, one in (("bf16", run), ("fp32", exact))

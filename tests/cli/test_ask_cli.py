@@ -1,64 +1,27 @@
 """`coterie ask`, and the key `evaluation.questions`: the answers of a run's models side by side."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import speaker_of
 
 import coterie.cli
 from coterie.config.deployed import load_deployment, load_with_any_text
 from coterie.config.run import parse
-from coterie.data.chat import chat_template
 from coterie.evaluation.generation import Sampling
 from coterie.inference import asking
-from coterie.inference.finished import Loader, recorded
-from coterie.inference.speaking import Speaker
-from coterie.methods.pretrained import bare
 from coterie.runs import RunFolder
 from coterie.testing.small import teaching_values
 
 QUESTIONS = ["Sea?", "Name a long river."]
-BASELINES = ["pretrained", "local", "fedavg", "centralized"]
-
-
-@pytest.fixture(scope="module")
-def chats(values, tmp_path_factory) -> dict[str, Any]:
-    """Return a run on the conversations of two clients, as plain data, with four baselines."""
-    folder = tmp_path_factory.mktemp("chats")
-    for name, answer in (("anna", "The sea."), ("ben", "I do not know it.")):
-        turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": answer}]
-        (folder / f"{name}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 12, "utf-8")
-    return values(
-        rounds=1,
-        baselines=BASELINES,
-        data={"window": 40, "messages": {}},
-        data_root=str(folder),
-        clients=[{"name": name, "path": f"{name}.jsonl"} for name in ("anna", "ben")],
-        training={"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.02},
-        evaluation={"keep": "last", "generate": 6},
-    )
-
-
-@pytest.fixture(scope="module")
-def finished(chats, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ask") / "run"
-    coterie.run(chats, out=folder)
-    return folder
 
 
 def alone(run: Path, client: str | None) -> list[str]:
     """Return the answers in a chat with one model; None: the base without an adapter."""
-    folder, loader = RunFolder(run), Loader()
-    config = recorded(folder)
-    base = loader.base(config, client or "anna")
-    model = (lambda: bare(base)) if client is None else loader.load(folder, config, client).model
-    texts: list[str] = []
-    for question in QUESTIONS:
-        speaker = Speaker(base, model, chat_template(base.tokenizer, None), Sampling(6))
-        texts.append(speaker.answer(question, lambda _: None))
-    return texts
+    begin = speaker_of(run, client, "anna", Sampling(6))
+    return [begin().answer(question, lambda _: None) for question in QUESTIONS]
 
 
 def shown(name: str, text: str, column: int) -> str:
@@ -67,7 +30,7 @@ def shown(name: str, text: str, column: int) -> str:
     return f"\n{' ' * column}".join([f"{name:<{column}}{lines[0]}", *lines[1:]])
 
 
-def test_every_model_answers_every_question_once(coterie_command, finished, monkeypatch) -> None:
+def test_every_model_answers_every_question_once(coterie_command, chatted, monkeypatch) -> None:
     batches: list[tuple[int, int]] = []
     generate = asking.generate_answers
 
@@ -76,44 +39,39 @@ def test_every_model_answers_every_question_once(coterie_command, finished, monk
         return generate(base, model, examples, tokens, batch)
 
     monkeypatch.setattr(asking, "generate_answers", counted)
-    said = coterie_command("ask", finished, *QUESTIONS, width=120)
-    inner = finished / "baselines"
+    said = coterie_command("ask", chatted, *QUESTIONS, width=120)
+    inner = chatted / "baselines"
     models = {
-        "base": alone(finished, None),
+        "base": alone(chatted, None),
         "local: anna": alone(inner / "local", "anna"),
         "local: ben": alone(inner / "local", "ben"),
         "fedavg": alone(inner / "fedavg", "anna"),
         "centralized": alone(inner / "centralized", "everyone"),
-        "comigs-1g1s: anna": alone(finished, "anna"),
-        "comigs-1g1s: ben": alone(finished, "ben"),
+        "comigs-1g1s: anna": alone(chatted, "anna"),
+        "comigs-1g1s: ben": alone(chatted, "ben"),
     }
     assert alone(inner / "fedavg", "ben") == models["fedavg"]
     column = len("comigs-1g1s: anna") + 2
-    expected = [
-        "\n".join([f"\n{question}", *(shown(name, texts[n], column) for name, texts in rows)])
-        for rows in [list(models.items())]
-        for n, question in enumerate(QUESTIONS)
-    ]
-    assert said.code == 0
-    assert said.out == "\n".join(expected) + "\n"
+    expected = ""
+    for n, question in enumerate(QUESTIONS):
+        rows = (shown(name, texts[n], column) for name, texts in models.items())
+        expected += "\n".join([f"\n{question}", *rows, ""])
+    assert (said.code, said.out, said.err) == (0, expected, "")
     assert batches == [(2, 2)] * len(models)
-    assert said.err == ""
     assert len({tuple(texts) for texts in models.values()}) == len(models)
 
 
-def test_only_the_chosen_clients_answer(coterie_command, finished) -> None:
-    said = coterie_command("ask", finished, "Sea?", "--client", "ben", "--tokens", 1)
+def test_only_the_chosen_clients_answer(coterie_command, chatted) -> None:
+    said = coterie_command("ask", chatted, "Sea?", "--client", "ben", "--tokens", 1)
     names = [line.partition("  ")[0] for line in said.out.splitlines()[2:] if line[0] != " "]
     assert names == ["base", "local: ben", "fedavg", "centralized", "comigs-1g1s: ben"]
-    tokenizer = coterie.tokenizer(finished)
+    tokenizer = coterie.tokenizer(chatted)
     first = said.out.splitlines()[2].removeprefix("base").strip()
     assert first == "(no answer)" or len(tokenizer(first)["input_ids"]) == 1
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_long_answers_are_wrapped_below_their_column(
-    coterie_command, finished, monkeypatch, width
-) -> None:
+def test_long_answers_are_wrapped(coterie_command, chatted, monkeypatch, width) -> None:
     long = "word " * 40 + "\n\n  A second line, [bold]not markup[/bold]. \n" + "x" * 200
 
     def say_long(base: Any, model: Any, examples: Any, tokens: int, batch: int) -> list[str]:
@@ -121,7 +79,7 @@ def test_long_answers_are_wrapped_below_their_column(
 
     monkeypatch.setattr(asking, "generate_answers", say_long)
     asked = ["So " * 60, *QUESTIONS[1:]]
-    out = coterie_command("ask", finished, *asked, "--client", "anna", width=width).out
+    out = coterie_command("ask", chatted, *asked, "--client", "anna", width=width).out
     lines = out.splitlines()
     assert all(len(line) <= width and line == line.rstrip() for line in lines)
     assert width - 8 < max(map(len, lines))
@@ -137,39 +95,6 @@ def test_long_answers_are_wrapped_below_their_column(
     assert out.count("(no answer)") == 5
 
 
-def test_mistakes_are_one_sentence(coterie_command, finished, values, tmp_path) -> None:
-    files = {
-        "no.jsonl": "Sea?\n",
-        "other.jsonl": '{"text": "Sea?"}\n',
-        "empty.jsonl": '{"question": "Sea?"}\n{"question": " "}\n',
-        "number.jsonl": '{"question": 3}\n',
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    coterie.run(values(rounds=1, method="local"), out=tmp_path / "plain")
-    for arguments, sentence in [
-        ([], "There is no question"),
-        (["Sea?", " "], "Question 2: the question is empty"),
-        (["Sea?", "--client", "zed"], "has no client 'zed' (clients: anna, ben, everyone)."),
-        (["--questions", tmp_path / "none.jsonl"], "--questions: there is no file"),
-        (["--questions", tmp_path / "no.jsonl"], "is not valid JSON"),
-        (["--questions", tmp_path / "other.jsonl"], "has no field question; its fields are: text"),
-        (["--questions", tmp_path / "empty.jsonl"], "line 2 of"),
-        (["--questions", tmp_path / "number.jsonl"], "field question contains int, not text"),
-    ]:
-        said = coterie_command("ask", finished, *arguments)
-        assert (said.code, said.err.count("\n"), said.out) == (2, 1, ""), said.err
-        assert sentence in said.err
-    plain = coterie_command("ask", tmp_path / "plain", "Sea?")
-    assert "did not train on conversations or instructions" in plain.err
-    shutil.copytree(finished, tmp_path / "stopped")
-    (tmp_path / "stopped" / "result.json").unlink()
-    assert (
-        "is not finished; finish it with"
-        in coterie_command("ask", tmp_path / "stopped", "Sea?").err
-    )
-
-
 def test_a_question_fills_the_prompt_template(coterie_command, values, tmp_path) -> None:
     record = json.dumps({"instruction": "Is it so", "note": "?", "output": "yes"})
     (tmp_path / "poet.jsonl").write_text(f"{record}\n" * 12, encoding="utf-8")
@@ -183,31 +108,29 @@ def test_a_question_fills_the_prompt_template(coterie_command, values, tmp_path)
     fields = ["--client", "poet", "--field", "instruction=Sea", "--field", "note=!"]
     single = coterie_command("generate", tmp_path / "run", *fields, "--tokens", 6).out
     assert shown("local", single, len("local") + 2) in said.out
-    assert "Question 1 has no field note" in coterie_command("ask", tmp_path / "run", "Sea").err
 
 
-def test_a_run_shows_answers_at_its_end(coterie_command, chats, finished, tmp_path) -> None:
+def test_a_run_shows_answers_at_its_end(coterie_command, chats, chatted, tmp_path) -> None:
     records = [{"question": question, "shown": question == "Sea?"} for question in QUESTIONS]
     lines = "".join(f"{json.dumps(record)}\n" for record in records)
-    (Path(chats["data_root"]) / "them.jsonl").write_text(lines, encoding="utf-8")
+    file = Path(chats["data_root"]) / "them.jsonl"
+    file.write_text(lines, encoding="utf-8")
     asked = {**chats, "evaluation": {**chats["evaluation"], "questions": "them.jsonl"}}
     (tmp_path / "mine.yaml").write_text(json.dumps(asked), encoding="utf-8")
     first = coterie_command("run", tmp_path / "mine.yaml", "--out", tmp_path / "run")
-    expected = coterie_command("ask", finished, "Sea?").out
+    expected = coterie_command("ask", chatted, "Sea?").out
     assert first.code == 0
     assert f"{expected}\nEach client's model on its own test text" in first.out
     assert "Name a long river." not in first.out
     assert coterie_command("run", "--resume", tmp_path / "run").out.startswith(expected)
-    results = [RunFolder(run).result or {} for run in (finished, tmp_path / "run")]
+    results = [RunFolder(run).result or {} for run in (chatted, tmp_path / "run")]
     for result in results:
         del result["seconds"]
     assert results[0] == results[1]
     assert parse(asked).digest() == parse(chats).digest()
-    (Path(chats["data_root"]) / "them.jsonl").write_text('{"question": "Sea?"}\n', "utf-8")
+    file.write_text('{"question": "Sea?"}\n', "utf-8")
     assert [record["question"] for record in asking.shown_questions(parse(asked))] == ["Sea?"]
-    (Path(chats["data_root"]) / "them.jsonl").write_text(
-        '{"question": "", "shown": false}', "utf-8"
-    )
+    file.write_text('{"question": "", "shown": false}', "utf-8")
     refused = coterie_command("run", tmp_path / "mine.yaml", "--out", tmp_path / "refused")
     assert "the question is empty" in refused.err
     assert not (tmp_path / "refused").exists()
@@ -224,17 +147,13 @@ def test_the_key_is_refused_for_plain_text_and_ignored_in_deployments(chats, val
     assert (tried.evaluation.questions, tried.evaluation.generate) == (None, None)
 
 
-def test_the_server_and_clients_on_other_bases_answer_under_their_names(
-    coterie_command, bases, other, questions, tmp_path
-) -> None:
-    run = teaching_values(bases / "gpt2", other, questions, rounds=1)
-    coterie.run(run, out=tmp_path / "run")
-    out = coterie_command("ask", tmp_path / "run", "Sea?", "--tokens", 3).out
-    names = [line.partition("  ")[0] for line in out.splitlines()[2:] if line[0] != " "]
+def test_owners_of_bases_answer(coterie_command, bases, other, questions, tmp_path) -> None:
+    coterie.run(teaching_values(bases / "gpt2", other, questions, rounds=1), out=tmp_path / "run")
+
+    def names(*more: str) -> list[str]:
+        out = coterie_command("ask", tmp_path / "run", "Sea?", "--tokens", 3, *more, width=120).out
+        return [line.partition("  ")[0] for line in out.splitlines()[2:] if line[0] != " "]
+
     owners = ("diarist", "poet", "server")
-    assert names == [f"{method}: {owner}" for method in ("base", "fedmkt") for owner in owners]
-    out = coterie_command("ask", tmp_path / "run", "Sea?", "--client", "server", "--tokens", 3).out
-    assert [line[:12] for line in out.splitlines()[2:] if line[0] != " "] == [
-        "base: server",
-        "fedmkt: serv",
-    ]
+    assert names() == [f"{method}: {owner}" for method in ("base", "fedmkt") for owner in owners]
+    assert names("--client", "server") == ["base: server", "fedmkt: server"]

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from coterie.cli import app
 from coterie.errors import CoterieError
 
+SPLITS = ("train", "validation", "test")
+
 
 @pytest.fixture(autouse=True)
 def _narrow(monkeypatch) -> None:
@@ -34,14 +36,13 @@ def said(*arguments: object) -> str:
 def run_file(bases, tmp_path) -> Path:
     """Two clients with records of their own; one trains on a test text of the other."""
     for name in ("ann", "ben"):
-        for split in ("train", "validation", "test"):
+        for split in SPLITS:
             texts = [f"This is what {name} wrote for {split} on day {day}." for day in range(9)]
             texts += ["Hi.", " "] if (name, split) == ("ann", "train") else []
             texts += ["This is what ann wrote for test on day 3."] * (name == "ben" != split)
             lines = [json.dumps({"text": text}) for text in texts]
             (tmp_path / f"{name}-{split}.jsonl").write_text("\n".join(lines))
-    splits = ("train", "validation", "test")
-    clients = [{"name": n} | {s: f"{n}-{s}.jsonl" for s in splits} for n in ("ann", "ben")]
+    clients = [{"name": n} | {s: f"{n}-{s}.jsonl" for s in SPLITS} for n in ("ann", "ben")]
     values = {"base": str(bases / "gpt2"), "data": {"window": 16}, "clients": clients}
     (tmp_path / "us.yaml").write_text(yaml.safe_dump(values))
     return tmp_path / "us.yaml"
@@ -50,13 +51,9 @@ def run_file(bases, tmp_path) -> Path:
 def test_sizes_and_copies_by_client_and_split(run_file, tmp_path) -> None:
     out = said(run_file, "--json", tmp_path / "found.json")
     rows = dict(re.findall(r"^(\w+ (?:train|validation|test)) +([\d,].*?) *$", out, re.MULTILINE))
-    assert set(rows) == {
-        f"{n} {s}" for n in ("ann", "ben") for s in ("train", "validation", "test")
-    }
+    assert set(rows) == {f"{name} {split}" for name in ("ann", "ben") for split in SPLITS}
     assert "Excluded empty records: 1." in " ".join(out.split())
-    assert re.search(
-        "ann test 4 duplicates ben train 10: This is what ann wrote for test on day 3.", out
-    )
+    assert "ann test 4 duplicates ben train 10: This is what ann wrote for test on day 3." in out
     assert max(map(len, out.splitlines()[:12])) <= 80
     found = json.loads((tmp_path / "found.json").read_text())
     by_split = {(s["client"], s["split"]): s for s in found["splits"]}
@@ -69,12 +66,12 @@ def test_sizes_and_copies_by_client_and_split(run_file, tmp_path) -> None:
     assert found["compared"] is None
 
 
+LABELS = ("news", "talk")
+
+
 def test_labels_are_counted_where_texts_are_divided(bases, tmp_path) -> None:
-    lines = [
-        json.dumps({"label": label, "text": f"A text of {label}, number {n}, and no other."})
-        for label in ("news", "talk")
-        for n in range(100)
-    ]
+    texts = [(k, f"A text of {k}, number {n}, and no other.") for k in LABELS for n in range(100)]
+    lines = [json.dumps({"label": label, "text": text}) for label, text in texts]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
     divide = {"source": "all.jsonl", "by": "label"}
     values = {"base": str(bases / "gpt2"), "data": {"window": 16}, "divide": divide}
@@ -91,19 +88,15 @@ ORDINARY = [{"instruction": asked, "input": "", "output": said} for asked, said 
 
 def write(folder: Path, base: str | Path, data: Any, **files: Any) -> Path:
     """A run file with a client `ann` that has these files' records, by split or as `path`."""
+    own = {}
     for name, records in files.items():
-        text = records if isinstance(records, str) else "\n".join(map(json.dumps, records))
-        (folder / f"{name}.{'txt' if isinstance(records, str) else 'jsonl'}").write_text(text)
-    own = {n: f"{n}.{'txt' if isinstance(r, str) else 'jsonl'}" for n, r in files.items()}
+        plain = isinstance(records, str)
+        own[name] = f"{name}.{'txt' if plain else 'jsonl'}"
+        (folder / own[name]).write_text(records if plain else "\n".join(map(json.dumps, records)))
     public = {"public": own.pop("public")} if "public" in own else {}
-    values = {
-        "base": str(base),
-        "method": "local",
-        "rounds": 1,
-        "training": {"steps": 1, "batch": 1},
-        "data": {"window": 100, **public, **data},
-        "clients": [{"name": "ann", **own}],
-    }
+    values: dict[str, Any] = {"base": str(base), "method": "local", "rounds": 1}
+    values["clients"] = [{"name": "ann", **own}]
+    values |= {"training": {"steps": 1, "batch": 1}, "data": {"window": 100, **public, **data}}
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     return folder / "run.yaml"
 
@@ -143,29 +136,18 @@ def test_deduplicate_says_how_many_records_it_removes(tmp_path) -> None:
     assert wanted in refused(write(tmp_path / "all", "tiny-gpt2", data, **splits))
 
 
+SAY = {"instruction": "Say it", "output": "So."}
+ANSWER = {"role": "assistant", "content": "So."}
+TEMPLATES = {name: {"instructions": {"template": name}} for name in ("alpaca", "plain", "chat")}
 KINDS: dict[str, tuple[Any, Any]] = {
     "text": ({}, lambda text: {"text": text}),
-    "instructions": (
-        {"instructions": {"template": "alpaca"}},
-        lambda text: {"instruction": "Say it", "input": text, "output": "So."},
-    ),
-    "answers": (
-        {"instructions": {"template": "plain"}},
-        lambda text: {"instruction": "Say it", "output": text},
-    ),
-    "chat": (
-        {"instructions": {"template": "chat"}},
-        lambda text: {"instruction": text, "output": "So."},
-    ),
-    "system": (
-        {"instructions": {"template": "chat"}},
-        lambda text: {"instruction": "Say it", "output": "So.", "system": text},
-    ),
+    "instructions": (TEMPLATES["alpaca"], lambda text: {**SAY, "input": text}),
+    "answers": (TEMPLATES["plain"], lambda text: {**SAY, "output": text}),
+    "chat": (TEMPLATES["chat"], lambda text: {**SAY, "instruction": text}),
+    "system": (TEMPLATES["chat"], lambda text: {**SAY, "system": text}),
     "messages": (
         {"messages": True},
-        lambda text: {
-            "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "So."}]
-        },
+        lambda text: {"messages": [{"role": "user", "content": text}, ANSWER]},
     ),
     "preferences": (
         {"preferences": True},
@@ -175,21 +157,18 @@ KINDS: dict[str, tuple[Any, Any]] = {
 MARKED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-@pytest.mark.parametrize("split", ["train", "validation", "test"])
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_control_tokens_are_counted_or_refused(tmp_path, kind: str, split: str) -> None:
     data, record = KINDS[kind]
     plain = [record(f"This is ordinary text with the number {n}, no more.") for n in range(20)]
-    splits = {name: list(plain) for name in ("train", "validation", "test")}
+    splits = {name: list(plain) for name in SPLITS}
     file = write(tmp_path, "tiny-gpt2", {**data, "special_tokens": "refuse"}, **splits)
     assert re.search(r"^ann train +0\.00% +0$", said(file), re.MULTILINE)
     splits[split][2] = record("Before <|endoftext|> and after.")
     message = refused(write(tmp_path, "tiny-gpt2", {**data, "special_tokens": "refuse"}, **splits))
-    where = (
-        f"The {split} text of client ann"
-        if kind == "text"
-        else f"line 3 of {tmp_path / split}.jsonl"
-    )
+    places = {"text": f"The {split} text of client ann"}
+    where = places.get(kind, f"line 3 of {tmp_path / split}.jsonl")
     assert f"{where} contains the control token '<|endoftext|>'" in message
     file = write(tmp_path, "tiny-gpt2", data, **splits)
     assert re.search(rf"^ann {split} +0\.00% +1$", said(file), re.MULTILINE)
@@ -211,11 +190,8 @@ def test_a_forged_turn_is_a_control_token_and_the_template_s_own_is_none(tmp_pat
 
 def test_public_text_is_looked_at_too(tmp_path) -> None:
     files = {"path": "A text of many words.\n" * 800, "public": "Not <|endoftext|> here. " * 100}
-    assert re.search(
-        r"^everybody public .* 100$",
-        said(write(tmp_path, "tiny-gpt2", {}, **files)),
-        re.MULTILINE,
-    )
+    out = said(write(tmp_path, "tiny-gpt2", {}, **files))
+    assert re.search(r"^everybody public .* 100$", out, re.MULTILINE)
     message = refused(write(tmp_path, "tiny-gpt2", {"special_tokens": "refuse"}, **files))
     assert "The public text contains the control token '<|endoftext|>'" in message
 
@@ -223,11 +199,10 @@ def test_public_text_is_looked_at_too(tmp_path) -> None:
 def test_fields_and_files_that_are_not_read_are_named(tmp_path) -> None:
     folder = tmp_path / "ann"
     folder.mkdir()
-    extra = [
-        {**record, "history": [["Hi", "Ho"]] if n < 5 else [], "system": None, "id": n}
-        for n, record in enumerate(ORDINARY)
-    ]
-    (folder / "notes.jsonl").write_text("\n".join(map(json.dumps, extra)))
+    histories = [[["Hi", "Ho"]] if n < 5 else [] for n in range(len(ORDINARY))]
+    extra = [{"history": h, "system": None, "id": n} for n, h in enumerate(histories)]
+    lines = [json.dumps(record | more) for record, more in zip(ORDINARY, extra, strict=True)]
+    (folder / "notes.jsonl").write_text("\n".join(lines))
     for name in ("a.md", "b.MD", "c.pdf", "README", ".hidden"):
         (folder / name).write_text("unread")
     elsewhere = tmp_path / "elsewhere"
@@ -271,9 +246,8 @@ def words_base(bases: Path, tmp_path: Path) -> Path:
     vocabulary = {word: n for n, word in enumerate(["[UNK]", "<eos>", "a", "known", "word"])}
     encoder = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
     encoder.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokens = PreTrainedTokenizerFast(
-        tokenizer_object=encoder, unk_token="[UNK]", eos_token="<eos>", model_max_length=64
-    )
+    special = {"unk_token": "[UNK]", "eos_token": "<eos>", "model_max_length": 64}
+    tokens = PreTrainedTokenizerFast(tokenizer_object=encoder, **special)
     tokens.save_pretrained(tmp_path / "words")
     return tmp_path / "words"
 

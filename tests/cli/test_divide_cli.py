@@ -21,6 +21,7 @@ from coterie.federation.participants import Federation, Participant, gathered
 ANSWERS = ("yes", "no", "perhaps")
 ASKED = {"instructions": {"template": "{{ question }}?", "answer": "answer"}}
 DATED = {"instructions": {"template": "{% if when %}{{ text }}{% endif %}"}}
+TITLED = {"template": "{{ text }}", "answer": "title"}
 TALKS = {"messages": {"field": "turns"}}
 EVEN = {"by": "even", "clients": 3, "public": True}
 DIRICHLET = {"by": "dirichlet", "clients": 3, "alpha": 5}
@@ -81,9 +82,7 @@ def questions(participant: Participant) -> list[tuple[str, tuple[str, ...], tupl
         (DIRICHLET, {"preferences": True}),
     ],
 )
-def test_participants_have_the_same_tokens(
-    coterie_command, news, bases, tmp_path, divide, data
-) -> None:
+def test_clients_have_the_same_tokens(coterie_command, news, bases, tmp_path, divide, data) -> None:
     if data.get("instructions", {}).get("template") == "chat":
         lines = (news / "news.jsonl").read_text().replace("question", "instruction")
         (news / "news.jsonl").write_text(lines.replace('"answer"', '"output"'))
@@ -106,10 +105,8 @@ def test_the_run_ends_with_the_same_bits(coterie_command, news, bases, tmp_path)
     path = write_run(news, bases / "gpt2", DIRICHLET, method="fedavg", data=ASKED)
     assert coterie_command("divide", path, "--out", tmp_path / "files", "--seed", 3).code == 0
     second = tmp_path / "files" / "run.yaml"
-    runs = [
-        coterie.run(load_config(path, ["seed=3"]), out=tmp_path / "first"),
-        coterie.run(load_config(second), out=tmp_path / "second"),
-    ]
+    configs = {"first": load_config(path, ["seed=3"]), "second": load_config(second)}
+    runs = [coterie.run(config, out=tmp_path / name) for name, config in configs.items()]
     scores = [{**run.results["fedavg"], "seconds": None} for run in runs]
     assert scores[0] == scores[1]
     for client in ("client-1", "client-2", "client-3"):
@@ -135,10 +132,7 @@ def test_other_paths_of_the_run_file_stay_valid(coterie_command, news, bases, tm
     [
         ({"method": "centralized"}, "centralized does not train on a public set that is a file."),
         ({"server": {}, "method": "fedmkt"}, "The server's validation text is its test text."),
-        (
-            {"data": {"instructions": {"template": "{{ text }}", "answer": "title"}}},
-            "client-2's own",
-        ),
+        ({"data": {"instructions": TITLED}}, "client-2's own"),
     ],
 )
 def test_differences_are_printed(coterie_command, news, bases, tmp_path, changes, sentence) -> None:
@@ -161,27 +155,20 @@ def test_differences_are_printed(coterie_command, news, bases, tmp_path, changes
         ({"by": "label", "source": "dates.parquet"}, {"data": DATED}, "cannot be written as JSON"),
     ],
 )
-def test_what_is_refused(coterie_command, news, bases, tmp_path, divide, changes, sentence) -> None:
-    columns: dict[str, list[Any]] = {
-        "label": ["a", "b"] * 20,
-        "text": ["x"] * 40,
-        "output": ["y"] * 40,
-    }
-    columns["when"] = [datetime.date(1851, 10, 18)] * 40
+def test_what_is_refused(refuses, news, bases, tmp_path, divide, changes, sentence) -> None:
+    texts = {"label": ["a", "b"] * 20, "text": ["x"] * 40, "output": ["y"] * 40}
+    columns: dict[str, list[Any]] = {**texts, "when": [datetime.date(1851, 10, 18)] * 40}
     pyarrow.parquet.write_table(pyarrow.table(columns), news / "dates.parquet")
     path = write_run(news, bases / "llama", divide or {}, **changes)
     if divide is None:
         path.write_text("clients: [{name: anna, path: day.txt}]")
-    said = coterie_command("divide", path, "--out", tmp_path / "files", width=400)
-    assert said.code == 2
-    assert sentence in said.err
-    assert said.err.count("\n") == 1
+    refuses(sentence, "divide", path, "--out", tmp_path / "files")
     assert not (tmp_path / "files").exists()
 
 
-def test_an_existing_folder_is_left_alone(coterie_command, news, bases, tmp_path) -> None:
+def test_an_existing_folder_is_left_alone(refuses, news, bases, tmp_path) -> None:
     path = write_run(news, bases / "llama", {"by": "label"})
     (tmp_path / "files").mkdir()
-    said = coterie_command("divide", path, "--out", tmp_path / "files", width=400)
-    assert (said.code, [*(tmp_path / "files").iterdir()]) == (2, [])
-    assert "already exists; choose another folder with --out." in said.err
+    sentence = "already exists; choose another folder with --out."
+    refuses(sentence, "divide", path, "--out", tmp_path / "files")
+    assert [*(tmp_path / "files").iterdir()] == []

@@ -47,26 +47,6 @@ def task(tmp_path_factory) -> Path:
     return folder / "of-anna.yaml"
 
 
-@pytest.fixture(scope="module")
-def finished(values, tmp_path_factory) -> Path:
-    """Return a run on the conversations of two clients, with three baselines."""
-    folder = tmp_path_factory.mktemp("chats")
-    for name, answer in (("anna", "sea"), ("ben", "I do not know it")):
-        turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": answer}]
-        (folder / f"{name}.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 12, "utf-8")
-    run = values(
-        rounds=1,
-        baselines=["pretrained", "local", "fedavg", "centralized"],
-        data={"window": 40, "messages": {}},
-        data_root=str(folder),
-        clients=[{"name": name, "path": f"{name}.jsonl"} for name in ("anna", "ben")],
-        training={"steps": 4, "batch": 2, "precision": "fp32", "learning_rate": 0.05},
-        evaluation={"keep": "last"},
-    )
-    coterie.run(run, out=folder / "run")
-    return folder / "run"
-
-
 def naive(run: Path, client: str, method: str, limit: int = 12) -> float:
     """Return the share of questions whose right answer has the highest probability."""
     tokenizer: Any = coterie.tokenizer(run, client)
@@ -87,9 +67,7 @@ def naive(run: Path, client: str, method: str, limit: int = 12) -> float:
     return right / limit
 
 
-def test_scores_are_those_of_a_naive_version_and_are_kept(
-    coterie_command, finished, task, monkeypatch
-) -> None:
+def test_scores_are_those_of_a_naive_version(coterie_command, chatted, task, monkeypatch) -> None:
     scored: list[str] = []
     scores = Harness.scores
 
@@ -98,41 +76,36 @@ def test_scores_are_those_of_a_naive_version_and_are_kept(
         return scores(self, name, model, *rest)
 
     monkeypatch.setattr(Harness, "scores", counted)
-    said = coterie_command(
-        "evaluate", finished, "--client", "anna", "--tasks", task, "--limit", 8, width=140
-    )
+    words = ("evaluate", chatted, "--client", "anna", "--tasks", task, "--limit", 8)
+    said = coterie_command(*words, width=140)
     assert said.code == 0, said.err
     assert scored == ["of-anna"] * 5
     assert said.err.splitlines()[0] == "Model 1 of 5: base: anna"
     assert said.err.count("\n") == 5
     methods = ["base", "local", "fedavg", "centralized", "comigs-1g1s"]
-    expected = {method: naive(finished, "anna", method, 8) for method in methods}
+    expected = {method: naive(chatted, "anna", method, 8) for method in methods}
     for method in methods:
-        file = finished / "evaluations" / "anna" / method / "of-anna.json"
+        file = chatted / "evaluations" / "anna" / method / "of-anna.json"
         assert json.loads(file.read_text("utf-8"))["scores"][0]["value"] == expected[method]
     assert len(set(expected.values())) > 1
     rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
     gain = expected["local"] - expected["base"]
     assert f"({gain:+.4f})" in rows["answers_of_anna"]
-    result = RunFolder(finished).result or {}
+    result = RunFolder(chatted).result or {}
     assert f"{result['trained']['anna']['perplexity']:.2f}" in rows["test"]
 
     scored.clear()
-    again = coterie_command(
-        "evaluate", finished, "--client", "anna", "--tasks", task, "--limit", 8, width=140
-    )
+    again = coterie_command(*words, width=140)
     assert (again.out, scored) == (said.out, [])
-    both = evaluate(finished, ["anna", "ben"], [str(task)], limit=8)
+    both = evaluate(chatted, ["anna", "ben"], [str(task)], limit=8)
     assert scored == ["of-anna"] * 2  # ben's models of `local` and of the run; the others are known
     assert [table.title.partition("'")[0] for table in both] == ["small: anna", "small: ben"]
-    page = write_report([finished], finished / "report").page.read_text("utf-8")
+    page = write_report([chatted], chatted / "report").page.read_text("utf-8")
     for row in (row for table in both for row in table.rows):
         assert all(cell in page for cell in row)
 
 
-def test_an_interrupted_evaluation_keeps_finished_tasks(
-    finished, task, tmp_path, monkeypatch
-) -> None:
+def test_an_interrupted_evaluation_is_kept(chatted, task, tmp_path, monkeypatch) -> None:
     other = tmp_path / "again.yaml"
     other.write_text(task.read_text("utf-8").replace("answers_of_anna", "again"), "utf-8")
     scored: list[str] = []
@@ -145,39 +118,40 @@ def test_an_interrupted_evaluation_keeps_finished_tasks(
 
     monkeypatch.setattr(Harness, "scores", stopped)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(finished, ["ben"], [str(task), str(other)], limit=3)
+        evaluate(chatted, ["ben"], [str(task), str(other)], limit=3)
     scored.pop()  # one call more
     with pytest.raises(KeyboardInterrupt):
-        evaluate(finished, ["ben"], [str(task), str(other)], limit=3)
+        evaluate(chatted, ["ben"], [str(task), str(other)], limit=3)
     assert scored == ["of-anna", "again", "again"]  # of the base twice; then of the next model
 
 
-def test_mistakes_are_one_sentence(coterie_command, finished, task, tmp_path, monkeypatch) -> None:
+def test_mistakes_are_one_sentence(coterie_command, chatted, task, tmp_path, monkeypatch) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text(task.read_text("utf-8").replace("rows.jsonl", "lost.jsonl"), "utf-8")
+    words = ("evaluate", chatted, "--client")
     for client, tasks, sentence in [
         ("zed", task, "has no client 'zed' (clients: anna, ben, everyone)."),
         ("anna", tmp_path / "none.yaml", "--tasks: there is no file"),
         ("anna", ",", "names no task"),
         ("anna", broken, "The task 'broken' or its data cannot be loaded:"),
     ]:
-        said = coterie_command("evaluate", finished, "--client", client, "--tasks", tasks)
+        said = coterie_command(*words, client, "--tasks", tasks)
         assert said.code == 2
         assert sentence in said.err.splitlines()[-1]
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    said = coterie_command("evaluate", finished, "--client", "anna", "--tasks", task)
+    said = coterie_command(*words, "anna", "--tasks", task)
     assert "pip install 'coterie[eval]'" in said.err
     monkeypatch.undo()
     with pytest.raises(CoterieError, match="at least one client"):
-        benchmarks.evaluate(finished, [], [str(task)])
+        benchmarks.evaluate(chatted, [], [str(task)])
 
 
-def test_files_with_one_name_are_refused(coterie_command, finished, task, tmp_path) -> None:
+def test_files_with_one_name_are_refused(coterie_command, chatted, task, tmp_path) -> None:
     """Also a file with the name of a task of lm-eval, and names that differ only in case."""
     for other in ("of-anna.yaml", "of-anna.yml", "Of-Anna.yaml"):
         (tmp_path / other).write_bytes(task.read_bytes())
         tasks = f"{task},{tmp_path / other}"
-        said = coterie_command("evaluate", finished, "--client", "anna", "--tasks", tasks)
+        said = coterie_command("evaluate", chatted, "--client", "anna", "--tasks", tasks)
         assert said.code == 2
         assert f"--tasks: {task} and {tmp_path / other} have the same name" in said.err
     with pytest.raises(CoterieError, match=r"of-anna and .*of-anna\.yaml have the same name"):
@@ -185,57 +159,51 @@ def test_files_with_one_name_are_refused(coterie_command, finished, task, tmp_pa
     assert Harness([str(task), f"{task.parent}/./{task.name}"]).names == ["of-anna"]
 
 
-def test_tasks_that_a_file_name_cannot_hold_are_kept_apart(finished, monkeypatch) -> None:
+def test_tasks_that_a_file_name_cannot_hold_are_kept_apart(chatted, monkeypatch) -> None:
     """The first two are tasks of lm-eval, and so are the next two."""
     names = ["bertaqa-7b-v1", "bertaqa-7b-v1.1", "ulqa", "ulqa_", "a|b", "a b", "."]
     monkeypatch.setattr(Harness, "__init__", lambda self, _: setattr(self, "names", names))
     monkeypatch.setattr(Harness, "digest", lambda *_: None)
     monkeypatch.setattr(Harness, "scores", lambda *_: [])
-    evaluate(finished, ["ben"], names)
-    stored = finished.glob("evaluations/ben/base/*.json")
+    evaluate(chatted, ["ben"], names)
+    stored = chatted.glob("evaluations/ben/base/*.json")
     tasks = [json.loads(file.read_text("utf-8"))["task"] for file in stored]
     assert {name: tasks.count(name) for name in names} == dict.fromkeys(names, 1)
 
 
-def test_files_that_define_one_task_have_a_row_each(finished, task, tmp_path) -> None:
-    easy = (
-        task.read_text("utf-8").replace("{{answer}}", "sea").replace(json.dumps(CHOICES), "[sea]")
-    )
+def test_files_that_define_one_task_have_a_row_each(chatted, task, tmp_path) -> None:
+    easy = task.read_text("utf-8").replace("{{answer}}", "sea")
+    easy = easy.replace(json.dumps(CHOICES), "[sea]")
     (tmp_path / "easy.yaml").write_text(easy, "utf-8")
-    (table,) = evaluate(finished, ["anna"], [str(task), str(tmp_path / "easy.yaml")], limit=6)
+    (table,) = evaluate(chatted, ["anna"], [str(task), str(tmp_path / "easy.yaml")], limit=6)
     cells = {row[0]: row[3] for row in table.rows if row[0].startswith("answers_of_anna")}
     assert list(cells) == ["answers_of_anna (easy)", "answers_of_anna (of-anna)"]
-    assert cells["answers_of_anna (easy)"].startswith("1.0000")
-    assert cells["answers_of_anna (of-anna)"].startswith(
-        f"{naive(finished, 'anna', 'base', 6):.4f}"
-    )
+    for task_file, score in (("easy", 1), ("of-anna", naive(chatted, "anna", "base", 6))):
+        assert cells[f"answers_of_anna ({task_file})"].startswith(f"{score:.4f}")
 
 
 @pytest.mark.slow
-def test_names_of_tasks_are_checked_and_need_the_hub(finished) -> None:
+def test_names_of_tasks_are_checked_and_need_the_hub(chatted) -> None:
     with pytest.raises(CoterieError, match=r"no task 'arc_eazy'\. Did you mean 'arc_easy'\?"):
         Harness(["arc_eazy"])
-    command = [sys.executable, "-m", "coterie", "evaluate", str(finished), "--client", "anna"]
-    done = subprocess.run(
-        [*command, "--tasks", "arc_easy"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "coterie", "evaluate", str(chatted), "--client", "anna"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    words = [*command, "--tasks", "arc_easy"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     said = done.stderr.splitlines()
     assert said[-1].startswith("Error: The task 'arc_easy' or its data cannot be loaded:")
     assert "without a network, use a YAML file with local data" in said[-1]
 
 
-def test_the_example_of_the_page_works(coterie_command, finished, tmp_path, monkeypatch) -> None:
+def test_the_example_of_the_page_works(coterie_command, chatted, tmp_path, monkeypatch) -> None:
     page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for language, name in (("yaml", "capitals.yaml"), ("json", "capitals.jsonl")):
         [text] = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
         Path(name).write_text(text, encoding="utf-8")
     (command,) = re.findall(r"^coterie (.* capitals\.yaml)$", page, re.MULTILINE)
-    words = command.replace("runs/us", str(finished)).split()
+    words = command.replace("runs/us", str(chatted)).split()
     said = coterie_command(*words, width=160)
     assert said.code == 0, said.err
     row = next(line for line in said.out.splitlines() if line.startswith("capitals"))
@@ -264,10 +232,10 @@ def test_generated_answers_are_those_of_the_loaded_model(method, values, tmp_pat
     assert table.rows[1][-1].startswith("1.0000")
 
 
-def test_a_damaged_file_of_scores_is_reported(finished, task) -> None:
-    evaluate(finished, ["ben"], [str(task)], limit=1)
-    file = finished / "evaluations" / "ben" / "base" / "of-anna.json"
+def test_a_damaged_file_of_scores_is_reported(chatted, task) -> None:
+    evaluate(chatted, ["ben"], [str(task)], limit=1)
+    file = chatted / "evaluations" / "ben" / "base" / "of-anna.json"
     file.write_text(file.read_text("utf-8").replace('"higher"', '"lower"'), "utf-8")
     with pytest.raises(CoterieError, match=r"of-anna\.json is damaged"):
-        evaluate(finished, ["ben"], [str(task)], limit=1)
+        evaluate(chatted, ["ben"], [str(task)], limit=1)
     file.unlink()

@@ -87,9 +87,7 @@ def test_a_federation_ends_with_the_local_engines_bits(run, federation, tmp_path
     assert kinds.count("train") == 3 * (1 + run["rounds"] + 1)  # join, rounds, finish
 
 
-def test_lost_replies_and_a_stopped_server_change_no_bit(
-    run, federation, tmp_path, monkeypatch
-) -> None:
+def test_lost_replies_and_a_stop_change_no_bit(run, federation, tmp_path, monkeypatch) -> None:
     def lose(number: int) -> bool:
         if number == 12:
             raise KeyboardInterrupt  # between two rounds, as by `flwr stop`
@@ -103,9 +101,7 @@ def test_lost_replies_and_a_stopped_server_change_no_bit(
     assert_as_local(run, tmp_path)
 
 
-def test_a_node_that_leaves_gets_no_order_and_one_with_anothers_name_is_ignored(
-    run, federation, tmp_path, monkeypatch
-) -> None:
+def test_nodes_that_leave_or_take_a_name(run, federation, tmp_path, monkeypatch) -> None:
     notes: list[str] = []
     federation.nodes[99] = node(run, tmp_path, "poet")
     federation.nodes[100] = {"partition-id": 3}
@@ -113,10 +109,8 @@ def test_a_node_that_leaves_gets_no_order_and_one_with_anothers_name_is_ignored(
     while len(link.present()) < 3:
         pass
     assert link.present() == {"diarist": "7", "poet": "8", "whaler": "9"}
-    assert [note.split(";")[0] for note in notes] == [
-        "node 100 cannot take part",
-        "node 99 is ignored: node 8 has the same name",
-    ]
+    ignored = "node 99 is ignored: node 8 has the same name"
+    assert [note.split(";")[0] for note in notes] == ["node 100 cannot take part", ignored]
     del federation.nodes[8]
     ticket = link.send("poet", b"an order", 1, 60)
     assert list(link.replies([ticket])) == [(ticket, None)]
@@ -149,11 +143,7 @@ def test_the_app_contains_the_run_but_no_clients_paths(run, tmp_path) -> None:
     assert content["clients"] == [{"name": name} for name in NAMES]
     assert (content["rounds"], content["base"]) == (9, run["base"])
     assert config["folder"] == str(tmp_path / "server")
-    again = write(run, tmp_path)
-    assert "already exists" in str(again.exception)
-
-
-def test_a_run_file_must_list_the_clients(run, tmp_path) -> None:
+    assert "already exists" in str(write(run, tmp_path).exception)
     assert "lists no clients" in str(write({**run, "clients": []}, tmp_path).exception)
 
 

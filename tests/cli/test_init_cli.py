@@ -27,6 +27,9 @@ RECORDS: dict[str, dict[str, Any]] = {
 }
 
 
+ANNA = {"anna": {"path": "anna.jsonl"}}
+
+
 def write(folder: Path, files: dict[str, str]) -> None:
     """Write files to a folder; a text of the form `=KIND` is a record of this kind of data."""
     folder.mkdir()
@@ -54,16 +57,14 @@ def write(folder: Path, files: dict[str, str]) -> None:
             {},
         ),
         ({"yes.jsonl": "=text"}, {"yes": {"path": "yes.jsonl"}}, {}),
-        ({"anna.jsonl": "=messages"}, {"anna": {"path": "anna.jsonl"}}, {"messages": True}),
-        ({"anna.jsonl": "=conversations"}, {"anna": {"path": "anna.jsonl"}}, {"messages": True}),
-        ({"anna.jsonl": "=preferences"}, {"anna": {"path": "anna.jsonl"}}, {"preferences": True}),
-        ({"anna.jsonl": "=instructions"}, {"anna": {"path": "anna.jsonl"}}, {"instructions": {}}),
+        ({"anna.jsonl": "=messages"}, ANNA, {"messages": True}),
+        ({"anna.jsonl": "=conversations"}, ANNA, {"messages": True}),
+        ({"anna.jsonl": "=preferences"}, ANNA, {"preferences": True}),
+        ({"anna.jsonl": "=instructions"}, ANNA, {"instructions": {}}),
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--all"]])
-def test_the_run_is_that_of_the_clients_alone(
-    coterie_command, tmp_path, files, clients, data, options
-) -> None:
+def test_a_run_is_written(coterie_command, tmp_path, files, clients, data, options) -> None:
     write(tmp_path / "texts", files)
     out = tmp_path / "run files" / "us.yaml"
     out.parent.mkdir()
@@ -78,18 +79,15 @@ def test_the_run_is_that_of_the_clients_alone(
     assert load_config(out).as_dict() == parse(plain).as_dict()
 
 
-def test_the_run_ends_with_the_same_bits(
-    coterie_command, texts, values, tmp_path, monkeypatch
-) -> None:
+def test_it_ends_with_the_same_bits(coterie_command, texts, values, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert coterie_command("init", texts).code == 0
     small = values(method="fedavg", rounds=1)
     given = yaml.safe_load(Path("coterie.yaml").read_text(encoding="utf-8"))
     small |= {"clients": given["clients"], "data_root": str(tmp_path)}
     settings = [f"{key}={json.dumps(small[key])}" for key in ("base", "method", "data", "training")]
-    options = [
-        word for setting in [*settings, "rounds=1", "threads=1"] for word in ("--set", setting)
-    ]
+    settings += ["rounds=1", "threads=1"]
+    options = [word for setting in settings for word in ("--set", setting)]
     said = coterie_command("run", "coterie.yaml", "--out", "first", *options)
     assert said.code == 0, said.err
     second = coterie.run(small, out=tmp_path / "second")
@@ -99,9 +97,14 @@ def test_the_run_ends_with_the_same_bits(
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_all_writes_every_key_with_its_default(coterie_command, tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def one_text(tmp_path, monkeypatch) -> None:
+    """The current folder, with a folder of the texts of one client."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "texts", {"anna.txt": TEXT})
+
+
+def test_all_writes_every_key_with_its_default(coterie_command, one_text) -> None:
     assert coterie_command("init", "texts", "--all").code == 0
     text = Path("coterie.yaml").read_text(encoding="utf-8")
     named = re.findall(r"^[ #]*(\w+): ?", text, re.MULTILINE)
@@ -113,11 +116,7 @@ def test_all_writes_every_key_with_its_default(coterie_command, tmp_path, monkey
     assert load_config(Path("coterie.yaml")).as_dict() == before
 
 
-def test_comments_are_the_docstrings_of_the_settings(
-    coterie_command, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "texts", {"anna.txt": TEXT})
+def test_comments_are_the_docstrings_of_the_settings(coterie_command, one_text) -> None:
     assert coterie_command("init", "texts").code == 0
     text = Path("coterie.yaml").read_text(encoding="utf-8")
     assert max(map(len, text.splitlines())) <= 100
@@ -129,9 +128,7 @@ def test_comments_are_the_docstrings_of_the_settings(
 
 
 @pytest.mark.parametrize("size", [CONTEXT + 20 * 10**6, CONTEXT + 10**9])
-def test_a_base_comes_with_the_settings_that_fit(
-    coterie_command, bases, texts, tmp_path, monkeypatch, size
-) -> None:
+def test_a_base_has_settings_that_fit(coterie_command, bases, texts, tmp_path, monkeypatch, size):
     monkeypatch.setattr("coterie.bases.devices.memory_of", lambda kind: size)
     monkeypatch.chdir(bases)
     out = tmp_path / "us.yaml"
@@ -145,11 +142,10 @@ def test_a_base_comes_with_the_settings_that_fit(
     assert need.memory <= (size - CONTEXT) * (1 - SPARE)
 
 
-def test_a_base_that_does_not_fit_is_refused(coterie_command, bases, texts, tmp_path, monkeypatch):
+def test_a_base_that_does_not_fit_is_refused(refuses, bases, texts, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.bases.devices.memory_of", lambda kind: CONTEXT + 1000)
-    said = coterie_command("init", texts, "--base", bases / "llama", "--out", tmp_path / "us.yaml")
-    assert said.code == 2
-    assert "Nothing fits 1.1 GB" in said.err
+    words = (texts, "--base", bases / "llama", "--out", tmp_path / "us.yaml")
+    refuses("Nothing fits 1.1 GB", "init", *words)
     assert not (tmp_path / "us.yaml").exists()
 
 
@@ -165,34 +161,19 @@ def test_a_base_that_does_not_fit_is_refused(coterie_command, bases, texts, tmp_
         ({"train.txt": TEXT, "test.txt": TEXT}, "texts/test.txt is one split of a text"),
         ({"anna.txt": TEXT, "Anna/a.txt": TEXT}, "both give the client name anna; rename"),
         ({"anna.txt": TEXT, "ben.jsonl": "=messages"}, "contains plain text and texts/ben.jsonl"),
-        (
-            {"anna.jsonl": '{"title": "a", "body": "b"}'},
-            "line 1 of texts/anna.jsonl has the fields",
-        ),
+        ({"anna.jsonl": '{"title": "a"}'}, "line 1 of texts/anna.jsonl has the fields"),
         ({"anna.jsonl": "{"}, "is not valid JSON"),
     ],
 )
-def test_folders_that_are_refused(coterie_command, tmp_path, monkeypatch, files, sentence) -> None:
+def test_folders_that_are_refused(refuses, tmp_path, monkeypatch, files, sentence) -> None:
     monkeypatch.chdir(tmp_path)
     if files is not None:
         write(tmp_path / "texts", files)
-    said = coterie_command("init", "texts", width=400)
-    assert said.code == 2
-    assert sentence in said.err
-    assert said.err.count("\n") == 1
+    refuses(sentence, "init", "texts")
     assert not Path("coterie.yaml").exists()
 
 
-def test_an_existing_file_is_not_overwritten(coterie_command, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "texts", {"anna.txt": TEXT})
+def test_an_existing_file_is_not_overwritten(refuses, one_text) -> None:
     Path("coterie.yaml").write_text("mine")
-    said = coterie_command("init", "texts")
-    assert (said.code, Path("coterie.yaml").read_text()) == (2, "mine")
-    assert "coterie.yaml already exists; choose another file with --out." in said.err
-
-
-def test_a_folder_in_place_of_a_run_file_names_the_command(coterie_command, tmp_path) -> None:
-    said = coterie_command("run", tmp_path, width=400)
-    assert said.code == 2
-    assert f"`coterie init {tmp_path}`" in said.err
+    refuses("coterie.yaml already exists; choose another file with --out.", "init", "texts")
+    assert Path("coterie.yaml").read_text() == "mine"

@@ -4,8 +4,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
@@ -16,8 +16,7 @@ from coterie.errors import CoterieError
 from coterie.network.keys import Credentials, Keys
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """What a command printed, and the sentence with which it refused."""
 
     out: str
@@ -78,9 +77,8 @@ def test_clients_are_added_listed_and_removed(command) -> None:
 
 
 def test_a_damaged_certificate_is_named_with_the_command_that_replaces_it(command) -> None:
-    command("init")
-    command("add", "anna")
-    command("add", "ben")
+    for words in (["init"], ["add", "anna"], ["add", "ben"]):
+        command(*words)
     Path("keys/clients/ben.pem").write_bytes(b"damaged")
     listed = command("list").out
     assert re.search("^anna ", listed, re.MULTILINE)
@@ -93,23 +91,20 @@ def test_a_damaged_certificate_is_named_with_the_command_that_replaces_it(comman
 
 def test_a_host_is_added_later(command) -> None:
     command("init")
-    assert (
-        "::1, coterie.example.org, until" in command("certify", "--host", "coterie.example.org").out
-    )
+    said = command("certify", "--host", "coterie.example.org").out
+    assert "::1, coterie.example.org, until" in said
 
 
 @pytest.mark.parametrize("arguments", [["add", "anna"], ["list"], ["remove", "anna"], ["certify"]])
 def test_commands_without_keys_say_how_to_begin(arguments, command) -> None:
-    assert command(*arguments).refusal == (
-        "keys is not a server's key folder; create one with `coterie keys init keys`."
-    )
+    advice = "create one with `coterie keys init keys`."
+    assert command(*arguments).refusal == f"keys is not a server's key folder; {advice}"
     assert not Path("anna.key").exists()
 
 
 def test_help_needs_neither_cryptography_nor_torch() -> None:
-    script = (
-        "import sys, coterie.cli.keys; sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
-    )
+    check = "sys.exit(bool({'cryptography', 'torch'} & {*sys.modules}))"
+    script = f"import sys, coterie.cli.keys; {check}"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""What is wrong on a command line is told before anything slow is imported."""
+"""What is wrong on a command line is said before slow imports, in characters of the terminal."""
 
 import os
 import subprocess
@@ -21,13 +21,9 @@ SLOW = {"torch", "transformers", "datasets", "aiohttp", "ray", "pandas", "matplo
 
 def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[str, set[str]]:
     """What a command says in a process of its own, and the modules that it imported."""
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module), *command.split()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
+    process = [sys.executable, "-c", PROGRAM.format(module=module), *command.split()]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(process, env=env, capture_output=True, text=True, cwd=folder)
     assert found.returncode == (0 if "--help" in command or "--version" in command else 2)
     *said, modules = (found.stderr + found.stdout).splitlines()
     return "\n".join(said), set(modules.split())
@@ -78,3 +74,22 @@ def test_a_wrong_setting_of_a_method_imports_that_method_alone(tmp_path) -> None
     assert "coterie.methods.averaging" in modules
     families = {"comigs", "pcl", "fedamole", "fedmkt", "fdlora", "ranks", "prompts", "fedit"}
     assert not modules & {f"coterie.methods.{family}" for family in families}
+
+
+def _main(arguments: list[bytes | str], encoding: str) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "coterie", *arguments]
+    return subprocess.run(command, capture_output=True, env=environment, timeout=300)
+
+
+def test_an_output_stream_that_lacks_a_character_gets_a_replacement() -> None:
+    done = _main(["report", "日本"], "cp1252")
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"Error: ?? is not a folder")
+
+
+def test_an_argument_that_is_no_text_is_refused() -> None:
+    done = _main(["generate", "runs/demo", "--client", "ada", "--prompt", b"caf\xe9"], "utf-8")
+    assert done.returncode == 2
+    assert b"Argument 6" in done.stderr
+    assert b"Traceback" not in done.stderr

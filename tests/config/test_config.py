@@ -6,26 +6,36 @@ import pytest
 import yaml
 
 from coterie import CoterieError, load_config
-from coterie.config.run import parse
+from coterie.bases.sites import QUERY_VALUE
+from coterie.config.run import RunConfig, parse
+from coterie.methods.registry import method_from
 
-WRONG = {
-    "roundz": (3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
-    "training": ({"bacth": 3}, "Unknown key 'training.bacth'. Did you mean 'training.batch'?"),
-    "evaluation": ({"evry": 3}, "'evaluation.evry'. Did you mean 'evaluation.every'?"),
-    "data": ({"limits": {"trian": 9}}, "'data.limits.trian'. Did you mean 'data.limits.train'?"),
-    "method": (
-        {"name": "pfedmoe", "router": {"toppk": 2}},
-        "'method.router.toppk'. Did you mean 'method.router.top_k'?",
-    ),
-    "clients": ([{"name": "a", "pth": "x"}], "'clients[0].pth'. Did you mean 'clients[0].path'?"),
-}
+ROUTER = {"name": "pfedmoe", "router": {"toppk": 2}}
+WRONG = [
+    ("roundz", 3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
+    ("training", {"bacth": 3}, "Unknown key 'training.bacth'. Did you mean 'training.batch'?"),
+    ("evaluation", {"evry": 3}, "'evaluation.evry'. Did you mean 'evaluation.every'?"),
+    ("data", {"limits": {"trian": 9}}, "'data.limits.trian'. Did you mean 'data.limits.train'?"),
+    ("method", ROUTER, "'method.router.toppk'. Did you mean 'method.router.top_k'?"),
+    ("clients", [{"name": "a", "pth": ""}], "'clients[0].pth'. Did you mean 'clients[0].path'?"),
+    ("server", {"tset": "x"}, "Unknown key 'server.tset'. Did you mean 'server.test'"),
+    ("training", {"learning_rates": {"poet": 0}}, "learning_rates.poet should be greater than 0"),
+]
 
 
-@pytest.mark.parametrize(("key", "value", "sentence"), [(k, *v) for k, v in WRONG.items()])
+@pytest.mark.parametrize(("key", "value", "sentence"), WRONG)
 def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence, values) -> None:
     with pytest.raises(CoterieError) as error:
         parse(values(**{key: value}))
     assert sentence in str(error.value)
+
+
+CLIENTS = "is not a mapping, so no key inside it can be set; set the whole value of 'clients' inst"
+WHOLE = ("training.steps", "rounds", "data.window")
+NUMBERS = ("training.learning_rate", "deployment.deadline")
+BOOLEAN = "data.deduplicate"
+ENDLESS = ["[" * 100_000, "1" * 5000, "0x" + "f" * 5000]
+"""YAML that Python cannot hold."""
 
 
 @pytest.mark.parametrize(
@@ -38,14 +48,8 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("training=5", "training should be a mapping of keys to values, not 5."),
         ("training.optimiser.betas=[1]", "optimiser.betas should be a list of 2 numbers, not [1]."),
         ("training.precision=fp8", "training.precision should be 'fp32' or 'bf16', not 'fp8'."),
-        (
-            "method.mlp.specialists=abc",
-            "specialists should be a whole number or a mapping",
-        ),
-        (
-            "method.mlp.specialists={poet: x}",
-            "mlp.specialists.poet should be a whole number",
-        ),
+        ("method.mlp.specialists=abc", "specialists should be a whole number or a mapping"),
+        ("method.mlp.specialists={poet: x}", "mlp.specialists.poet should be a whole number"),
         ("clients=poet", "clients should be a list, not 'poet'."),
         ("clients=[poet]", "clients[0] should be a mapping of keys to values, not 'poet'."),
         ("clients=[{path: x}]", "clients[0].name is missing."),
@@ -53,8 +57,8 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("clients=[{name: a}]", "client a has neither path nor train"),
         ("clients=[{name: a, path: x}, {name: a, path: y}]", "client name 'a' is used twice"),
         (
-            "clients=[{name: Anna, path: x}, {name: anna, path: y}]",
-            "client names 'Anna' and 'anna' in `clients` differ only in case",
+            "clients=[{name: A, path: x}, {name: a, path: y}]",
+            "'a' in `clients` differ only in case",
         ),
         ("clients=[{name: Con, path: x}]", "'Con' is the name of a device on Windows"),
         ("name=lpt1.2026", "'lpt1.2026' is the name of a device on Windows"),
@@ -68,11 +72,12 @@ def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence
         ("data.instructions={choices: [yes, no]}", "quote them"),
         ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
         ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
-        (
-            "clients.poet.path=x",
-            "'clients' is not a mapping, so no key inside it can be set; set the whole value of "
-            "'clients' instead.",
-        ),
+        ("clients.poet.path=x", CLIENTS),
+        ("method={name: fedit, attention: {rank: yes}}", "method.attention.rank should be a whole"),
+        *((f"{key}=yes", f"{key} should be a whole number, not True") for key in WHOLE),
+        *((f"{key}=yes", f"{key} should be a number, not True") for key in NUMBERS),
+        *((f"{BOOLEAN}={n}", f"{BOOLEAN} should be true or false, not {n}") for n in (0, 1, 1.0)),
+        *((f"training.steps={value}", "is not valid YAML") for value in ENDLESS),
         ("rounds", "--set takes key=value"),
         ("=4", "--set takes key=value"),
         ("rounds=[1", "the value is not valid YAML"),
@@ -93,14 +98,13 @@ def run_file(values, tmp_path) -> Path:
     return path
 
 
+EMPTY = "needs at least `clients` or `divide` (to run the demo, use `coterie run` without a run f"
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (
-            b"",
-            "is empty; it needs at least `clients` or `divide` (to run the demo, use `coterie run` "
-            "without a run file).",
-        ),
+        (b"", EMPTY),
         (b"- a\n", "is not a mapping of keys to values."),
         (b"name: [a\nb: }", "is not valid YAML, line 2, column 2: expected ',' or ']'"),
         ("name: café".encode("latin-1"), "is not UTF-8 text."),
@@ -121,9 +125,7 @@ def test_a_file_that_is_no_run_file(content, sentence, tmp_path) -> None:
 def test_a_missing_file_and_a_folder(tmp_path) -> None:
     with pytest.raises(CoterieError, match="There is no run file"):
         load_config(tmp_path / "gone.yaml")
-    with pytest.raises(
-        CoterieError, match="is a folder, not a run file; write one with `coterie init"
-    ):
+    with pytest.raises(CoterieError, match="is a folder, not a run file; write one with `coterie"):
         load_config(tmp_path)
 
 
@@ -201,7 +203,7 @@ def test_a_shipped_run_file_is_known_by_its_name(tmp_path, monkeypatch) -> None:
         load_config(Path("elsewhere/who-wrote-this"))
 
 
-def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, values) -> None:
+def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config) -> None:
     rates = {"poet": 4e-3, "server": 1e-3}
     training = {"learning_rate": 2e-3, "final_learning_rate": 2e-4, "learning_rates": rates}
     run = config(bases={"poet": "small"}, training=training, server={"base": "large"})
@@ -213,49 +215,95 @@ def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config, 
         assert (training.learning_rate, training.learning_rates) == (rate, {})
         assert training.final_learning_rate == pytest.approx(rate / 10)
     pooled = run.model_copy(update={"pooled": True})
-    assert (pooled.base_of("poet").name, pooled.training_of("poet").learning_rate) == (
-        "large",
-        1e-3,
-    )
+    assert pooled.base_of("poet").name == "large"
+    assert pooled.training_of("poet").learning_rate == 1e-3
     alone = pooled.model_copy(update={"server": None})
     assert alone.base_of("poet") == run.base
     assert config(server={}).base_of("server") == run.base
-    with pytest.raises(
-        CoterieError, match=r"training\.learning_rates\.poet should be greater than 0"
-    ):
-        parse(values(training={"learning_rates": {"poet": 0}}))
-    with pytest.raises(
-        CoterieError, match=r"Unknown key 'server\.tset'. Did you mean 'server\.test'"
-    ):
-        parse(values(server={"tset": "x"}))
+
+
+RANDOM = {"assignment": "random"}
+VANILLA = {"kind": "vanilla", "score_scale": "dim"}
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["training.steps", "training.learning_rate", "rounds", "data.window", "deployment.deadline"],
+    ("name", "settings", "sentence"),
+    [
+        ("fedavg", {"router": {"top_k": 1}}, "Unknown key 'method.router'."),
+        ("fedavg", {"top_k": 1}, "Unknown key 'method.top_k'. Known keys: name, mlp, attention"),
+        ("fedavg", {"specialists": 1}, "Unknown key 'method.specialists'. Known keys:"),
+        ("fedit", {"mlp": {"rank": 4}}, "Unknown key 'method.mlp'."),
+        ("pfedmoe", {"router": {"every": 3}}, "Unknown key 'method.router.every'."),
+        ("pcl-uniform", {"trusted": {"top": 1}}, "Unknown key 'method.trusted'."),
+        ("pcl-theoretical", {"top": 1}, "Unknown key 'method.top'. Known keys:"),
+        ("pcl-1", {"exact": True}, "Unknown key 'method.exact'."),
+        (
+            "fedamole",
+            RANDOM | {"embeddings": {"share": 0.1}},
+            "has no effect with `assignment: ran",
+        ),
+        ("fedamole", RANDOM | {"router": VANILLA}, "method.router: score_scale has no effect with"),
+        ("comigs-1g1s", {"mlp": None}, "method.mlp should be a mapping of keys to values"),
+        ("fedit", {"attention": None}, "method.attention should be a mapping of keys to values"),
+        ("fedavg", {"mlp": {"ranc": 4}}, "'method.mlp.ranc'. Did you mean 'method.mlp.rank'?"),
+    ],
 )
-def test_a_boolean_is_no_number(key: str) -> None:
-    with pytest.raises(CoterieError, match=f"{key} should be .* number, not True"):
-        load_config(None, [f"{key}=yes"])
+def test_what_does_nothing_in_a_method_is_refused(name, settings, sentence, values) -> None:
+    with pytest.raises(CoterieError) as error:
+        parse(values(method={"name": name, **settings}))
+    assert sentence in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["0", "1", "1.0"])
-def test_a_number_is_no_boolean(value: str) -> None:
-    with pytest.raises(
-        CoterieError, match=f"data.deduplicate should be true or false, not {value}"
-    ):
-        load_config(None, [f"data.deduplicate={value}"])
+def settings(run: RunConfig, name: str) -> dict:
+    """The settings of another method in the same run, as they differ from its own defaults."""
+    found, own = run.with_method(name).method.described(), method_from(name).described()
+    return {key: value for key, value in found.items() if value != own[key]}
 
 
-def test_a_boolean_is_no_number_in_a_setting_of_a_method() -> None:
-    setting = "method={name: fedit, attention: {rank: yes}}"
-    with pytest.raises(CoterieError, match=r"method.attention.rank should be a whole"):
-        load_config(None, [setting])
+def test_a_changed_part_is_carried_as_a_whole_and_an_unchanged_one_is_not(config) -> None:
+    mlp, router = {"rank": 4, "specialists": 3}, {"every": 7}
+    run = config(method={"name": "comigs-1g1s", "mlp": mlp, "router": router}, baselines=["local"])
+    assert run.with_method("comigs-1g1s").method == run.method
+    assert run.with_method("comigs-1g1s").baselines == ()
+    whole = {"mlp": {"rank": 4, "placement": "auto", "generalists": 1, "specialists": 3}}
+    phases = {**method_from("comigs-1g1s").described()["router"], "every": 7}
+    assert settings(run, "comigs-tr") == {**whole, "router": phases}
+    # Joint training of a router has no phases; what it has in common with the other is unchanged.
+    assert settings(run, "pfedmoe") == whole
+    assert settings(run, "fedit") == settings(run, "pretrained") == {}
 
 
-@pytest.mark.parametrize(
-    "value", ["[" * 100_000, "1" * 5000, "0x" + "f" * 5000], ids=["lists", "digits", "hex"]
-)
-def test_yaml_that_python_cannot_hold_is_refused(value: str) -> None:
-    with pytest.raises(CoterieError, match="is not valid YAML"):
-        load_config(None, [f"training.steps={value}"])
+def test_a_rank_is_carried_and_counts_of_experts_are_not(config) -> None:
+    run = config(method={"name": "comigs-1g1s", "mlp": {"rank": 4, "specialists": 3}})
+    for name in ("local", "fedavg", "comigs-2g", "comigs-2s"):
+        own = method_from(name).described()["mlp"]
+        assert settings(run, name) == {"mlp": {**own, "rank": 4}}
+    pooled = run.with_method("centralized")
+    assert (pooled.pooled, pooled.method) == (True, run.with_method("local").method)
+    sets = config(method={"name": "fedavg", "mlp": {"rank": 4, "sets": 1}})
+    whole = {"rank": 4, "placement": "auto", "sets": 1}
+    assert settings(sets, "pcl-2")["mlp"] == whole
+    assert settings(sets, "ffa-lora")["mlp"] == whole  # its own rank is 16
+
+
+def test_a_rank_means_the_same_in_fedamole_and_in_what_it_is_compared_with(config) -> None:
+    run = config(method={"name": "fedamole", "attention": {"rank": 4}, "lora": {"alpha": 32}})
+    attention = {"rank": 4, "targets": QUERY_VALUE}
+    for name in ("fedit", "fedit-ft", "fdlora", "fedmkt", "local"):
+        method = run.with_method(name).method.described()
+        assert method["attention"] == attention
+        assert method["lora"]["alpha"] == 32
+        assert method["lora"]["scale"] == method_from(name).described()["lora"]["scale"]
+    back = config(method={"name": "fedit", "attention": {"rank": 2}}).with_method("fedamole")
+    assert back.method.described()["attention"] == {**attention, "rank": 2}
+    assert settings(run, "comigs-1g1s").keys() == {"attention", "lora"}  # routers have nothing
+
+
+def test_a_part_that_is_left_out_is_left_out_where_a_method_can_do_without(config) -> None:
+    run = config(method={"name": "comigs-1g1s", "attention": None})
+    for name in ("comigs-2s", "fedavg", "hetlora"):
+        assert settings(run, name) == {"attention": None}
+    assert settings(run, "fedit") == settings(run, "fedamole") == {}
+    run = config(method={"name": "fedavg", "mlp": None})
+    assert settings(run, "local") == {"mlp": None}
+    assert settings(run, "comigs-1g1s") == settings(run, "flexlora") == {}

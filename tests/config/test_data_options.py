@@ -28,10 +28,7 @@ def test_a_clients_own_limits_come_before_the_runs(config, texts) -> None:
     data = {"window": 16, "limits": LIMITS, "limits_of": own}
     wanted = {"diarist": (500, 100, 90), "poet": (300, 100, 90), "whaler": (500, 60, 50)}
     assert tokens(config(data=data)) == wanted
-    divide = {
-        "source": {name: f"{name}.txt" for name in wanted},
-        "by": "label",
-    }
+    divide = {"source": {name: f"{name}.txt" for name in wanted}, "by": "label"}
     assert tokens(config(data=data, divide=divide, clients=[])) == wanted
     for name, counts in wanted.items():  # on a machine of its own
         limits = {name: own[name]} if name in own else {}
@@ -44,10 +41,12 @@ def test_limits_of_an_unknown_client_are_refused(config, values) -> None:
     run = config(data={"window": 16, "limits_of": {"pote": {"train": 300}}})
     with pytest.raises(CoterieError, match=r"data\.limits_of names the unknown client 'pote'"):
         check(run, ("poet", "whaler"), False)
-    with pytest.raises(CoterieError, match=r"Unknown key 'data\.limits_of\.poet\.public'"):
-        parse(values(data={"window": 16, "limits_of": {"poet": {"public": 300}}}))
-    with pytest.raises(CoterieError, match="limit of 16 test tokens is too small"):
-        parse(values(data={"window": 16, "limits_of": {"poet": {"test": 16}}}))
+    for limits, sentence in (
+        ({"public": 300}, r"Unknown key 'data\.limits_of\.poet\.public'"),
+        ({"test": 16}, "limit of 16 test tokens is too small"),
+    ):
+        with pytest.raises(CoterieError, match=sentence):
+            parse(values(data={"window": 16, "limits_of": {"poet": limits}}))
 
 
 def joining(told: dict[str, Any]) -> Order:
@@ -76,12 +75,10 @@ def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
     def size(run) -> int:
         return tokens(run)["poet"][0]
 
-    plain, clean = (
-        config(clients=clients, data={"window": 16, "deduplicate": on}) for on in (False, True)
-    )
+    data = [{"window": 16, "deduplicate": on} for on in (False, True)]
+    plain, clean = (config(clients=clients, data=each) for each in data)
     share = 1 - 12_000 / len(book)
     assert size(clean) == pytest.approx(share * size(plain), rel=0.1)
-    at_home = Site(
-        "poet", {**files, "validation": str(texts / "whaler.txt")}, tmp_path, clean.base.name
-    )
+    files |= {"validation": str(texts / "whaler.txt")}
+    at_home = Site("poet", files, tmp_path, clean.base.name)
     assert size(at_home.config(joining(clean.visible_to("poet")))) == size(clean)

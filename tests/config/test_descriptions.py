@@ -1,6 +1,5 @@
 """Fields are described by the docstrings below them, which are read only on demand."""
 
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -13,7 +12,7 @@ from coterie.config.sections import DeploymentSpec
 from coterie.data.division.spec import DivideSpec, SourceSpec
 from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec
 from coterie.exchanges.spec import AggregationSpec, ServerOptimiserSpec
-from coterie.methods.registry import METHODS, kind_of
+from coterie.methods.registry import kind_of
 from coterie.training.spec import DPOSpec, EvaluationSpec, TrainingSpec
 
 T = TypeVar("T")
@@ -58,13 +57,8 @@ class Second(First[str]):
     spelt: int = Field(default=2, description="another argument")
 
 
-FIRST = {
-    "plain": "a plain field",
-    "bounded": "a bounded field",
-    "spelt": "an argument",
-    "bare": "",
-    "generic": "a field of any type",
-}
+FIRST = {"plain": "a plain field", "bounded": "a bounded field", "spelt": "an argument"}
+FIRST |= {"bare": "", "generic": "a field of any type"}
 SECOND = {**FIRST, "bounded": "declared again", "spelt": "another argument"}
 
 
@@ -97,17 +91,12 @@ def test_without_its_source_a_model_has_empty_descriptions() -> None:
     assert descriptions(scope["Lost"]) == {"field": ""}
 
 
-def test_a_plugin_s_settings_are_described(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(METHODS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
+def test_a_plugin_s_settings_are_described(tmp_path) -> None:
     path = tmp_path / "near.py"
     path.write_text(PLUGIN, encoding="utf-8")
     (near,) = plugins.load_plugin(path)
-    assert descriptions(near) == {
-        **descriptions(kind_of("fedprox")),
-        "own": "a plugin's setting",
-        "other": "another setting",
-    }
+    own = {"own": "a plugin's setting", "other": "another setting"}
+    assert descriptions(near) == descriptions(kind_of("fedprox")) | own
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,12 @@ READERS = (
 )
 
 
-def check(folder: Path, seed: int, count: int) -> None:
-    """Read so many."""
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 300), pytest.param(1, 10_000, marks=pytest.mark.slow)]
+)
+def test_run_files_are_read_or_refused_in_a_sentence(seed, count, tmp_path) -> None:
     rng, found = random.Random(seed), Counter[str]()
-    path, texts = folder / "run.yaml", originals()
+    path, texts = tmp_path / "run.yaml", originals()
     for number in range(count):
         text = DEEP[number] if number < len(DEEP) else mutated(rng.choice(texts), rng)
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -89,12 +91,3 @@ def check(folder: Path, seed: int, count: int) -> None:
         except BaseException as error:
             raise AssertionError(f"{error!r} on {text[:3000]!r}") from error
     assert min(found["taken"], found["refused"]) > count / 20  # both happen
-
-
-def test_some_run_files_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
-    check(tmp_path, seed=0, count=300)
-
-
-@pytest.mark.slow
-def test_many_more_run_files_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
-    check(tmp_path, seed=1, count=10_000)

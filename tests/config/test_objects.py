@@ -8,7 +8,6 @@ import pytest
 
 import coterie
 from coterie import Callback, CoterieError, Metric, Transform
-from coterie.config import plugins
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
 from coterie.data.measured import Measured
@@ -20,7 +19,6 @@ from coterie.privacy import secrets
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_same_states
 from coterie.transforms.reductions import Median, TrimmedMean
-from coterie.transforms.registry import TRANSFORMS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transforms" / "median.py"
 
@@ -55,11 +53,7 @@ class Stop(Callback):
 
 
 @pytest.fixture(autouse=True)
-def _unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
-    monkeypatch.setattr(TRANSFORMS, "registered", {})
-    monkeypatch.setattr(METRICS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
+def _same_secrets(monkeypatch) -> None:
     monkeypatch.setattr(secrets, "draw", lambda: 42)  # clients' secrets are part of their states
 
 
@@ -80,10 +74,9 @@ def test_an_object_is_the_transform_that_its_name_and_settings_are(values) -> No
 
 def test_a_run_with_an_object_has_the_bits_of_the_registered_name(values, tmp_path) -> None:
     given = coterie.run(with_transforms(values, Smaller(factor=0.25)), out=tmp_path / "object")
-    keyword = coterie.run(
-        with_transforms(values), transforms=[Smaller(factor=0.25)], out=tmp_path / "keyword"
-    )
-    plain = coterie.run(with_transforms(values), out=tmp_path / "plain")
+    bare, own = with_transforms(values), [Smaller(factor=0.25)]
+    keyword = coterie.run(bare, transforms=own, out=tmp_path / "keyword")
+    plain = coterie.run(bare, out=tmp_path / "plain")
     coterie.register(Smaller)
     run = with_transforms(values, {"name": "smaller", "factor": 0.25})
     named = coterie.run(run, out=tmp_path / "named")
@@ -126,19 +119,10 @@ def test_tuning_keeps_objects(values, tmp_path) -> None:
     tune = {"training.learning_rate": [0.01, 0.02]}
     found = coterie.compare(run, [FedAvg()], tune=tune, out=tmp_path)
     [result] = found.results["fedavg"]
-    single = coterie.run(
-        run.model_copy(
-            update={
-                "method": FedAvg(),
-                "training": run.training.model_copy(
-                    update={
-                        "learning_rate": found.tuned["fedavg"]["settings"]["training.learning_rate"]
-                    }
-                ),
-            }
-        ),
-        out=tmp_path / "single",
-    )
+    rate = found.tuned["fedavg"]["settings"]["training.learning_rate"]
+    training = run.training.model_copy(update={"learning_rate": rate})
+    tuned = run.model_copy(update={"method": FedAvg(), "training": training})
+    single = coterie.run(tuned, out=tmp_path / "single")
     assert result["trained"] == single.results["fedavg"]["trained"]
 
 

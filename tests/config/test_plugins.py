@@ -20,12 +20,6 @@ from coterie.testing import loop
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedsa_lora.py"
 
 
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch):
-    monkeypatch.setattr(METHODS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
-
-
 def forgotten(monkeypatch) -> None:
     """As in a new process, which was given no plugin."""
     monkeypatch.setattr(METHODS, "registered", {})
@@ -61,10 +55,7 @@ def test_a_plugin_is_loaded_once_and_its_classes_have_names(mine) -> None:
         ("class X(:\n", r"mine\.py is not valid Python \(line 1: "),
         ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
         ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
-        (
-            "x = 1\n",
-            r"mine\.py defines no method or .*, that is, no subclass of coterie\.M",
-        ),
+        ("x = 1\n", r"mine\.py defines no method or .*, that is, no subclass of coterie\.M"),
         ("from coterie.methods.averaging import FedAvg\n", r"defines no method"),
     ],
 )
@@ -75,9 +66,6 @@ def test_what_is_wrong_with_a_plugin_is_one_sentence(code, sentence, tmp_path) -
         with pytest.raises(CoterieError, match=sentence) as error:
             load_plugin(file)
         assert "\n" not in str(error.value)
-
-
-def test_a_plugin_that_is_not_there_is_one_sentence(tmp_path) -> None:
     with pytest.raises(CoterieError, match=r"The plugin .*lost\.py cannot be read"):
         load_plugin(tmp_path / "lost.py")
 
@@ -125,12 +113,8 @@ def refusals(run, tmp_path, monkeypatch, clients) -> list[str]:
     said: list[str] = []
     network = loop.Loop({})
     server = loop.server(run, tmp_path / "server", network)
-    network.workers = {
-        client.name: Worker(
-            loop.site(run, client.name, tmp_path), lambda what, value: said.append(str(value))
-        )
-        for client in run.clients
-    }
+    sites = [loop.site(run, client.name, tmp_path) for client in run.clients]
+    network.workers = {s.name: Worker(s, lambda _, value: said.append(str(value))) for s in sites}
     server._send("poet", "join")
     [(_, order)] = network.pending.values()
     clients()
@@ -141,10 +125,8 @@ def refusals(run, tmp_path, monkeypatch, clients) -> list[str]:
 
 def test_a_client_without_the_plugin_is_told(deployed, tmp_path, monkeypatch) -> None:
     [why] = refusals(deployed, tmp_path, monkeypatch, lambda: forgotten(monkeypatch))
-    assert why == (
-        "the run needs the plugin mine.py; get this file from the server's operator, and start "
-        "this client with --plugin FILE"
-    )
+    advice = "get this file from the server's operator, and start this client with --plugin FILE"
+    assert why == f"the run needs the plugin mine.py; {advice}"
 
 
 def test_a_client_with_another_file_is_told(deployed, mine, tmp_path, monkeypatch) -> None:
@@ -154,10 +136,8 @@ def test_a_client_with_another_file_is_told(deployed, mine, tmp_path, monkeypatc
         load_plugin(mine)
 
     [why] = refusals(deployed, tmp_path, monkeypatch, other)
-    assert (
-        why == "the run has a different version of the plugin mine.py; the server and this client "
-        "need the same file"
-    )
+    advice = "the server and this client need the same file"
+    assert why == f"the run has a different version of the plugin mine.py; {advice}"
 
 
 def test_both_sides_with_the_same_file_end_in_the_same_bits(deployed, tmp_path) -> None:

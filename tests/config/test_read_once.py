@@ -52,9 +52,7 @@ def execute(*arguments: object) -> None:
 @pytest.mark.parametrize(
     "command", ["run", "data", "compare --methods pretrained,local", "audit", "base"]
 )
-def test_a_command_reads_and_validates_its_file_once(
-    command, values, validations, tmp_path, monkeypatch
-) -> None:
+def test_a_command_reads_its_file_once(command, values, validations, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(terminal, "say", print)
     file = tmp_path / FILE
@@ -67,9 +65,7 @@ def test_a_command_reads_and_validates_its_file_once(
 
 
 @pytest.mark.parametrize("clients", [[{"name": "anna"}], []], ids=["named", "anyone"])
-def test_a_server_reads_and_validates_its_file_once(
-    clients, validations, tmp_path, monkeypatch
-) -> None:
+def test_a_server_reads_its_file_once(clients, validations, tmp_path, monkeypatch) -> None:
     pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
     from coterie.deployment import start
     from coterie.network.keys import Keys
@@ -103,9 +99,8 @@ def test_reading_imports_no_torch(name: str) -> None:
         "print(validated(RunFile, values).method);"
         "print(*sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, name], capture_output=True, text=True, check=True
-    )
+    words = [sys.executable, "-c", program, name]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     method, slow = done.stdout.splitlines()
     assert "own=3" in method  # whether it is a setting is for the method's class
     assert slow == ""

@@ -1,30 +1,20 @@
 """Comparison of a deployment with the undisturbed runs."""
 
 import json
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from coterie.messages.names import BYTES, SECONDS
 from coterie.runs import RunFolder
 from coterie.testing.loop import assert_same_tensors, client_of, sides
 from crashes.state import CLIENTS
 
+if TYPE_CHECKING:
+    from crashes.deployments import Deployment
+
 Line = dict[str, Any]
 
 
-class Folders(Protocol):
-    """The run folders of a deployment."""
-
-    @property
-    def server(self) -> RunFolder:
-        """The server's run folder."""
-        ...
-
-    def client(self, name: str) -> RunFolder:
-        """Return a client's run folder."""
-        ...
-
-
-def compare(actual: Folders, undisturbed: Folders, local: RunFolder) -> None:
+def compare(actual: "Deployment", undisturbed: "Deployment", local: RunFolder) -> None:
     """Compare a deployment's states, results, scores and metrics with those of undisturbed runs.
 
     Not compared are durations, the secrets that each process of a client draws, the sums of bytes

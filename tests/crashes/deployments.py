@@ -58,13 +58,8 @@ ABSENT = 1.2
 """The time in seconds after which the server notices that a client is silent."""
 PORTS = range(10_000, 30_000)
 """The ports of servers; lower than those that the system gives to outgoing connections."""
-USED = (
-    *(
-        f"coterie.{package}"
-        for package in ("aggregation", "bases", "data", "evaluation", "methods")
-    ),
-    *("coterie.training", "datasketch", "scipy"),
-)
+PACKAGES = ("aggregation", "bases", "data", "evaluation", "methods", "training")
+USED = (*(f"coterie.{package}" for package in PACKAGES), "datasketch", "scipy")
 """The beginnings of the names of modules that a process of a deployment imports when it runs."""
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of Linux's prctl."""

@@ -22,6 +22,10 @@ def named(name: str) -> Callable[..., bool]:
     return lambda path, *_: path.name == name
 
 
+is_complete = named("checksums.json")
+"""Accepts calls that write the last file of a checkpoint."""
+
+
 def is_state(path: Any, *_: Any) -> bool:
     """Accept calls that write a state of a checkpoint."""
     return path.suffix == ".safetensors"
@@ -38,8 +42,6 @@ class State:
 
     side: Literal["server", "client"]
     name: str
-    sentence: str
-    """A sentence that says what has happened before the kill, and what has not."""
     at: str
     """The function in which the process kills itself, as MODULE:NAME or MODULE:CLASS.NAME."""
     way: Way
@@ -55,11 +57,11 @@ class State:
         return f"{self.side}: {self.name}"
 
 
-def server(name: str, sentence: str, at: str, way: Way, times: int = 1, **more: Any) -> State:
+def server(name: str, at: str, way: Way, times: int = 1, **more: Any) -> State:
     """Return a state in which the server is killed."""
-    return State("server", name, sentence, at, way, times, **more)
+    return State("server", name, at, way, times, **more)
 
 
-def client(name: str, sentence: str, at: str, way: Way, times: int = 1, **more: Any) -> State:
+def client(name: str, at: str, way: Way, times: int = 1, **more: Any) -> State:
     """Return a state in which a client is killed."""
-    return State("client", name, sentence, at, way, times, **more)
+    return State("client", name, at, way, times, **more)

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,42 +103,62 @@ def half_file(function: Function, hit: Hit, die: Die) -> Function:
     return called
 
 
-def half_lines(function: Function, hit: Hit, die: Die) -> Function:
+def cut(part: Callable[..., object]) -> Way:
+    """Return a way to kill the process after a part of the call.
+
+    Args:
+        part: The function that executes the part; it is passed the function, and its arguments.
+    """
+
+    def way(function: Function, hit: Hit, die: Die) -> Function:
+        def called(*args: Any, **more: Any) -> Any:
+            if hit(*args):
+                part(function, *args)
+                die()
+            return function(*args, **more)
+
+        return called
+
+    return way
+
+
+@cut
+def half_lines(_: Function, folder: Any, lines: list[Any]) -> None:
     """Kill the process when `RunFolder.append` has written half of the bytes of its lines."""
-
-    def called(folder: Any, lines: list[Any]) -> None:
-        if hit(folder, lines):
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            with (folder.path / "metrics.jsonl").open("a") as file:
-                file.write(text[: len(text) // 2])
-            die()
-        function(folder, lines)
-
-    return called
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write(text[: len(text) // 2])
 
 
-def half_order(function: Function, hit: Hit, die: Die) -> Function:
+@cut
+def half_order(_: Function, files: Any, data: bytes, *__: Any) -> None:
     """Kill the process when `OrderFiles.write` has written half of an order."""
-
-    def called(files: Any, data: bytes, seconds: float) -> Any:
-        if hit(files, data):
-            (files.folder / ("f" * 32)).write_bytes(data[: len(data) // 2])
-            die()
-        return function(files, data, seconds)
-
-    return called
+    (files.folder / ("f" * 32)).write_bytes(data[: len(data) // 2])
 
 
-def half_piece(function: Function, hit: Hit, die: Die) -> Function:
+@cut
+def half_piece(append: Function, order: Any, piece: bytes) -> None:
     """Kill the process when `Order.append` has stored half of a piece of a reply."""
+    append(order, piece[: len(piece) // 2])
 
-    def called(order: Any, piece: bytes) -> None:
-        if hit(order, piece):
-            function(order, piece[: len(piece) // 2])
-            die()
-        function(order, piece)
 
-    return called
+@cut
+def half_deleted(_: Function, folder: Any, checkpoints: list[Path]) -> None:
+    """Kill the process when `RunFolder.drop` has deleted half of the files of a checkpoint."""
+    delete_half(checkpoints[0])
+
+
+@cut
+def half_cleared(_: Function, files: Any, folder: Path) -> None:
+    """Kill the process when `OrderFiles` has deleted half of the files in its folder."""
+    delete_half(folder)
+
+
+def delete_half(folder: Path) -> None:
+    """Delete half of the files of a folder."""
+    files = sorted(folder.iterdir())
+    for file in files[: (len(files) + 1) // 2]:
+        file.unlink()
 
 
 def half_sent(function: Function, hit: Hit, die: Die) -> Function:
@@ -183,35 +203,6 @@ def half_uploaded(function: Function, hit: Hit, die: Die) -> Function:
             sent += len(piece)
 
     return generated
-
-
-def half_deleted(function: Function, hit: Hit, die: Die) -> Function:
-    """Kill the process when `RunFolder.drop` has deleted half of the files of a checkpoint."""
-
-    def called(folder: Any, checkpoints: Iterable[Path]) -> None:
-        paths = list(checkpoints)
-        if hit(folder, paths):
-            files = sorted(paths[0].iterdir())
-            for file in files[: (len(files) + 1) // 2]:
-                file.unlink()
-            die()
-        function(folder, paths)
-
-    return called
-
-
-def half_cleared(function: Function, hit: Hit, die: Die) -> Function:
-    """Kill the process when `OrderFiles` has deleted half of the files in its folder."""
-
-    def called(files: Any, folder: Path) -> None:
-        if hit(files, folder):
-            stored = sorted(folder.iterdir())
-            for file in stored[: (len(stored) + 1) // 2]:
-                file.unlink()
-            die()
-        function(files, folder)
-
-    return called
 
 
 def install(

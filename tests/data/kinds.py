@@ -26,33 +26,25 @@ MARKERS = [
     "[INST]", "[/INST]", "<|message|>", "<|start|>", "<|return|>", "<|channel|>",
     "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<think>", "</think>",
 ]  # fmt: skip
+RIGHT, LEFT = {"rstrip": True}, {"lstrip": True}
 STRIPS: dict[str, dict[str, bool]] = {
-    "plain": {},
-    "right": {"rstrip": True},
-    "left": {"lstrip": True},
-    "both": {"lstrip": True, "rstrip": True},
-    "word": {"single_word": True},
-    "normalised": {"normalized": True, "rstrip": True},
+    **{"plain": {}, "right": RIGHT, "left": LEFT, "both": {**LEFT, **RIGHT}},
+    **{"word": {"single_word": True}, "normalised": {"normalized": True, **RIGHT}},
 }
 
 
 def _parts(kind: str) -> tuple[Any, Any, Any, Any, Any]:
     """A kind's model, trainer, normaliser, pre-tokenizer and decoder."""
     special = ["<unk>", "<s>", "</s>"]
+    options: Any = {"special_tokens": special, "show_progress": False}
     bytes = pre_tokenizers.ByteLevel.alphabet()
     bpe = models.BPE(unk_token="<unk>", byte_fallback=True)
-    merges = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=[*special, *(f"<0x{n:02X}>" for n in range(256))],
-        show_progress=False,
-    )
-    back = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokens = [*special, *(f"<0x{n:02X}>" for n in range(256))]
+    merges = trainers.BpeTrainer(vocab_size=600, **options | {"special_tokens": tokens})
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    back = decoders.Sequence(steps)
     if kind == "bytes":
-        trainer = trainers.BpeTrainer(
-            vocab_size=400, special_tokens=special, initial_alphabet=bytes, show_progress=False
-        )
+        trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=bytes, **options)
         split = pre_tokenizers.ByteLevel(add_prefix_space=False)
         return models.BPE(), trainer, None, split, decoders.ByteLevel()
     if kind in ("first", "always"):
@@ -61,12 +53,10 @@ def _parts(kind: str) -> tuple[Any, Any, Any, Any, Any]:
         steps = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
         return bpe, merges, normalizers.Sequence(steps), None, back
     if kind == "unigram":
-        trainer = trainers.UnigramTrainer(
-            vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False
-        )
+        trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", **options)
         split = pre_tokenizers.Metaspace(prepend_scheme="always")
         return models.Unigram(), trainer, normalizers.NFKC(), split, decoders.Metaspace()
-    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=300, **options)
     normal = normalizers.BertNormalizer(lowercase=True)
     split = pre_tokenizers.BertPreTokenizer()
     return models.WordPiece(unk_token="<unk>"), trainer, normal, split, decoders.WordPiece()
@@ -88,6 +78,5 @@ def tokenizer(kind: str, strip: str) -> PreTrainedTokenizerFast:
     made.decoder = decoder
     how = {"special": True, "normalized": False, **STRIPS[strip]}
     made.add_tokens([AddedToken(marker, **how) for marker in MARKERS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)

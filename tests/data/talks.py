@@ -10,65 +10,18 @@ from coterie.data.items import Conversation, Turn
 
 TEMPLATES = Path(__file__).parents[3] / "shared" / "templates"
 NAMES = [
-    "cohere2",
-    "deepseekv3",
-    "gemma",
-    "gemma3",
-    "glm4moe",
-    "gptoss",
-    "granite_3.0_instruct",
-    "lfm2",
-    "lfm2_2_5",
-    "llama3",
-    "llama3_1",
-    "llama3_2",
-    "llama_2_chat",
-    "mistral",
-    "phi3",
-    "phi3_5",
-    "qwen2_5",
-    "qwen3",
-    "qwen3_5_nothink",
-    "qwen3_5_think",
-    "qwen3_6",
-    "qwen3_instruct_2507",
-    "zephyr",
+    *("cohere2", "deepseekv3", "gemma", "gemma3", "glm4moe", "gptoss", "granite_3.0_instruct"),
+    *("lfm2", "lfm2_2_5", "llama3", "llama3_1", "llama3_2", "llama_2_chat", "mistral", "phi3"),
+    *("phi3_5", "qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"),
+    *("qwen3_instruct_2507", "zephyr"),
 ]
 needs_templates = pytest.mark.skipif(
     not TEMPLATES.is_dir(), reason="needs the chat templates beside the repository"
 )
 WORDS = [
-    "yes",
-    "no",
-    "the",
-    "a+b",
-    "(c)*",
-    "[d]",
-    "\\e",
-    "$1",
-    "^f|",
-    "{{ g }}",
-    "{% h %}",
-    "<|im_end|>",
-    "<end>",
-    "[INST]",
-    "</s>",
-    "###",
-    "User:",
-    "assistant",
-    "café",
-    "漢字",
-    "🙂",
-    "\u2028",
-    "don't",
-    "I'm",
-    "3.14",
-    ".",
-    ",",
-    "!",
-    "\t",
-    "ï",
-    "",
+    *("yes", "no", "the", "a+b", "(c)*", "[d]", "\\e", "$1", "^f|", "{{ g }}", "{% h %}"),
+    *("<|im_end|>", "<end>", "[INST]", "</s>", "###", "User:", "assistant", "café", "漢字", "🙂"),
+    *("\u2028", "don't", "I'm", "3.14", ".", ",", "!", "\t", "ï", ""),
 ]
 SPACES = ("", "", " ", "\n", "  \n\t")
 
@@ -112,8 +65,6 @@ def talk(draw: random.Random, system: bool = True, longest: int = 8) -> Talk:
         inside = draw.choice((" ", " ", "\n")).join([*words, draw.choice(("so", "what?", "1"))])
         return draw.choice(SPACES) + inside + draw.choice(SPACES)
 
-    said = [
-        Said(text(), text() if draw.random() < 0.3 else None, text())
-        for _ in range(draw.randint(1, 5))
-    ]
+    count = range(draw.randint(1, 5))
+    said = [Said(text(), text() if draw.random() < 0.3 else None, text()) for _ in count]
     return Talk(text() if system and draw.random() < 0.5 else None, said)

@@ -18,21 +18,12 @@ from coterie.errors import CoterieError
 END = "<|endoftext|>"
 """What ends a text in the vocabulary of these tests."""
 MARKERS = {
-    "cohere2": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
-    "deepseekv3": "<｜end▁of▁sentence｜>",
-    "gemma": "<end_of_turn>",
-    "gemma3": "<end_of_turn>",
-    "glm4moe": "<|user|>",
-    "gptoss": "<|end|>",
-    "granite_3.0_instruct": "<|end_of_text|>",
-    "llama3": "<|eot_id|>",
-    "llama3_1": "<|eot_id|>",
-    "llama3_2": "<|eot_id|>",
-    "llama_2_chat": f" {END}",
-    "mistral": END,
-    "phi3": "<|end|>",
-    "phi3_5": "<|end|>",
-    "zephyr": END,
+    **{"cohere2": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "deepseekv3": "<｜end▁of▁sentence｜>"},
+    **dict.fromkeys(("gemma", "gemma3"), "<end_of_turn>"),
+    **{"glm4moe": "<|user|>", "granite_3.0_instruct": "<|end_of_text|>"},
+    **dict.fromkeys(("llama3", "llama3_1", "llama3_2"), "<|eot_id|>"),
+    **dict.fromkeys(("gptoss", "phi3", "phi3_5"), "<|end|>"),
+    **{"llama_2_chat": f" {END}", "mistral": END, "zephyr": END},
 }
 """What ends an answer; elsewhere it is <|im_end|>."""
 LAST_MARKERS = {"glm4moe": END, "gptoss": "<|return|>"}
@@ -48,10 +39,9 @@ def template(name: str) -> ChatTemplate:
 def plain(name: str, given: Talk) -> str:
     """What transformers makes of a conversation."""
     chat = template(name)
-    messages: list[Any] = [turn._asdict() for turn in given.turns()]
-    text: Any = chat.tokenizer.apply_chat_template(
-        messages, chat_template=chat.source, tokenize=False
-    )
+    messages: Any = [turn._asdict() for turn in given.turns()]
+    options: Any = {"chat_template": chat.source, "tokenize": False}
+    text: Any = chat.tokenizer.apply_chat_template(messages, **options)
     for form in ("%d %b %Y", "%Y-%m-%d"):
         text = text.replace(datetime.now().strftime(form), TODAY.strftime(form))
     return text
@@ -129,11 +119,9 @@ def test_what_opens_an_answer_is_what_comes_before_it(name: str) -> None:
 
 @needs_templates
 def test_bytes_are_those_of_what_is_said() -> None:
-    given = Talk("Be short.", [Said("hi", None, "é 漢"), Said("and?", "hm", "no")])
-    assert template("llama3").rendered(given.conversation()).bytes == len(
-        "é 漢<think>hm</think>no".encode()
-    )
-    assert template("deepseekv3").rendered(given.conversation()).bytes == len("é 漢no".encode())
+    item = Talk("Be short.", [Said("hi", None, "é 漢"), Said("and?", "hm", "no")]).conversation()
+    for name, text in (("llama3", "é 漢<think>hm</think>no"), ("deepseekv3", "é 漢no")):
+        assert template(name).rendered(item).bytes == len(text.encode())
 
 
 @needs_templates
@@ -147,90 +135,69 @@ def test_tags_and_marks_in_an_answer_are_right_or_refused(name: str) -> None:
             assert parts[1][0].removesuffix(MARKERS.get(name, "<|im_end|>")).strip() == answer
 
 
+SYSTEM, USER, ANSWER = Turn("system", "s"), Turn("user", "u"), Turn("assistant", "a")
+REFUSED = r"^line 3: the chat template \({}\) refuses the conversation {}"
+
+
 @needs_templates
-def test_what_a_template_refuses_is_a_sentence() -> None:
-    system = Conversation(
-        (Turn("system", "s"), Turn("user", "u"), Turn("assistant", "a")), "line 3"
-    )
-    with pytest.raises(
-        CoterieError,
-        match=r"^line 3: the chat template \(gemma\) refuses the conversation \(System role not",
-    ):
-        template("gemma").rendered(system)
-    twice = Conversation((Turn("user", "u"), Turn("user", "v"), Turn("assistant", "a")), "line 4")
-    with pytest.raises(
-        CoterieError, match=r"^line 4: the chat template \(mistral\) refuses the conversation"
-    ):
-        template("mistral").rendered(twice)
+@pytest.mark.parametrize(
+    ("name", "turns", "reason"),
+    [
+        ("gemma", (SYSTEM, USER, ANSWER), r"\(System role not"),
+        ("mistral", (USER, USER, ANSWER), ""),
+    ],
+)
+def test_what_a_template_refuses_is_a_sentence(name, turns, reason) -> None:
+    with pytest.raises(CoterieError, match=REFUSED.format(name, reason)):
+        template(name).rendered(Conversation(turns, "line 3"))
+
+
+EACH = "{% for m in messages %}X{{ eos_token }}{% endfor %}"
+CHANGES = "omits, repeats or changes an answer"
+TRIAL = r"^A trial conversation: the chat template \(mine\) refuses the conversation"
 
 
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
         ("{% for m in messages %}", r"^Line 1 of the chat template \(mine\) is not valid Jinja: "),
-        (
-            "{{ messages[0].content }}{{ eos_token }}",
-            "omits, repeats or changes an answer",
-        ),
-        (
-            "{% for m in messages %}{{ m.content * 2 }}{{ eos_token }}{% endfor %}",
-            "omits, repeats or changes",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}\n{% endfor %}",
-            "writes no marker after an answer",
-        ),
-        (
-            "{{ messages.x.y }}",
-            r"^A trial conversation: the chat template \(mine\) refuses the conversation",
-        ),
+        ("{{ messages[0].content }}{{ eos_token }}", CHANGES),
+        (EACH.replace("X", "{{ m.content * 2 }}"), CHANGES),
+        (EACH.replace("X", "{{ m.content | upper }}"), CHANGES),
+        (EACH.replace("X{{ eos_token }}", "{{ m.content }}\n"), "writes no marker after an answer"),
+        ("{{ messages.x.y }}", TRIAL),
     ],
 )
-def test_a_template_that_cannot_be_learned_with_is_refused(source: str, sentence: str) -> None:
+def test_a_template_that_cannot_be_learned_with_is_refused(source, sentence) -> None:
     with pytest.raises(CoterieError, match=sentence):
         ChatTemplate(load_tokenizer("tiny-gpt2"), source, "mine")
 
 
-def test_a_template_that_changes_answers_is_refused() -> None:
-    source = "{% for m in messages %}{{ m.content | upper }}{{ eos_token }}{% endfor %}"
-    shouting = ChatTemplate(load_tokenizer("tiny-gpt2"), source.replace("upper", "title"), "mine")
-    with pytest.raises(
-        CoterieError, match=r"^The conversation: .* changes an answer of the assistant"
-    ):
-        shouting.rendered(Talk(None, [Said("u", None, "small")]).conversation())
-    with pytest.raises(CoterieError, match="omits, repeats or changes an answer"):
-        ChatTemplate(load_tokenizer("tiny-gpt2"), source, "mine")
-    chat = ChatTemplate(load_tokenizer("tiny-gpt2"), source.replace(" | upper", ""), "mine")
-    with pytest.raises(CoterieError, match=r"contains the character U\+E000"):
-        chat.rendered(Talk(None, [Said("\ue000", None, "small")]).conversation())
+@pytest.mark.parametrize(
+    ("text", "user", "sentence"),
+    [
+        (
+            "{{ m.content | title }}",
+            "u",
+            r"^The conversation: .* changes an answer of the assistant",
+        ),
+        ("{{ m.content }}", "\ue000", r"contains the character U\+E000"),
+    ],
+)
+def test_a_conversation_whose_answer_is_not_clear_is_refused(text, user, sentence) -> None:
+    chat = ChatTemplate(load_tokenizer("tiny-gpt2"), EACH.replace("X", text), "mine")
+    with pytest.raises(CoterieError, match=sentence):
+        chat.rendered(Talk(None, [Said(user, None, "small")]).conversation())
 
 
 TABLE = Path(__file__).parents[2] / "docs" / "use" / "conversations.md"
-MODELS = {
-    "cohere2": "Aya, Command R7B",
-    "deepseekv3": "DeepSeek-V3",
-    "gemma": "Gemma, Gemma 2",
-    "gemma3": "Gemma 3",
-    "glm4moe": "GLM-4.5",
-    "gptoss": "gpt-oss",
-    "granite_3.0_instruct": "Granite 3.0",
-    "lfm2": "LFM2",
-    "lfm2_2_5": "LFM2.5",
-    "llama3": "Llama 3",
-    "llama3_1": "Llama 3.1",
-    "llama3_2": "Llama 3.2",
-    "llama_2_chat": "Llama 2",
-    "mistral": "Mistral 7B",
-    "phi3": "Phi-3",
-    "phi3_5": "Phi-3.5",
-    "qwen2_5": "Qwen2.5",
-    "qwen3": "Qwen3",
-    "qwen3_5_nothink": "Qwen3.5, small",
-    "qwen3_5_think": "Qwen3.5",
-    "qwen3_6": "Qwen3.6",
-    "qwen3_instruct_2507": "Qwen3 Instruct 2507",
-    "zephyr": "Zephyr",
-}
+MODELS = [
+    *("Aya, Command R7B", "DeepSeek-V3", "Gemma, Gemma 2", "Gemma 3", "GLM-4.5", "gpt-oss"),
+    *("Granite 3.0", "LFM2", "LFM2.5", "Llama 3", "Llama 3.1", "Llama 3.2", "Llama 2"),
+    *("Mistral 7B", "Phi-3", "Phi-3.5", "Qwen2.5", "Qwen3", "Qwen3.5, small", "Qwen3.5"),
+    *("Qwen3.6", "Qwen3 Instruct 2507", "Zephyr"),
+]
+"""The first column of the table, for each of NAMES."""
 
 
 @needs_templates
@@ -238,7 +205,7 @@ def test_the_table_of_templates_is_right() -> None:
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     table = {row[0].strip(): row[1:] for row in rows if len(row) == 5}
-    for name in NAMES:
+    for name, model in zip(NAMES, MODELS, strict=True):
         said = [Said(f"u{n}", f"THINK{n}", f"SAID{n}") for n in range(3)]
         text = plain(name, Talk(None, said))
         kept = [f"THINK{n}" in text for n in range(3)]
@@ -250,14 +217,13 @@ def test_the_table_of_templates_is_right() -> None:
         shown = "`</s>`" if MARKERS.get(name, "").strip() == END else "`<|im_end|>`"
         if name in MARKERS and shown != "`</s>`":
             shown = f"`{MARKERS[name]}`"
-        *told, remarks = table[MODELS[name]]
-        assert told == [system, thinking[tuple(kept)], shown.replace("|", "\\|")]
-        turns = (Turn("user", "u"), Turn("user", "v"), Turn("assistant", "a"))
+        *columns, remarks = table[model]
+        assert columns == [system, thinking[tuple(kept)], shown.replace("|", "\\|")]
         alternate = nullcontext()
         if "turns must alternate" in remarks:
             alternate = pytest.raises(CoterieError, match="refuses the conversation")
         with alternate:
-            template(name).rendered(Conversation(turns))
+            template(name).rendered(Conversation((USER, USER, ANSWER)))
 
 
 @needs_templates
@@ -266,9 +232,8 @@ def test_empty_thinking_counts_where_the_template_leaves_it_in(name: str) -> Non
     """Templates that write an empty block themselves would write it for any answer."""
     said = "<think>\n\n</think>\n\nIt is."
     chat = template(name)
-    _, (answer, counts) = chat.rendered(
-        Conversation((Turn("user", "Is it?"), Turn("assistant", said)))
-    ).parts
+    turns = (Turn("user", "Is it?"), Turn("assistant", said))
+    _, (answer, counts) = chat.rendered(Conversation(turns)).parts
     lead, marker = chat.around
     kept = answer.removeprefix(lead).removesuffix(marker).strip()
     assert counts

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from talks import TEMPLATES, Said, Talk, needs_templates, talk
+from talks import TEMPLATES, Said, Talk, talk
 from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AddedToken
 
-from coterie.bases import Tokenizer, context_token, load_tokenizer
+from coterie.bases import context_token, load_tokenizer
 from coterie.data.chat import OURS, ChatTemplate, chat_template
 from coterie.data.examples import Encoding, Examples, joined
 from coterie.data.items import Conversation
@@ -20,10 +19,7 @@ from coterie.data.kinds.conversations import chats
 from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.errors import CoterieError
 
-PUBLISHED = ("mistral", "llama3", "qwen3", "llama_2_chat", "gptoss")
 WIDE = 10**6
-TURN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start|>", "<|end|>", "<|message|>")
-"""Markers; where they are no tokens of their own, they may share a token with an answer."""
 
 
 def source(name: str) -> str:
@@ -31,11 +27,8 @@ def source(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def chat(name: str, base: str = "tiny-gpt2", *more: str) -> ChatTemplate:
-    """A template with a base's tokenizer, and tokens that it lacks."""
-    tokenizer = load_tokenizer(base)
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in more])
-    return ChatTemplate(tokenizer, source(name), name)
+def chat(name: str) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer("tiny-gpt2"), source(name), name)
 
 
 def tokens(
@@ -46,66 +39,6 @@ def tokens(
     return chats(given, Encoding(encoder, ends, window, limit, owner, template))
 
 
-def runs(samples: Examples, number: int) -> list[tuple[list[int], bool]]:
-    """A sample's tokens in runs that count or do not."""
-    start, end = int(samples.starts[number]), int(samples.starts[number + 1])
-    found: list[tuple[list[int], bool]] = []
-    for id, counts in zip(
-        samples.ids[start:end].tolist(), samples.counted[start:end].tolist(), strict=True
-    ):
-        if not found or found[-1][1] != counts:
-            found.append(([], counts))
-        found[-1][0].append(id)
-    return found
-
-
-def text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
-@pytest.mark.parametrize("base", ["tiny-gpt2", "tiny-llama"])
-@pytest.mark.parametrize(
-    "name", ["ours", *(pytest.param(name, marks=needs_templates) for name in PUBLISHED)]
-)
-def test_tokens_that_count_are_what_the_assistant_said(name: str, base: str) -> None:
-    draw = random.Random(name + base)
-    template = chat(name, base, *TURN_TOKENS)
-    items = [talk(draw).conversation() for _ in range(15)]
-    samples = tokens(items, template, WIDE)
-    assert (len(samples), samples.too_long, samples.cut) == (15, 0, 0)
-    assert samples.items == tuple(items)
-    for number, item in enumerate(items):
-        parts = template.rendered(item).parts
-        read = runs(samples, number)
-        assert [said for _, said in read] == [said for _, said in parts]
-        for n, ((ids, _), (part, _)) in enumerate(zip(read, parts, strict=True)):
-            decoded = text(template.tokenizer, ids)
-            if base == "tiny-gpt2":
-                assert decoded == part
-            else:  # decoders of this kind leave out a space at the beginning
-                assert decoded.removeprefix(" ") == part.removeprefix(" "), n
-        last = sum(len(ids) for ids, _ in read[:-1])
-        assert samples.answers[number] == samples.starts[number] + last
-        assert samples.sizes[number] == template.rendered(item).bytes
-    lengths = [sum(len(ids) for ids, said in runs(samples, n) if said) for n in range(15)]
-    assert samples.lengths.tolist() == lengths
-
-
-def test_a_model_answers_from_what_it_read_in_training() -> None:
-    """The tokens before a last answer are those of the parts before it."""
-    draw = random.Random(1)
-    template = chat("ours")
-    for _ in range(20):
-        given = talk(draw)
-        said = [one._replace(thinking=None) for one in given.said]
-        item = Talk(given.system, said).conversation()
-        samples = tokens([item], template, WIDE)
-        prompt = samples.ids[: int(samples.answers[0])].tolist()
-        assert text(template.tokenizer, prompt) == "".join(
-            template.opening_and_answer(item.turns[:-1])[:-1]
-        )
-
-
 def test_a_batch_counts_what_the_samples_count() -> None:
     draw = random.Random(2)
     samples = tokens([talk(draw).conversation() for _ in range(5)], chat("ours"), WIDE)
@@ -114,11 +47,10 @@ def test_a_batch_counts_what_the_samples_count() -> None:
     assert batch.counted is not None
     for row, number in enumerate(chosen.tolist()):
         start, end = int(samples.starts[number]), int(samples.starts[number + 1])
-        assert batch.ids[row, : end - start].tolist() == samples.ids[start:end].tolist()
-        assert batch.counted[row, : end - start - 1].tolist() == (
-            samples.counted[start + 1 : end].tolist()
-        )
-        assert not batch.counted[row, end - start - 1 :].any()
+        size = end - start
+        assert torch.equal(batch.ids[row, :size], samples.ids[start:end].long())
+        assert torch.equal(batch.counted[row, : size - 1], samples.counted[start + 1 : end])
+        assert not batch.counted[row, size - 1 :].any()
     some = samples.only([3, 0, 3])
     assert torch.equal(some.batch(range(3)).ids, batch.ids)
     both = joined([samples, some])
@@ -168,13 +100,9 @@ def test_long_conversations_are_cut_between_exchanges(window: int) -> None:
 
 def test_conversations_that_do_not_suffice_are_a_sentence() -> None:
     item = Talk(None, [Said("What do you say?", None, "So much that it is too long.")])
-    with pytest.raises(
-        CoterieError,
-        match=r"^The train text of client anna has no conversation in which",
-    ):
-        tokens([item.conversation()], chat("ours"), 4)
-    with pytest.raises(CoterieError, match=r"^The train text of client anna has no conversations;"):
-        tokens([], chat("ours"), 4)
+    for items, reason in (([item.conversation()], "conversation in which"), ([], "conversations;")):
+        with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
+            tokens(items, chat("ours"), 4)
 
 
 def test_which_template_is_used() -> None:
@@ -200,10 +128,9 @@ def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
         metaspace: Any = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
         encoder.pre_tokenizer = metaspace
     encoder.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
-    parts = ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"]
-    whole = encoder.encode("".join(parts), add_special_tokens=False).ids
-    assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole
-    # An answer in the middle of a text has no space of its own.
-    asked = ["User: Hi\nAnswer:", " Yes</s>"]
-    whole = encoder.encode("".join(asked), add_special_tokens=False).ids
-    assert [id for ids in PartEncoder(encoder).ids(asked) for id in ids] == whole
+    for parts in (
+        ["<s><|user|>\nHi you<|assistant|>", "Yes</s>", "<|user|>And<|assistant|>", "No</s>"],
+        ["User: Hi\nAnswer:", " Yes</s>"],  # An answer in the middle of a text has no space.
+    ):
+        whole = encoder.encode("".join(parts), add_special_tokens=False).ids
+        assert [id for ids in PartEncoder(encoder).ids(parts) for id in ids] == whole

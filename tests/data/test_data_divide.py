@@ -1,91 +1,112 @@
+"""Division by label, by mixture and by Dirichlet shares; and what holds for every division."""
+
 import json
 from collections import Counter
-from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
 import pytest
+from divisions import divide, items, labels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from questions import write
 
-from coterie.data.division.divide import divided_texts
-from coterie.data.division.spec import DivideSpec
-from coterie.data.spec import DataSpec, Fractions
-from coterie.data.texts import Texts
-from coterie.errors import CoterieError
+from coterie.data.division.divide import MINIMUM, Pools, _by_dirichlet
+from coterie.data.spec import DataSpec, Fractions, InstructionSpec
 
 NEWS = Path(__file__).parents[3] / "shared" / "data" / "ag-news"
 LABELS = ("World", "Sports", "Business", "Sci/Tech")
 
 
-def write_records(file: Path, labels: Sequence[object]) -> None:
+def write_records(file: Path, names: Any) -> None:
     """Records whose text is "label number", all alike in length."""
-    lines = [
-        json.dumps({"label": label, "text": f"{label!s:>8} {i:05d}"})
-        for i, label in enumerate(labels)
-    ]
-    file.write_text("\n".join(lines))
+    write(file, *({"label": n, "text": f"{n!s:>8} {i:05d}"} for i, n in enumerate(names)))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """800 records, 200 of each label."""
-    write_records(tmp_path / "news.jsonl", LABELS * 200)
-    return tmp_path
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """800 records, 200 of each label, and a test split of 120 more."""
+    folder = tmp_path_factory.mktemp("news")
+    write_records(folder / "records.jsonl", LABELS * 200)
+    tests = [{"label": n, "text": f"{n} test {i}"} for i, n in enumerate(LABELS * 30)]
+    write(folder / "test.jsonl", *tests)
+    return folder
 
 
-def divide(
-    root: Path, seed: int = 0, data: DataSpec | None = None, **options: Any
-) -> dict[str, Texts]:
-    spec = DivideSpec.model_validate({"source": "news.jsonl", **options})
-    return divided_texts(spec, data or DataSpec(), root, seed)
+def ways(by: str, **options: Any) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({"by": st.just(by), **options})
 
 
-def labels(texts: list[str]) -> Counter[str]:
-    return Counter(text.split()[0] for text in texts)
+MIXTURES = {"ann": {"World": 0.3, "Sports": 0.7}, "ben": {"Sports": 1}}
+WAYS = st.one_of(
+    ways("label"),
+    ways("even", clients=st.integers(1, 9)),
+    ways("mixture", share=st.floats(0.1, 1)),
+    ways("mixtures", mixtures=st.sampled_from([MIXTURES, dict(reversed(MIXTURES.items()))])),
+    ways("dirichlet", clients=st.integers(1, 5), alpha=st.floats(0.5, 9), balanced=st.booleans()),
+)
+MORE = {"held_out": st.just("uniform"), "test": st.just("test.jsonl"), "public": st.just(0.2)}
 
 
-def everything(divided: dict[str, Texts]) -> list[str]:
-    return [text for texts in divided.values() for split in vars(texts).values() for text in split]
+@settings(deadline=None, max_examples=25)
+@given(WAYS, st.fixed_dictionaries({}, optional=MORE), st.integers(0, 99))
+def test_no_record_is_used_twice_and_the_draw_follows_the_seed(root, way, more, seed) -> None:
+    by = way["by"]
+    options: dict[str, Any] = {**way, **more}
+    if by == "even":
+        options = {k: v if k != "public" else True for k, v in options.items() if k != "held_out"}
+    divided = divide(root, seed=seed, **options)
+    assert list(divided) == sorted(divided)
+    public = divided.public.train if divided.public else []
+    assert bool(public) == ("public" in more)
+    first = next(iter(divided.values()))
+    if by == "even":
+        held = first.validation, first.test
+        assert all((t.validation, t.test) == held for t in divided.values())
+        used = list(chain(first.validation, first.test, *(t.train for t in divided.values())))
+    else:
+        used = items(*divided.values())
+    used += public
+    assert len(set(used)) == len(used)
+    for name, texts in divided.items():
+        assert by == "even" or divided.labels[name] == labels(texts.train)
+        for split in vars(texts):
+            kinds = {"test" in text for text in getattr(texts, split)}
+            assert kinds == {split == "test" and "test" in more}
+    whole = 800 + 120 * ("test" in more)
+    if by in ("label", "dirichlet"):
+        assert len(used) == whole
+    assert len(used) <= whole
+    assert divide(root, seed=seed, **options) == divided
+    assert divide(root, seed=seed + 1, **options) != divided
 
 
-def test_by_label_each_client_has_one_label(root: Path) -> None:
+def test_by_label_each_client_has_one_label(root) -> None:
     divided = divide(root, by="label")
     assert list(divided) == ["business", "sci-tech", "sports", "world"]
     for name, texts in divided.items():
         assert labels(texts.train).keys() == {"Sci/Tech" if name == "sci-tech" else name.title()}
         assert [len(split) for split in vars(texts).values()] == [160, 20, 20]
-    assert len(set(everything(divided))) == len(everything(divided)) == 800
-
-
-def test_the_division_follows_the_seed_and_is_shuffled(root: Path) -> None:
-    divided = divide(root, by="label")
-    assert divide(root, by="label") == divided
-    assert divide(root, by="label", seed=1) != divided
-    assert divided["world"].train != sorted(divided["world"].train)
+    assert divided["world"].train != sorted(divided["world"].train)  # shuffled
 
 
 @pytest.mark.parametrize(("share", "own", "other"), [(0.75, 150, 16), (1, 200, 0), (0.25, 50, 50)])
-def test_a_mixture_has_the_share_of_its_own_label(
-    root: Path, share: float, own: int, other: int
-) -> None:
-    divided = divide(root, by="mixture", share=share)
-    for name, texts in divided.items():
-        counts = labels(texts.train + texts.validation + texts.test)
+def test_a_mixture_has_the_share_of_its_own_label(root, share, own, other) -> None:
+    for name, texts in divide(root, by="mixture", share=share).items():
+        counts = labels(items(texts))
         for label in LABELS:
             mine = label.lower().replace("/", "-") == name
             assert counts[label] == (own if mine else other)
-    assert len(set(everything(divided))) == len(everything(divided))
 
 
-def test_mixtures_are_equally_large_where_labels_are_not(tmp_path: Path) -> None:
-    write_records(tmp_path / "news.jsonl", ["a"] * 100 + ["b"] * 50 + ["c"] * 300)
-    divided = divide(tmp_path, by="mixture", share=0.5)
-    counts = [labels(t.train + t.validation + t.test) for t in divided.values()]
-    assert [dict(count) for count in counts] == [
-        {"a": 25, "b": 12, "c": 12},
-        {"a": 12, "b": 25, "c": 12},
-        {"a": 12, "b": 12, "c": 25},
-    ]
+def test_mixtures_are_equally_large_where_labels_are_not(tmp_path) -> None:
+    write_records(tmp_path / "records.jsonl", ["a"] * 100 + ["b"] * 50 + ["c"] * 300)
+    counts = [labels(items(t)) for t in divide(tmp_path, by="mixture", share=0.5).values()]
+    sizes = [[count[label] for label in "abc"] for count in counts]
+    assert sizes == [[25, 12, 12], [12, 25, 12], [12, 12, 25]]
 
 
 @pytest.mark.parametrize(
@@ -96,30 +117,27 @@ def test_mixtures_are_equally_large_where_labels_are_not(tmp_path: Path) -> None
         {"by": "dirichlet", "clients": 3, "alpha": 1},
     ],
 )
-def test_uniform_held_out_has_as_much_of_every_label(root: Path, options: dict[str, Any]) -> None:
+def test_uniform_held_out_has_as_much_of_every_label(root, options) -> None:
     data = DataSpec(fractions=Fractions(validation=0.2, test=0.1))
-    divided = divide(root, data=data, held_out="uniform", **options)
+    divided = divide(root, data, held_out="uniform", **options)
     clients = len(divided)
     for texts in divided.values():
         assert labels(texts.validation) == dict.fromkeys(LABELS, 160 // (4 * clients))
         assert labels(texts.test) == dict.fromkeys(LABELS, 80 // (4 * clients))
         half = labels(texts.validation[: len(texts.validation) // 2])
         assert min(half.values()) >= 1  # mixed, not label after label: limits keep the start
-    assert len(set(everything(divided))) == len(everything(divided))
-    if options["by"] == "label":
-        assert all(len(labels(texts.train)) == 1 for texts in divided.values())
+        assert options["by"] != "label" or len(labels(texts.train)) == 1
 
 
-def test_dirichlet_shares_are_skewed_at_small_alpha_and_even_at_large(root: Path) -> None:
+def test_dirichlet_shares_are_skewed_at_small_alpha_and_even_at_large(root) -> None:
     def largest_shares(alpha: float) -> float:
         """The mean, over clients and seeds, of the largest label's share."""
         shares = []
         for seed in range(5):
             divided = divide(root, seed=seed, by="dirichlet", clients=4, alpha=alpha)
             assert list(divided) == ["client-1", "client-2", "client-3", "client-4"]
-            assert len(set(everything(divided))) == len(everything(divided)) == 800
             for texts in divided.values():
-                counts = labels(texts.train + texts.validation + texts.test)
+                counts = labels(items(texts))
                 assert counts.total() >= 10
                 shares.append(max(counts.values()) / counts.total())
         return sum(shares) / len(shares)
@@ -128,99 +146,120 @@ def test_dirichlet_shares_are_skewed_at_small_alpha_and_even_at_large(root: Path
     assert largest_shares(100) < 0.32
 
 
-def test_dirichlet_gives_up_where_records_do_not_suffice(tmp_path: Path) -> None:
-    write_records(tmp_path / "news.jsonl", ["a", "b"] * 20)
-    with pytest.raises(
-        CoterieError, match=r"alpha 1\.0 never gave each of 5 clients at least 10 of the 40 records"
-    ):
-        divide(tmp_path, by="dirichlet", clients=5, alpha=1)
-
-
-def test_labels_become_client_names(tmp_path: Path) -> None:
-    write_records(tmp_path / "news.jsonl", ["Économie & Droit", "世界", 3, "..."] * 9)
+def test_labels_become_client_names(tmp_path) -> None:
+    write_records(tmp_path / "records.jsonl", ["Économie & Droit", "世界", 3, "..."] * 9)
     assert list(divide(tmp_path, by="label")) == ["label-1", "3", "economie-droit", "label-4"]
-    write_records(tmp_path / "news.jsonl", ["Sci/Tech", "sci tech"] * 9)
-    with pytest.raises(
-        CoterieError, match="'Sci/Tech' and 'sci tech' both give the client name sci-tech"
-    ):
-        divide(tmp_path, by="label")
+    write_records(tmp_path / "records.jsonl", [-1, 0, 1] * 20)
+    assert set(divide(tmp_path, by="label")) == {"minus-1", "0", "1"}
 
 
-def test_what_cannot_be_divided_is_said(root: Path) -> None:
-    with pytest.raises(CoterieError, match=r"divide: line 1 of .* no field topic; .* label, text"):
-        divide(root, by="label", label="topic")
-    with pytest.raises(CoterieError, match=r"no field txt \(did you mean text\?"):
-        divide(root, by="label", data=DataSpec(text="txt"))
-    few = DataSpec(fractions=Fractions(validation=0.01))
-    with pytest.raises(CoterieError, match="takes 0 records with the label Business for the valid"):
-        divide(root, by="label", held_out="uniform", data=few)
-    write_records(root / "news.jsonl", ["a"] * 500 + ["b"] * 20)
-    with pytest.raises(
-        CoterieError,
-        match=r"13 records with the label b for the valid.* fewer than all 20 in total",
-    ):
-        divide(root, by="label", held_out="uniform")
-    write_records(root / "news.jsonl", ["a"] * 500)
-    with pytest.raises(CoterieError, match="needs at least two labels, but there is only one"):
-        divide(root, by="mixture", share=0.5)
-    write_records(root / "news.jsonl", ["a", None])
-    with pytest.raises(CoterieError, match=r"line 2 of .* field label contains None, not a label"):
-        divide(root, by="label")
-    (root / "news.jsonl").write_text('{"label": "a", "text": ""}')
-    with pytest.raises(CoterieError, match=r"news\.jsonl has no records that contain text"):
-        divide(root, by="label")
-    (root / "notes.txt").write_text("text")
-    with pytest.raises(CoterieError, match=r"notes\.txt is plain text without labels"):
-        divide(root, by="label", source=".")
-
-
-def test_a_hub_data_set_has_its_class_names(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    features = datasets.Features(
-        {"label": datasets.ClassLabel(names=["no", "yes"]), "text": datasets.Value("string")}
-    )
+def test_class_names_of_a_hub_data_set_are_labels(root, hub) -> None:
+    text, names = datasets.Value("string"), datasets.ClassLabel(names=["no", "yes"])
     rows = {"label": [0, 1] * 20, "text": [f"text {i}" for i in range(40)]}
-    table = datasets.Dataset.from_dict(rows, features=features)
-    asked = []
-
-    def load(*names: object, split: str) -> datasets.Dataset:
-        asked.append((*names, split))
-        return table
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    asked = hub(lambda _: rows, datasets.Features({"label": names, "text": text}))
     divided = divide(root, by="label", source="some/news", subset="small", split="train[:40]")
     assert asked == [("some/news", "small", "train[:40]")]
     assert {name: len(texts.train) for name, texts in divided.items()} == {"no": 16, "yes": 16}
     assert not datasets.are_progress_bars_disabled()
 
 
-def test_a_source_that_is_nowhere_is_said(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*names: object, split: str) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    wanted = (
-        r"some/news is neither a file or folder under .* on the hub \(no network\); set data_root"
-    )
-    with pytest.raises(CoterieError, match=wanted):
-        divide(root, by="label", source="some/news")
-
-    def unasked(*names: object, split: str) -> None:
-        pytest.fail("the hub must not be asked for a path")
-
-    monkeypatch.setattr(datasets, "load_dataset", unasked)
-    for source in ("gone.jsonl", "./gone", "/gone/away"):
-        with pytest.raises(CoterieError, match="is neither a file or folder under"):
-            divide(root, by="label", source=source)
-
-
 @pytest.mark.skipif(not NEWS.exists(), reason="needs the AG News texts beside the repository")
 def test_ag_news_as_comigs_divides_it() -> None:
-    spec = DivideSpec(source="ag_news.jsonl", by="label", held_out="uniform")
     data = DataSpec(text=["title", "description"])
-    divided = divided_texts(spec, data, NEWS, seed=0)
+    divided = divide(NEWS, data, source="ag_news.jsonl", by="label", held_out="uniform")
     assert list(divided) == ["business", "sci-tech", "sports", "world"]
     rows = [json.loads(line) for line in (NEWS / "ag_news.jsonl").read_text().splitlines()]
     label = {f"{row['title']}\n{row['description']}": row["label"] for row in rows}
     for texts in divided.values():
         assert len({label[text] for text in texts.train}) == 1
         assert len(set(Counter(label[text] for text in texts.test).values())) == 1
+
+
+CLIENTS = 4
+SIZES = {"a": 300, "b": 90, "c": 210, "d": 60, "e": 140}
+
+
+def pools() -> Pools:
+    numbers = iter(range(sum(SIZES.values())))
+    return {label: [next(numbers) for _ in range(size)] for label, size in SIZES.items()}
+
+
+def table(parts: list[list[int]]) -> numpy.ndarray:
+    """Records of each client (rows) and label (columns)."""
+    label_of = {number: label for label, pool in pools().items() for number in pool}
+    counts = [Counter(label_of[number] for number in part) for part in parts]
+    return numpy.array([[count[label] for label in SIZES] for count in counts])
+
+
+def naive(alpha: float, draw: numpy.random.Generator) -> numpy.ndarray:
+    """As described: shares of clients that are full become zero, the others sum to one again."""
+    total = sum(SIZES.values())
+    while True:
+        held = numpy.zeros((CLIENTS, len(SIZES)))
+        for column, size in enumerate(SIZES.values()):
+            shares = draw.dirichlet([alpha] * CLIENTS)
+            shares[held.sum(1) >= total / CLIENTS] = 0
+            shares /= shares.sum()
+            held[:, column] = numpy.diff((shares.cumsum() * size).round(), prepend=0)
+        if held.sum(1).min() >= MINIMUM:
+            return held
+
+
+@pytest.mark.parametrize("alpha", [0.3, 5.0])
+def test_the_division_is_distributed_as_described(alpha: float) -> None:
+    draw = numpy.random.default_rng(0)
+    wanted = numpy.array([naive(alpha, draw) for _ in range(1500)])
+    parts = (_by_dirichlet(pools(), CLIENTS, alpha, True, seed) for seed in range(1500))
+    found = numpy.array([table(part) for part in parts])
+
+    def figures(tables: numpy.ndarray) -> numpy.ndarray:
+        """Sizes of the clients, largest first; how many share a label; unevenness of each label."""
+        sizes = numpy.sort(tables.sum(2))[:, ::-1]
+        sharing = (tables > 0).sum(1)
+        return numpy.concatenate([sizes, sharing, tables.max(1)], axis=1)
+
+    a, b = figures(wanted), figures(found)
+    error = numpy.sqrt((a.var(0) + b.var(0)) / 1500) + 1e-9
+    assert (abs(a.mean(0) - b.mean(0)) < 4.5 * error).all()
+
+
+def full_clients_get_more(counts: numpy.ndarray) -> bool:
+    before = counts.cumsum(1) - counts  # what each holds when a label is dealt
+    return bool(((before >= counts.sum() / CLIENTS) & (counts > 0)).any())
+
+
+@pytest.mark.parametrize("alpha", [0.05, 1.0])
+def test_a_client_with_its_even_part_gets_no_more(alpha: float) -> None:
+    seen = []
+    for seed in range(40):
+        parts = _by_dirichlet(pools(), CLIENTS, alpha, True, seed)
+        dealt = sorted(number for part in parts for number in part)
+        assert dealt == list(range(sum(SIZES.values())))  # all, and none twice
+        assert min(map(len, parts)) >= MINIMUM
+        assert not full_clients_get_more(table(parts))
+        seen.append(full_clients_get_more(table(_by_dirichlet(pools(), CLIENTS, 1.0, False, seed))))
+    assert any(seen)
+
+
+def test_the_scarcest_of_chance_does_not_stop_it() -> None:
+    """With so small an alpha the shares of all but one client are often zero exactly."""
+    records: Pools = {str(n): list(range(25 * n, 25 * n + 25)) for n in range(8)}
+    for seed in range(20):
+        assert min(map(len, _by_dirichlet(records, CLIENTS, 1e-6, True, seed))) >= 25
+
+
+def test_the_run_file_s_key_balances(tmp_path) -> None:
+    asked = [{"instruction": f"{k} {i}", "output": k} for k, n in SIZES.items() for i in range(n)]
+    write(tmp_path / "records.jsonl", *asked)
+    data = DataSpec(instructions=InstructionSpec(template="{{ instruction }}"))
+
+    def divided(**more: Any) -> list[list[int]]:
+        options = {"label": "output", "by": "dirichlet", "clients": CLIENTS, "alpha": 1.0, **more}
+        parts = divide(tmp_path, data, 3, **options).values()
+        counts = [Counter(item.answer for item in items(texts)) for texts in parts]
+        return [[count[label] for label in SIZES] for count in counts]
+
+    balanced = divided(balanced=True)
+    assert numpy.sum(balanced) == sum(SIZES.values())
+    assert not full_clients_get_more(numpy.array(balanced))
+    assert divided() == divided(balanced=False) != balanced

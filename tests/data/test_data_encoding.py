@@ -1,17 +1,19 @@
 """Prompts with answers as tokens: what the loss counts, what is too long, what is pooled."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from public_text import public_text
 from questions import SHORT, data_of, rows, write
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.data.examples import Examples
+from coterie.bases import load_tokenizer
+from coterie.data.examples import Encoding, Examples
 from coterie.data.items import Instruction
+from coterie.data.kinds.instructions import examples
+from coterie.data.parts import PartEncoder, bare_encoder
 from coterie.data.spec import DataSpec, Limits
 from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, pooled, tokenise
@@ -34,13 +36,10 @@ def encoded(tokenizer: PreTrainedTokenizerBase, given: list[Instruction], **data
     return data_of(tokenise(Texts(given, other, other), tokenizer, spec, "anna").train)
 
 
-def test_the_loss_counts_the_answer_and_the_end_alone(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
     split = encoded(tokenizer, SAMPLES)
-    ids, counted, real = split.batch(range(len(SAMPLES)))
-    assert counted is not None
-    assert real is not None
+    batch: Any = split.batch(range(len(SAMPLES)))
+    ids, counted, real = batch
     end = tokenizer.eos_token
     for row, learnt, inside, sample in zip(ids, counted, real, SAMPLES, strict=True):
         prompt = sample.prompt.rstrip(" ")
@@ -48,10 +47,8 @@ def test_the_loss_counts_the_answer_and_the_end_alone(
         assert str(tokenizer.decode(row[1:][learnt].tolist())) == f"{space}{sample.answer}{end}"
         # in front of the answer: the first token, and the prompt as it is without its answer
         before = row[: int(learnt.nonzero()[0]) + 1].tolist()
-        assert before == [
-            tokenizer.eos_token_id,
-            *tokenizer(prompt, add_special_tokens=False)["input_ids"],
-        ]
+        alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert before == [tokenizer.eos_token_id, *alone]
         assert inside.sum() == len(before) + learnt.sum() - 1
         assert not learnt[inside.sum() :].any()
     assert split.bytes == sum(len(sample.answer.encode()) for sample in SAMPLES)
@@ -63,9 +60,8 @@ def test_a_tokenizer_s_own_first_token_comes_first() -> None:
     names = [*letters, "<start>", "<end>"]
     encoder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words = PreTrainedTokenizerFast(
-        tokenizer_object=encoder, bos_token="<start>", eos_token="<end>"
-    )
+    ends = {"bos_token": "<start>", "eos_token": "<end>"}
+    words = PreTrainedTokenizerFast(tokenizer_object=encoder, **ends)
     split = encoded(words, [Instruction("ab", "c"), Instruction("d\n", "e")])
     read = words.convert_ids_to_tokens(split.ids.tolist())
     assert read == ["<start>", *"abĠc", "<end>", "<start>", *"dĊe", "<end>"]
@@ -73,9 +69,7 @@ def test_a_tokenizer_s_own_first_token_comes_first() -> None:
     assert split.answers.tolist() == [3, 9]
 
 
-def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(tokenizer) -> None:
     def length(sample: Instruction) -> int:
         parts = (sample.prompt, f" {sample.answer}")
         return sum(len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts)
@@ -88,12 +82,9 @@ def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(
     assert split.batch(range(3)).ids.shape == (3, window + 1)
     one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
     assert one.items == (given[0],)
-    with pytest.raises(
-        CoterieError, match=r"^The train text of client anna has no sample of at most"
-    ):
-        encoded(tokenizer, given[1:2], window=10)
-    with pytest.raises(CoterieError, match=r"^The train text of client anna has no samples; add"):
-        encoded(tokenizer, [])
+    for samples, reason in ((given[1:2], "sample of at most"), ([], "samples; add")):
+        with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
+            encoded(tokenizer, samples, window=10)
 
 
 def test_a_batch_is_rows_of_the_samples(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,11 +111,62 @@ def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBa
     assert len(data_of(both.validation)) == 6
 
 
-def test_the_public_text_may_be_instructions(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_the_public_text_may_be_instructions(tokenizer, tmp_path) -> None:
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
     found = data_of(public_text(data, tmp_path, tokenizer))
     assert [item.prompt for item in found.instructions] == [f"case {i}:" for i in range(4)]
     assert {item.choices for item in found.items} == {("no", "yes")}
+
+
+SPACE = "\u2581"
+SPACES = [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+DIGITS = [pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+PREFIXED = {
+    "a normaliser": (normalizers.Sequence(SPACES), None),
+    "one normaliser": (normalizers.Prepend(" "), None),
+    "words' pieces": (None, pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")),
+    "bytes": (None, pre_tokenizers.Sequence(DIGITS)),
+}
+
+
+def characters(normalizer: normalizers.Normalizer, pre: pre_tokenizers.PreTokenizer) -> Tokenizer:
+    """A tokenizer of single characters."""
+    alphabet = sorted({*"Isityesno?", " ", SPACE, *pre_tokenizers.ByteLevel.alphabet()})
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre is not None:
+        made.pre_tokenizer = pre
+    return made
+
+
+@pytest.mark.parametrize("kind", PREFIXED.values(), ids=PREFIXED)
+@pytest.mark.parametrize("answer", [" yes", "no", " so it is", ""])
+def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None:
+    encoder = characters(*kind)
+    [[prompt, after]] = PartEncoder(encoder).batch([["Is it?", answer]])
+    assert prompt.ids + after.ids == encoder.encode(f"Is it?{answer}").ids
+    assert prompt.ids == encoder.encode("Is it?").ids
+    ends = [end for _, end in after.offsets]
+    assert ends == list(range(1, len(answer) + 1))
+
+
+def test_a_tokenizer_is_copied_once() -> None:
+    tokenizers = [load_tokenizer("tiny-gpt2") for _ in range(2)]
+    first, again = [[bare_encoder(each)[0] for each in tokenizers] for _ in range(2)]
+    assert [id(encoder) for encoder in first] == [id(encoder) for encoder in again]
+    assert first[0] is not first[1]
+    assert first[0] is not tokenizers[0].backend_tokenizer
+
+
+def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
+    encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
+    items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
+    how = Encoding(encoder, (end, end), 40, None, "ada")
+    made = (examples(i, how) for i in (items, [items[2], items[1]]))
+    whole, wanted = made
+    found = whole.only([2, 1])
+    for name in ("ids", "starts", "answers"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+    assert (found.bytes, found.items) == (wanted.bytes, wanted.items)

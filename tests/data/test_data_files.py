@@ -1,3 +1,6 @@
+"""Files of texts and records, and values of records that are no text."""
+
+import datetime
 import json
 import os
 from pathlib import Path
@@ -6,8 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from coterie.data.files import find_files
-from coterie.data.texts import read_documents
+from coterie.data.files import Record, find_files, read_records
+from coterie.data.kinds.instructions import instructions
+from coterie.data.spec import InstructionSpec
+from coterie.data.texts import field_records, read_documents
 from coterie.errors import CoterieError
 
 
@@ -42,9 +47,7 @@ def test_blank_records_and_lines_are_skipped(tmp_path: Path) -> None:
     assert read(tmp_path, "a.jsonl") == ["one", "two"]
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(tmp_path) -> None:
     names = ["b.txt", "a/z.TXT", "a/notes.md", ".git/x.txt", "a/.y.txt", "c.jsonl"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -53,9 +56,14 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
     assert find_files(tmp_path / "b.txt", "Client anna") == [tmp_path / "b.txt"]
 
 
+FIELDS = r"no field text \(did you mean texts\?\); its fields are: texts, id\. Correct"
+NO_RECORDS = b"a table without rows"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
+        ("gone.txt", None, r"there is no file or folder .*gone\.txt"),
         ("empty.txt", b" \n", r"empty\.txt is empty; add text"),
         ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it contains NUL bytes\); export"),
         ("latin.txt", "né".encode("latin-1"), r"latin\.txt is not UTF-8 \(at byte 1\); save it"),
@@ -64,37 +72,23 @@ def test_a_folder_is_read_in_the_order_of_names_without_hidden_or_other_files(
         ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not valid JSON"),
         ("list.jsonl", b'["a"]', r"line 1 of .*list\.jsonl is not a JSON object"),
         ("empty.jsonl", b"\n\n", r"empty\.jsonl is empty"),
-        (
-            "field.jsonl",
-            b'{"texts": "a", "id": 1}',
-            r"no field text \(did you mean texts\?\); its fields are: texts, id\. Correct",
-        ),
+        ("field.jsonl", b'{"texts": "a", "id": 1}', FIELDS),
         ("none.jsonl", b"{}", r"line 1 of .* has no field text; its fields are: none"),
         ("null.jsonl", b'{"text": null}', r"field text contains NoneType, not text"),
         ("half.jsonl", b'{"text": "ab\\ud83d"}', r"half a character .* at character 2"),
+        ("none.parquet", NO_RECORDS, r"none\.parquet has no records"),
+        ("notes.md", b"text", r"no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"),
         ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
     ],
 )
-def test_what_cannot_be_used_is_named_with_a_remedy(
-    tmp_path: Path, name: str, content: bytes, sentence: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_what_cannot_be_used_is_named_with_a_remedy(tmp_path, name, content, sentence) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    if content is NO_RECORDS:
+        table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+        pyarrow.parquet.write_table(table, tmp_path / name)
     with pytest.raises(CoterieError, match=f"^Client anna: .*{sentence}"):
-        read(tmp_path, name)
-
-
-def test_a_missing_file_and_a_useless_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CoterieError, match=r"Client anna: there is no file or folder .*gone\.txt"):
-        read(tmp_path, "gone.txt")
-    (tmp_path / "notes.md").write_text("text")
-    with pytest.raises(
-        CoterieError, match=r"contains no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"
-    ):
-        read(tmp_path, ".")
-    table = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
-    pyarrow.parquet.write_table(table, tmp_path / "none.parquet")
-    with pytest.raises(CoterieError, match=r"none\.parquet has no records"):
-        read(tmp_path, "none.parquet")
+        read(tmp_path, "." if name == "notes.md" else name)
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="may read every file")
@@ -103,3 +97,64 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").chmod(0)
     with pytest.raises(CoterieError, match="check its permissions"):
         read(tmp_path, "a.txt")
+
+
+SPEC = InstructionSpec(template="alpaca")
+
+
+def written(folder: Path, line: str) -> list[Record]:
+    (folder / "a.jsonl").write_text(line, encoding="utf-8")
+    return field_records(folder, "a.jsonl", "Ada")
+
+
+ANSWERS = ["NaN", "Infinity", "-Infinity", "1e999", "null", "true", "{}"]
+VALUES = [
+    *((f'"x", "output": {value}', "field output contains") for value in ANSWERS),
+    *((f'{value}, "output": "y"', "") for value in ("NaN", "1e999", "true", '{"a": 1}', "[1]")),
+    ('null, "output": "y"', ".* has null in the field instruction"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), VALUES)
+def test_a_value_that_is_neither_text_nor_a_finite_number_is_refused(
+    tmp_path, values, sentence
+) -> None:
+    records = written(tmp_path, f'{{"input": "", "instruction": {values}}}')
+    with pytest.raises(CoterieError, match=f"line 1 of .*{sentence}"):
+        instructions(records, SPEC)
+
+
+def test_a_date_is_no_text() -> None:
+    row = {"instruction": datetime.date.today(), "input": "", "output": "y"}
+    with pytest.raises(CoterieError, match=r"it prints datetime\.date"):
+        instructions([Record("Ada: record 1", row)], SPEC)
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, '{"a":' * 100_000, "1" * 5000], ids=["lists", "mappings", "digits"]
+)
+def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(CoterieError, match=r"line 1 of .* cannot be read"):
+        written(tmp_path, f'{{"text": {value}')
+
+
+INVALID = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
+LATE = pyarrow.array([2**31 - 1], pyarrow.int32()).cast(pyarrow.date32())
+
+
+@pytest.mark.parametrize("column", [INVALID, LATE])
+def test_a_column_that_cannot_be_decoded_is_refused_if_it_is_used(tmp_path, column) -> None:
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["fine"], "other": column}), file)
+    [record] = read_records(file, "Ada")
+    assert record.text(["text"]) == "fine"
+    with pytest.raises(CoterieError, match="field other cannot be read"):
+        record.text(["other"])
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    table = pyarrow.Table.from_arrays(columns, ["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(CoterieError, match="two columns with the same name"):
+        list(read_records(tmp_path / "a.parquet", "Ada"))

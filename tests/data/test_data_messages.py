@@ -6,17 +6,15 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic import ValidationError
+from divisions import divide
 from questions import records, rows, write
 from transformers import PreTrainedTokenizerBase
 
 from coterie.config.run import parse
-from coterie.data.division.divide import divided_texts
-from coterie.data.division.spec import DivideSpec
 from coterie.data.items import Conversation, Turn
 from coterie.data.kinds.conversations import conversations
 from coterie.data.kinds.instructions import instructions
-from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec, Limits, MessagesSpec
+from coterie.data.spec import ClientSpec, DataSpec, InstructionSpec, MessagesSpec
 from coterie.data.texts import Texts, client_texts
 from coterie.data.tokens import tokenise
 from coterie.errors import CoterieError
@@ -25,6 +23,15 @@ from coterie.evaluation.survey import Survey
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello!"}
+GPT = {"from": "gpt", "value": "Hello!"}
+PART = {"type": "text", "text": "Hel"}
+ASKED = {"instruction": "And now?", "output": "Now too."}
+CHAT = InstructionSpec(template="chat")
+IMAGE = {"type": "image", "image": "x"}
+FIRST = "a system prompt; only the first turn can be a system prompt"
+TOOLS = "tool calls are not supported"
+MOVE = "move the thinking to the beginning of"
+OTHER = "of type 'image' in content"
 
 
 def said(user: Any = HI, assistant: Any = HELLO) -> list[Any]:
@@ -38,13 +45,9 @@ def read(*fields: dict[str, Any], field: str | None = None) -> list[tuple[Turn, 
 def test_both_forms_are_the_same_conversation() -> None:
     wanted = (Turn("system", "Be brief."), Turn("user", "Hi"), Turn("assistant", "Hello!"))
     openai = [{"role": "system", "content": "Be brief."}, HI, HELLO]
-    sharegpt = [
-        {"from": "system", "value": "Be brief."},
-        {"from": "human", "value": "Hi"},
-        {"from": "gpt", "value": "Hello!"},
-    ]
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
-    several = [*openai[:2], {"role": "assistant", "content": parts}]
+    asked = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
+    sharegpt = [*asked, GPT]
+    several = [*openai[:2], HELLO | {"content": [PART, PART | {"text": "lo!"}]}]
     given = ({"messages": openai}, {"conversations": sharegpt}, {"messages": several})
     assert read(*given) == [wanted] * 3
     assert read({"talk": openai, "messages": 1}, field="talk") == [wanted]
@@ -53,9 +56,7 @@ def test_both_forms_are_the_same_conversation() -> None:
 
 
 def test_what_follows_the_last_answer_is_left_out() -> None:
-    assert read({"messages": [*said(), HI, HI]}) == [
-        (Turn("user", "Hi"), Turn("assistant", "Hello!"))
-    ]
+    assert read({"messages": [*said(), HI, HI]}) == read({"messages": said()})
 
 
 def test_keys_that_hold_nothing_are_passed_over() -> None:
@@ -64,109 +65,59 @@ def test_keys_that_hold_nothing_are_passed_over() -> None:
 
 
 def test_thinking_stays_in_the_answer_and_is_not_what_is_compared() -> None:
-    thought = "<think>\nhm\n</think>\n\nHello!"
-    [found] = conversations(
-        records({"messages": said(HI, {"role": "assistant", "content": thought})}), MessagesSpec()
-    )
-    assert found.turns[-1].content == thought
-    assert found.answer == "Hello!"
+    thought = HELLO | {"content": "<think>\nhm\n</think>\n\nHello!"}
+    [item] = conversations(records({"messages": said(HI, thought)}), MessagesSpec())
+    assert item.turns[-1].content == thought["content"]
+    assert item.answer == "Hello!"
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"text": "Hi"}, " has no field messages; its fields are: text"),
-        ({"messages": "Hi"}, ": field messages contains 'Hi', not a list of turns; fix"),
-        ({"messages": []}, r": field messages is an empty list"),
-        ({"messages": [HI]}, ": the conversation has no turn of the assistant; add an answer"),
-        ({"messages": ["Hi"]}, ": turn 1 is 'Hi', not a mapping like "),
-        ({"messages": said({"content": "Hi"})}, ": turn 1 has no role"),
-        (
-            {"messages": said({"role": "bot", "content": "Hi"})},
-            ": turn 1 has 'bot' under the key role, but",
-        ),
-        (
-            {"conversations": said({"from": "bard", "value": "Hi"})},
-            ": turn 1 has 'bard' under the key from",
-        ),
-        ({"messages": said({"role": 1, "content": "Hi"})}, ": turn 1 has 1 under the key role"),
-        ({"messages": said({"role": "user"})}, ": turn 1 is an empty turn of the user; correct"),
-        ({"messages": said(HI | {"content": " \n"})}, ": turn 1 is an empty turn of the user"),
-        ({"messages": said(HI | {"content": 3})}, ": turn 1 has 3, not text, in content; fix"),
-        ({"messages": said(HI, HELLO | {"content": ""})}, ": turn 2 is an empty answer; correct"),
-        (
-            {"messages": said(HI, HELLO | {"content": "<think>hm</think> "})},
-            ": turn 2 is an empty answer",
-        ),
-        (
-            {"messages": [*said(), {"role": "system", "content": "s"}, *said()]},
-            ": turn 3 is a system prompt; only the first turn can be a system prompt",
-        ),
-        (
-            {"messages": [HI, HELLO | {"tool_calls": [{"id": 1}]}]},
-            ": turn 2 has the key tool_calls: tool calls are not supported; remove the record",
-        ),
-        (
-            {"messages": [*said(), {"role": "tool", "content": "4"}]},
-            ": turn 3 has the role tool: tool calls",
-        ),
-        (
-            {"conversations": [{"from": "observation", "value": "4"}]},
-            ": turn 1 has the role observation: tool calls",
-        ),
-        ({"messages": said(), "tools": [{"name": "f"}]}, " has the field tools: tool calls"),
-        (
-            {"messages": said(), "system": "s"},
-            ' has a system prompt in the field "system", not in the',
-        ),
-        (
-            {"messages": said(HI, HELLO | {"reasoning_content": "hm"})},
-            ": turn 2 has the key reasoning_content: move the thinking to the beginning of content",
-        ),
-        (
-            {"conversations": [{"from": "gpt", "value": "Hello", "thinking": "hm"}]},
-            ": turn 1 has the key thinking: move the thinking to the beginning of value",
-        ),
-        ({"messages": said(HI | {"weight": 0})}, ": turn 1 has the key weight: Coterie does not"),
-        (
-            {"messages": said(HI | {"content": [{"type": "image", "image": "x"}]})},
-            ": turn 1 has a part of type 'image' in content; only text is supported",
-        ),
-        ({"messages": said(HI | {"content": ["Hi"]})}, ": turn 1 has a part of type 'str' in"),
-        (
-            {"messages": said(HI | {"content": [{"type": "text", "text": "Hi", "cache": 1}]})},
-            ": turn 1 has the key cache in content; fix or remove it",
-        ),
-        ({"messages": said(HI | {"content": "\ud83d"})}, ": turn 1 contains half a character"),
-    ],
-)
-def test_a_record_that_is_no_conversation_is_named(fields: dict[str, Any], sentence: str) -> None:
+TURNS = [
+    ("Hi", ": field messages contains 'Hi', not a list of turns; fix"),
+    ([], r": field messages is an empty list"),
+    ([HI], ": the conversation has no turn of the assistant; add an answer"),
+    (["Hi"], ": turn 1 is 'Hi', not a mapping like "),
+    (said({"content": "Hi"}), ": turn 1 has no role"),
+    (said(HI | {"role": "bot"}), ": turn 1 has 'bot' under the key role, but"),
+    (said(HI | {"role": 1}), ": turn 1 has 1 under the key role"),
+    (said({"role": "user"}), ": turn 1 is an empty turn of the user; correct"),
+    (said(HI | {"content": " \n"}), ": turn 1 is an empty turn of the user"),
+    (said(HI | {"content": 3}), ": turn 1 has 3, not text, in content; fix"),
+    (said(HI, HELLO | {"content": ""}), ": turn 2 is an empty answer; correct"),
+    (said(HI, HELLO | {"content": "<think>hm</think> "}), ": turn 2 is an empty answer"),
+    ([*said(), {"role": "system", "content": "s"}, *said()], f": turn 3 is {FIRST}"),
+    (
+        [HI, HELLO | {"tool_calls": [{"id": 1}]}],
+        f": turn 2 has the key tool_calls: {TOOLS}; remove",
+    ),
+    ([*said(), {"role": "tool", "content": "4"}], f": turn 3 has the role tool: {TOOLS}"),
+    (said(HI, HELLO | {"reasoning_content": "hm"}), f": turn 2 has the key reason.*{MOVE} content"),
+    (said(HI | {"weight": 0}), ": turn 1 has the key weight: Coterie does not"),
+    (said(HI | {"content": [IMAGE]}), f": turn 1 has a part {OTHER}; only text is supported"),
+    (said(HI | {"content": ["Hi"]}), ": turn 1 has a part of type 'str' in"),
+    (
+        said(HI | {"content": [PART | {"cache": 1}]}),
+        ": turn 1 has the key cache in content; fix or",
+    ),
+    (said(HI | {"content": "\ud83d"}), ": turn 1 contains half a character"),
+]
+SHAREGPT = [
+    ({"from": "bard", "value": "Hi"}, ": turn 1 has 'bard' under the key from"),
+    ({"from": "observation", "value": "4"}, f": turn 1 has the role observation: {TOOLS}"),
+    ({**GPT, "thinking": "hm"}, f": turn 1 has the key thinking: {MOVE} value"),
+]
+RECORDS = [
+    ({"text": "Hi"}, " has no field messages; its fields are: text"),
+    ({"messages": said(), "tools": [{"name": "f"}]}, f" has the field tools: {TOOLS}"),
+    ({"messages": said(), "system": "s"}, ' has a system prompt in the field "system", not in the'),
+    *(({"messages": turns}, sentence) for turns, sentence in TURNS),
+    *(({"conversations": [turn]}, sentence) for turn, sentence in SHAREGPT),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), RECORDS)
+def test_a_record_that_is_no_conversation_is_named(fields, sentence) -> None:
     with pytest.raises(CoterieError, match=rf"^line 2 of x\.jsonl{sentence}"):
         read({"messages": said()}, fields)
-
-
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        ({"messages": True, "instructions": {}}, "data.instructions and data.messages are mutual"),
-        ({"chat_template": "{{ messages }}"}, "data.chat_template has no effect without convers"),
-        (
-            {"chat_template": "{{ messages }}", "instructions": {"template": "plain"}},
-            "data.chat_template has no effect",
-        ),
-        ({"messages": "conversations"}, "valid dictionary"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(data: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValidationError, match=sentence):
-        DataSpec.model_validate(data)
-
-
-def test_messages_are_on_or_off() -> None:
-    assert DataSpec.model_validate({"messages": True}).messages == MessagesSpec()
-    assert DataSpec.model_validate({"messages": {}}).messages == MessagesSpec()
-    assert DataSpec.model_validate({"messages": False}).messages is None
-    assert DataSpec(messages=MessagesSpec(), limits=Limits(train=1)).limits.train == 1
 
 
 def test_a_template_s_file_is_read_with_the_run_file(tmp_path: Path) -> None:
@@ -185,19 +136,19 @@ def test_a_template_s_file_is_read_with_the_run_file(tmp_path: Path) -> None:
         chat("other.jinja")
     with pytest.raises(CoterieError, match=r"notes\.txt is not a chat template, because it"):
         chat("notes.txt")
-    told = {**run, "data": {"messages": True}}
-    with pytest.raises(CoterieError, match="accuracy` needs answers to choose from"):
-        parse({**told, "evaluation": {"metric": "accuracy"}})
-    with pytest.raises(CoterieError, match=r"^`evaluation\.generate` needs answers; set"):
-        parse({**run, "evaluation": {"generate": 3}})
-    assert parse({**told, "evaluation": {"generate": 3}}).evaluation.generate == 3
+    talks = {**run, "data": {"messages": True}}
+    for values, evaluation, sentence in (
+        (talks, {"metric": "accuracy"}, "accuracy` needs answers to choose from"),
+        (run, {"generate": 3}, r"^`evaluation\.generate` needs answers; set"),
+    ):
+        with pytest.raises(CoterieError, match=sentence):
+            parse({**values, "evaluation": evaluation})
+    assert parse({**talks, "evaluation": {"generate": 3}}).evaluation.generate == 3
 
 
 def many(count: int) -> list[dict[str, Any]]:
-    return [
-        {"messages": said({"role": "user", "content": f"case {n}"}), "label": "ab"[n % 2]}
-        for n in range(count)
-    ]
+    asked = [said(HI | {"content": f"case {n}"}) for n in range(count)]
+    return [{"messages": turns, "label": "ab"[n % 2]} for n, turns in enumerate(asked)]
 
 
 def test_clients_hold_whole_conversations(tmp_path: Path) -> None:
@@ -214,28 +165,23 @@ def test_clients_hold_whole_conversations(tmp_path: Path) -> None:
         client_texts(ClientSpec(name="anna", path="notes.txt"), data, tmp_path, seed=1)
 
 
-@pytest.mark.parametrize("by", ["label", "even"])
-def test_conversations_are_divided(by: str, tmp_path: Path) -> None:
-    write(tmp_path / "all.jsonl", *many(40))
-    spec = DivideSpec.model_validate(
-        {"source": "all.jsonl", "by": by, **({"clients": 2} if by == "even" else {})}
-    )
-    parts = divided_texts(spec, DataSpec(messages=MessagesSpec()), tmp_path, 0)
+@pytest.mark.parametrize("how", [{"by": "label"}, {"by": "even", "clients": 2}])
+def test_conversations_are_divided(how, tmp_path) -> None:
+    write(tmp_path / "records.jsonl", *many(40))
+    parts = divide(tmp_path, DataSpec(messages=MessagesSpec()), **how)
     questions = [[item.turns[0].content for item in texts.train] for texts in parts.values()]
     assert [len(part) for part in questions] == [16, 16]
     assert not set(questions[0]) & set(questions[1])
-    if by == "label":
-        assert {int(q.split()[1]) % 2 for q in questions[0]} == {0}
+    assert how["by"] == "even" or {int(q.split()[1]) % 2 for q in questions[0]} == {0}
 
 
 def test_prompts_with_answers_become_conversations() -> None:
-    spec = InstructionSpec(template="chat")
-    first, second = instructions(records(*rows(2, "Yes or no?")), spec)
+    first, second = instructions(records(*rows(2, "Yes or no?")), CHAT)
     assert isinstance(first, Conversation)
     assert first.turns == (Turn("user", "Yes or no?\ncase 0"), Turn("assistant", "yes"))
     assert (first.answer, first.choices) == ("yes", ("no", "yes"))
     assert second.answer == "no"
-    [bare] = instructions(records({"instruction": "Why? ", "output": "So."}), spec)
+    [bare] = instructions(records({"instruction": "Why? ", "output": "So."}), CHAT)
     assert isinstance(bare, Conversation)
     assert bare.turns[0] == Turn("user", "Why?")
 
@@ -248,35 +194,31 @@ def test_copies_of_conversations_are_found(tokenizer: PreTrainedTokenizerBase) -
     texts = Texts([copy, other], [copy], [item("Where do the whales go in winter?")])
     data = tokenise(texts, tokenizer, DataSpec(messages=MessagesSpec()), "anna")
     found = quality({"anna": texts}, {"anna": data}, 10**6, Survey(0, {}, {}), [])
-    assert [(c.kind, c.place.split, c.exact) for c in found.copies] == [
-        ("in_training", "validation", True)
-    ]
+    copies = [(c.kind, c.place.split, c.exact) for c in found.copies]
+    assert copies == [("in_training", "validation", True)]
     assert without_held_out(texts, "Anna")[0].train == [other]
 
 
 def test_an_earlier_history_and_a_system_prompt_come_first() -> None:
-    spec = InstructionSpec(template="chat")
-    fields = {"instruction": "And now?", "output": "Now too."}
     history = [["Hello?", "Hello."], ["Was it so?", "It was."]]
-    found = instructions(records({**fields, "system": "Be brief.", "history": history}), spec)
+    [item] = instructions(records({**ASKED, "system": "Be brief.", "history": history}), CHAT)
     said = ["Be brief.", *history[0], *history[1], "And now?", "Now too."]
     roles: list[Any] = ["system", *["user", "assistant"] * 3]
-    [item] = found
     assert isinstance(item, Conversation)
     assert item.turns == tuple(map(Turn, roles, said))
     nothing = {"system": "", "history": None}
-    assert instructions(records({**fields, **nothing}), spec) == instructions(records(fields), spec)
+    assert instructions(records({**ASKED, **nothing}), CHAT) == instructions(records(ASKED), CHAT)
 
 
-@pytest.mark.parametrize("history", ["Hello", [["Hello?"]], ["Hello?", "Hello."], {"a": "b"}])
-def test_a_history_that_is_no_list_of_pairs_is_refused(history: Any) -> None:
-    record = {"instruction": "And now?", "output": "Now too.", "history": history}
-    with pytest.raises(CoterieError, match=r"field history contains .*, not a list of pairs"):
-        instructions(records(record), InstructionSpec(template="chat"))
+HISTORIES = ["Hello", [["Hello?"]], ["Hello?", "Hello."], {"a": "b"}]
+EARLIER = [
+    *(({"history": h}, "field history contains .*, not a list of pairs") for h in HISTORIES),
+    ({"history": [["Hello?", 3]]}, "turn [12] has"),
+    ({"system": ["Be brief."]}, "turn [12] has"),
+]
 
 
-@pytest.mark.parametrize("earlier", [{"history": [["Hello?", 3]]}, {"system": ["Be brief."]}])
-def test_an_earlier_turn_that_is_no_text_is_refused(earlier: dict[str, Any]) -> None:
-    record = {"instruction": "And now?", "output": "Now too.", **earlier}
-    with pytest.raises(CoterieError, match=r"turn [12] has"):
-        instructions(records(record), InstructionSpec(template="chat"))
+@pytest.mark.parametrize(("earlier", "sentence"), EARLIER)
+def test_an_earlier_turn_that_cannot_be_used_is_refused(earlier, sentence) -> None:
+    with pytest.raises(CoterieError, match=sentence):
+        instructions(records({**ASKED, **earlier}), CHAT)

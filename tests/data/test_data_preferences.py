@@ -15,7 +15,7 @@ from coterie.data.kinds.conversations import chats
 from coterie.data.kinds.instructions import examples
 from coterie.data.kinds.preferences import Pairs, Preferences, preferences
 from coterie.data.parts import bare_encoder
-from coterie.data.spec import DataSpec, PreferenceSpec
+from coterie.data.spec import PreferenceSpec
 from coterie.errors import CoterieError
 from coterie.losses.preferences import Reference
 
@@ -26,6 +26,7 @@ TEMPLATE = chat_template(TOKENIZER, None)
 ASKED = {"role": "user", "content": "Is it so?"}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Yes.", "No, never."))
 SYSTEM = {"role": "system", "content": "Be brief."}
+WHOLE = {"chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}
 
 
 def read(record: dict[str, Any], **spec: Any) -> Ranking:
@@ -54,13 +55,9 @@ def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     [
         {"prompt": [SYSTEM, ASKED], "chosen": "Yes.", "rejected": "No, never."},
         {"prompt": [SYSTEM, ASKED], "chosen": [YES], "rejected": [NO]},
-        {"chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO]},
-        {"prompt": "Is it so?", "chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO]},
-        {
-            "prompt": [SYSTEM, ASKED],
-            "chosen": [SYSTEM, ASKED, YES],
-            "rejected": [SYSTEM, ASKED, NO],
-        },
+        WHOLE,
+        {"prompt": "Is it so?", **WHOLE},
+        {"prompt": [SYSTEM, ASKED], **WHOLE},
     ],
     ids=["texts", "turns", "whole", "whole with the question", "whole with the prompt"],
 )
@@ -130,17 +127,18 @@ def test_a_wrong_record_is_named(changes, message) -> None:
         read(FINE | changes)
 
 
+NAMES = "the run file cannot change these names"
+
+
 @pytest.mark.parametrize("field", ["prompt", "chosen", "rejected"])
 def test_a_missing_field_is_named(field) -> None:
-    with pytest.raises(CoterieError, match=f"line 1 of x.jsonl has no field {field}"):
+    with pytest.raises(CoterieError, match=f"line 1 of x.jsonl has no field {field}.*{NAMES}"):
         read({key: value for key, value in FINE.items() if key != field})
 
 
 def some(count: int) -> list[Ranking]:
-    return [
-        Ranking((Instruction(f"{n}:", "yes " * n), Instruction(f"{n}:", "no")))
-        for n in range(1, count)
-    ]
+    both = [[Instruction(f"{n}:", answer) for answer in ("yes " * n, "no")] for n in range(count)]
+    return [Ranking(tuple(pair)) for pair in both[1:]]
 
 
 def test_a_pair_is_dropped_whole_and_limits_count_pairs() -> None:
@@ -178,15 +176,6 @@ def test_some_pairs_keep_their_reference() -> None:
 
 def test_pairs_of_several_clients_are_one_clients() -> None:
     items = some(6)
-    parts = [made(items[:2]), made(items[2:])]
-    found = joined(parts)
-    assert torch.equal(found.ids, made(items).ids)
-    assert found.items == tuple(items)
-
-
-def test_settings_exclude_one_another() -> None:
-    assert DataSpec.model_validate({"preferences": True}).preferences == PreferenceSpec()
-    assert DataSpec.model_validate({"preferences": False}).preferences is None
-    for other in ({"instructions": {}}, {"public": "x.jsonl"}):
-        with pytest.raises(ValueError, match=r"data\.preferences"):
-            DataSpec.model_validate({"preferences": True, **other})
+    both = joined([made(items[:2]), made(items[2:])])
+    assert torch.equal(both.ids, made(items).ids)
+    assert both.items == tuple(items)

@@ -1,7 +1,6 @@
 """Templates: the shipped ones exactly, a user's own, and what is said of those that cannot be."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,6 +9,7 @@ from coterie.data.spec import InstructionSpec
 from coterie.data.templates import SHIPPED, inlined, render
 from coterie.errors import CoterieError
 
+BUILT_IN = r"built-in template \(alpaca, chat, plain, snli\)"
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further"
     " context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
@@ -19,6 +19,7 @@ WITHOUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes"
     " the request.\n\n### Instruction:\nÜberlege\nwohl.\n\n### Response:"
 )
+WET = 'Suppose It <rains>. Can we infer that "It\'s {wet}."? Yes, No, or Maybe?'
 TASK = "Überlege\nwohl."
 
 
@@ -31,19 +32,13 @@ TASK = "Überlege\nwohl."
         ("alpaca", {"instruction": TASK, "input": None}, WITHOUT),
         ("plain", {"instruction": "Wer?", "input": "a\nb"}, "Wer?\na\nb\nAnswer:"),
         ("plain", {"instruction": "Wer?"}, "Wer?\nAnswer:"),
-        (
-            "snli",
-            {"premise": "It <rains>.", "hypothesis": "It's {wet}."},
-            'Suppose It <rains>. Can we infer that "It\'s {wet}."? Yes, No, or Maybe?',
-        ),
+        ("snli", {"premise": "It <rains>.", "hypothesis": "It's {wet}."}, WET),
         ("{{ q }} ", {"q": "{{ x }}"}, "{{ x }} "),
         ("{% for w in words %}{{ w }}\n{% endfor %}!", {"words": ["a", 1]}, "a\n1\n!"),
         ("Q {{ text | trim }}\n\n", {"text": " a\n"}, "Q a\n\n"),
     ],
 )
-def test_a_prompt_is_exactly_what_the_template_says(
-    template: str, fields: dict[str, Any], prompt: str
-) -> None:
+def test_a_prompt_is_exactly_what_the_template_says(template, fields, prompt) -> None:
     assert render(template, fields, "line 3") == prompt
     assert render(inlined(template, Path("nowhere")), fields, "line 3") == prompt
 
@@ -67,10 +62,7 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
-        (
-            "alpacca",
-            r"there is no file .*alpacca; .* built-in template \(alpaca, chat, plain, snli\)",
-        ),
+        ("alpacca", rf"there is no file .*alpacca; .* {BUILT_IN}"),
         ("gone.jinja", r"there is no file .*gone\.jinja; correct the path, use a built-in"),
         ("x" * 5000 + ".jinja", r"there is no file .*x\.jinja; correct the path, use a built-in"),
         ("none.jinja", r"The template .*none\.jinja uses no field; insert one"),
@@ -81,9 +73,7 @@ def test_a_path_becomes_the_file_s_text(tmp_path: Path) -> None:
         ("{% if a %}\n", r"Line 1 .*: Unexpected end of template"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_named(
-    tmp_path: Path, template: str, sentence: str
-) -> None:
+def test_a_template_that_cannot_be_used_is_named(tmp_path, template, sentence) -> None:
     (tmp_path / "none.jinja").write_text("What is it?")
     (tmp_path / "latin.jinja").write_bytes("{{ é }}".encode("latin-1"))
     (tmp_path / "bad.jinja").write_text("{{ a }}\n{% fi %}")
@@ -104,16 +94,10 @@ def test_a_template_that_cannot_be_used_is_named(
         ("{{ a.append(1) }}", {"a": [1]}, r"does not fit .*not safe|does not fit .*unsafe"),
         ("{{ a }}\n ", {"a": " "}, "gives an empty text; fix the record or the template"),
         ("{{ a }}", {"a": "ab\ud83d"}, "half a character"),
-        (
-            "own.jinja",
-            {"a": "x"},
-            r"no template 'own\.jinja'; use a built-in template \(alpaca, chat, plain, snli\)",
-        ),
+        ("own.jinja", {"a": "x"}, rf"no template 'own\.jinja'; use a {BUILT_IN}"),
     ],
 )
-def test_a_record_that_does_not_fit_is_named(
-    template: str, fields: dict[str, Any], sentence: str
-) -> None:
+def test_a_record_that_does_not_fit_is_named(template, fields, sentence) -> None:
     start = "" if template == "own.jinja" else "line 3 of x.jsonl "
     with pytest.raises(CoterieError, match=f"^{start}.*{sentence}"):
         render(template, fields, "line 3 of x.jsonl")

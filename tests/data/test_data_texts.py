@@ -10,6 +10,7 @@ from coterie.data.spec import ClientSpec, DataSpec, Fractions
 from coterie.data.texts import PIECE, client_texts, split_by_fractions
 from coterie.seeding import generator
 
+SHARE = st.floats(0.05, 0.45)
 DEMO = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 
 
@@ -52,14 +53,8 @@ def test_adjacent_pieces_of_a_split_stay_one_document() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 500), min_size=30, max_size=60),
-    st.floats(0.05, 0.45),
-    st.floats(0.05, 0.45),
-)
-def test_records_are_dealt_whole_in_order_and_near_the_fractions(
-    lengths: list[int], validation: float, test: float
-) -> None:
+@given(st.lists(st.integers(1, 500), min_size=30, max_size=60), SHARE, SHARE)
+def test_records_are_dealt_whole_in_order_and_near_the_fractions(lengths, validation, test) -> None:
     documents = [f"{i:03d}" + "x" * n for i, n in enumerate(lengths)]
     fractions = {"validation": validation, "test": test}
     chance = generator(3, "split", "anna")
@@ -89,12 +84,10 @@ def test_splits_follow_seed_and_name_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_given_splits_are_whole_files_and_missing_ones_come_off_train(tmp_path: Path) -> None:
+    (tmp_path / "given" / "b").mkdir(parents=True)
     train = "".join(f"train {i}\n" for i in range(5000))
-    for name, text in {"b/two.txt": "two\n", "a.txt": "one\n", "train.txt": train}.items():
-        file = tmp_path / "given" / name if name != "train.txt" else tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    (tmp_path / "given" / ".hidden.txt").write_text("hidden")
+    for name, text in {"b/two": "two\n", "a": "one\n", ".hidden": "x", "../train": train}.items():
+        (tmp_path / "given" / f"{name}.txt").write_text(text)
     spec = ClientSpec(name="anna", train="train.txt", test="given")
     texts = client_texts(spec, DataSpec(), tmp_path, seed=0)
     assert texts.test == ["one\n", "two\n"]

@@ -1,6 +1,9 @@
+"""Texts as tokens, and windows of them."""
+
 import json
 import logging
-from pathlib import Path
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +13,22 @@ from public_text import public_text
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from coterie.data.kinds.text import CHUNK, Tokens
+from coterie.bases import load_tokenizer
+from coterie.data.kinds.text import CHUNK, Tokens, evaluation_windows, even_windows
 from coterie.data.spec import DataSpec, Limits
 from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, pooled, tokenise
+from coterie.data.windows import sample_batch
 from coterie.errors import CoterieError
+from coterie.losses.tokens import Batch
+from coterie.seeding import generator
 
 MIXED = "def f():\n    x = 'naïve Ölpreis'\n\n\n        你好，世界 👩‍👩‍👧 مرحبا  \r\n здравствуйте"
+LETTERS = st.sampled_from("a e\n.é你👩\u200d🏽") | st.characters(codec="utf-8")
 PLAIN = "A plain text of some words, long enough for a window."
 
 
-def train_tokens(
-    documents: list[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
-) -> Tokens:
+def train_tokens(documents: list[str], tokenizer: Any, limit: int | None = None) -> Tokens:
     data = DataSpec(window=1, limits=Limits(train=limit))
     tokens = tokenise(Texts(documents, [PLAIN], [PLAIN]), tokenizer, data, "anna").train
     assert isinstance(tokens, Tokens)
@@ -46,16 +52,8 @@ def test_documents_are_joined_by_end_of_text(tokenizer: PreTrainedTokenizerBase)
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(
-        st.text(alphabet=st.sampled_from("a e\n.é你👩\u200d🏽") | st.characters(codec="utf-8")),
-        max_size=3,
-    ),
-    st.integers(12, 80),
-)
-def test_bytes_are_exact_under_any_limit(
-    tokenizer: PreTrainedTokenizerBase, more: list[str], limit: int
-) -> None:
+@given(st.lists(st.text(alphabet=LETTERS), max_size=3), st.integers(12, 80))
+def test_bytes_are_exact_under_any_limit(tokenizer, more, limit) -> None:
     documents = [PLAIN, *more, MIXED]
     everything = train_tokens(documents, tokenizer)
     tokens = train_tokens(documents, tokenizer, limit)
@@ -96,9 +94,8 @@ def test_bytes_are_exact_with_byte_fallback_and_a_prepended_space() -> None:
     names = [f"<0x{byte:02X}>" for byte in range(256)] + [*"▁abcdefghijklmnopqrstuvwxyz", "</s>"]
     vocabulary = {name: number for number, name in enumerate(names)}
     encoder = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    encoder.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    encoder.normalizer = normalizers.Sequence(steps)
     llama = PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="</s>")
     text = "some words 你好 👩 more"
     for limit in range(4, 60):
@@ -108,9 +105,7 @@ def test_bytes_are_exact_with_byte_fallback_and_a_prepended_space() -> None:
         assert kept >= min(limit - 1, len(text.encode())) - 3
 
 
-def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(
-    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(tokenizer, caplog) -> None:
     line = "A line of text with a number of words 你好.\n"
     text = line * (3 * CHUNK // len(line))
     once = tokenizer(line, add_special_tokens=False)["input_ids"]
@@ -125,36 +120,34 @@ def test_long_documents_are_encoded_in_chunks_and_only_to_the_limit(
     assert len(kept.ids) >= 497
 
 
-def test_a_tokenizer_that_truncates_and_pads_does_neither_here(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    before = tokenizer.backend_tokenizer.to_str()
+def test_a_tokenizer_that_truncates_and_pads_does_neither_here() -> None:
+    tokenizer: Any = load_tokenizer("tiny-gpt2")
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=100)
-    try:
-        assert train_tokens([PLAIN], tokenizer).bytes == len(PLAIN)
-        assert tokenizer.backend_tokenizer.truncation is not None
-    finally:
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
+    before = tokenizer.backend_tokenizer.to_str()
+    assert train_tokens([PLAIN], tokenizer).bytes == len(PLAIN)
     assert tokenizer.backend_tokenizer.to_str() == before
 
 
-def test_a_short_split_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = Texts([PLAIN * 20], ["Short."], [])
-    with pytest.raises(
-        CoterieError, match=r"The validation text of client anna has 3 tokens, .* 129"
-    ):
-        tokenise(texts, tokenizer, DataSpec(), "anna")
-    texts = Texts([PLAIN * 20], [PLAIN * 20], [])
-    with pytest.raises(CoterieError, match=r"The test text of client .* has 0 tokens"):
-        tokenise(texts, tokenizer, DataSpec(), "anna")
+NO_END = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+LONG = PLAIN * 20
 
 
-def test_the_public_text_is_read_whole_and_encoded_as_any_text(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("texts", "words", "sentence"),
+    [
+        ([[LONG], ["Short."], []], None, "validation text of client anna has 3 tokens, .* 129"),
+        ([[LONG], [LONG], []], None, "The test text of client .* has 0 tokens"),
+        ([[PLAIN]] * 3, NO_END, "has no end-of-text token"),
+        ([[PLAIN]] * 3, PreTrainedTokenizerBase(), r"has no tokenizer\.json"),
+    ],
+)
+def test_texts_that_cannot_be_encoded_are_refused(texts, words, sentence, tokenizer) -> None:
+    with pytest.raises(CoterieError, match=sentence):
+        tokenise(Texts(*texts), words if words is not None else tokenizer, DataSpec(), "anna")
+
+
+def test_the_public_text_is_read_whole_and_encoded_as_any_text(tokenizer, tmp_path) -> None:
     (tmp_path / "public").mkdir()
     (tmp_path / "public" / "a.txt").write_bytes(MIXED.encode())
     (tmp_path / "public" / "b.jsonl").write_text(json.dumps({"body": PLAIN}))
@@ -169,37 +162,88 @@ def test_the_public_text_is_read_whole_and_encoded_as_any_text(
     assert torch.equal(few.ids, tokens.ids[:12])
 
 
-def test_a_public_text_that_cannot_be_used_is_said(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    with pytest.raises(CoterieError, match=r"^The public text: there is no file or folder .*gone"):
-        public_text(DataSpec(public="gone"), tmp_path, tokenizer)
+def test_a_public_text_that_cannot_be_used_is_said(tokenizer, tmp_path) -> None:
     (tmp_path / "a.txt").write_text("Short.")
-    wanted = r"^The public text has 3 tokens, .* at least 129; .* raise data\.limits\.public"
-    with pytest.raises(CoterieError, match=wanted):
-        public_text(DataSpec(public="a.txt"), tmp_path, tokenizer)
-
-
-def test_a_tokenizer_without_end_of_text_or_offsets_is_refused() -> None:
-    texts = Texts([PLAIN], [PLAIN], [PLAIN])
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    with pytest.raises(CoterieError, match="has no end-of-text token"):
-        tokenise(texts, bare, DataSpec(), "anna")
-    with pytest.raises(CoterieError, match=r"has no tokenizer\.json"):
-        tokenise(texts, PreTrainedTokenizerBase(), DataSpec(), "anna")
+    for source, sentence in (
+        ("gone", "^The public text: there is no file or folder .*gone"),
+        ("a.txt", r"^The public text has 3 tokens, .* at least 129; .* raise data\.limits\.public"),
+    ):
+        with pytest.raises(CoterieError, match=sentence):
+            public_text(DataSpec(public=source), tmp_path, tokenizer)
 
 
 def test_pooling_concatenates_each_split() -> None:
     def tokens(*ids: int) -> Tokens:
         return Tokens(torch.tensor(ids, dtype=torch.int32), 2 * len(ids))
 
-    both = pooled(
-        [
-            ClientData(tokens(1, 2), tokens(3), tokens(4)),
-            ClientData(tokens(5), tokens(6, 7), tokens(8)),
-        ]
-    )
+    first = ClientData(tokens(1, 2), tokens(3), tokens(4))
+    both = pooled([first, ClientData(tokens(5), tokens(6, 7), tokens(8))])
     assert both.train.ids.tolist() == [1, 2, 5]
     assert both.validation.ids.tolist() == [3, 6, 7]
     assert both.test.ids.tolist() == [4, 8]
     assert [split.bytes for split in vars(both).values()] == [6, 6, 4]
+
+
+CONTEXT = 99_999
+
+
+def stream(count: int) -> Tokens:
+    return Tokens(torch.arange(count, dtype=torch.int32), bytes=count)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 5))
+def test_every_token_is_predicted_once_after_the_token_before_it(count, window, batch) -> None:
+    seen: list[tuple[int, int]] = []
+    for ids, mask in evaluation_windows(stream(count), window, CONTEXT, batch):
+        assert ids.dtype == torch.int64
+        assert ids.shape == (len(mask), window + 1)
+        assert 1 <= len(mask) <= batch
+        assert mask.shape == (len(ids), window)
+        for row, keep in zip(ids.tolist(), mask.tolist(), strict=True):
+            pairs = zip(row, row[1:], keep, strict=False)
+            seen += [(given, wanted) for given, wanted, kept in pairs if kept]
+    assert seen == [(i - 1 if i else CONTEXT, i) for i in range(count)]
+
+
+def test_batches_are_windows_of_the_stream_at_every_offset_alike() -> None:
+    tokens = stream(12)
+    found = sample_batch(tokens, 8000, 9, generator(0, "batch"))
+    assert isinstance(found, Batch)
+    batch, counted, real = found
+    assert counted is None
+    assert real is None
+    assert batch.shape == (8000, 10)
+    assert batch.dtype == torch.int64
+    assert torch.equal(batch, batch[:, :1] + torch.arange(10))
+    starts = torch.bincount(batch[:, 0], minlength=3)
+    assert len(starts) == 3
+    assert (starts / 8000 - 1 / 3).abs().max() < 0.03
+
+
+def test_batches_follow_their_generator() -> None:
+    first, again, other = (
+        sample_batch(stream(1000), 16, 8, generator(seed, "batch")).ids for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    # A split of one window suffices.
+    batch = sample_batch(stream(9), 4, 8, generator(0, "batch")).ids
+    assert torch.equal(batch, torch.arange(9).expand(4, 9))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 70))
+def test_an_even_windows_is_windows_of_the_whole_evenly_spaced(count, window, most) -> None:
+    [(ids, mask)] = evaluation_windows(stream(count), window, CONTEXT, 60)
+    rows = len(ids)
+    chosen = [n * rows // min(most, rows) for n in range(min(most, rows))]
+    assert chosen[0] == 0
+    assert len({*chosen}) == len(chosen)
+    steps = {after - before for before, after in pairwise([*chosen, rows])}
+    assert max(steps) - min(steps) <= 1
+    batch = even_windows(stream(count), most, window, CONTEXT)
+    assert torch.equal(batch.ids, ids[chosen])
+    assert batch.counted is not None
+    assert torch.equal(batch.counted, mask[chosen])
+    assert batch.real is None

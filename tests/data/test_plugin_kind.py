@@ -5,7 +5,7 @@ import math
 import sys
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from questions import records
 
 import coterie
 from coterie import CoterieError
-from coterie.config import plugins
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
 from coterie.data.kind import DATA_KINDS
@@ -38,10 +37,8 @@ class Stopped(coterie.Callback):
 
 
 @pytest.fixture
-def module(monkeypatch) -> dict[str, Any]:
+def module() -> dict[str, Any]:
     """The names that the example defines."""
-    monkeypatch.setattr(DATA_KINDS, "registered", {})
-    monkeypatch.setattr(plugins, "_loaded", {})
     [kind] = load_plugin(EXAMPLE)
     return vars(sys.modules[kind.__module__])
 
@@ -65,14 +62,11 @@ def run(values, ranked, module):
     """Make a run of ranked answers; keyword arguments replace keys."""
 
     def make(**changes: Any) -> coterie.RunConfig:
-        whole: dict[str, Any] = {
-            "method": "fedavg",
-            "rounds": 3,
-            "data_root": str(ranked),
-            "data": {"window": 40, "kind": "rankings"},
-            "clients": [{"name": name, "path": f"{name}.jsonl"} for name in NAMES],
-            "training": {"steps": 4, "batch": 4, "precision": "fp32", "learning_rate": 0.02},
-        }
+        whole: dict[str, Any] = {"method": "fedavg", "rounds": 3, "data_root": str(ranked)}
+        whole["data"] = {"window": 40, "kind": "rankings"}
+        whole["clients"] = [{"name": name, "path": f"{name}.jsonl"} for name in NAMES]
+        rates = {"precision": "fp32", "learning_rate": 0.02}
+        whole["training"] = {"steps": 4, "batch": 4, **rates}
         return parse(values(**whole | changes))
 
     return make
@@ -164,9 +158,7 @@ def test_killed_resumed_and_deployed_runs_have_the_same_bits(run, tmp_path) -> N
     assert_as_local(whole, tmp_path, local)
 
 
-def test_hash_and_settings_are_part_of_the_run_and_of_what_clients_agree_to(
-    run, monkeypatch, tmp_path
-) -> None:
+def test_hash_and_settings_are_what_clients_agree_to(run, monkeypatch, tmp_path) -> None:
     digest = run().digest()
     gentle = run(data={"window": 40, "kind": {"name": "rankings", "beta": 1.0}})
     assert gentle.digest() != digest
@@ -183,14 +175,15 @@ def test_hash_and_settings_are_part_of_the_run_and_of_what_clients_agree_to(
         run()
 
 
-def test_a_run_without_it_describes_none(config) -> None:
-    assert "kind" not in config().as_dict()["data"]
+def test_an_object_is_a_kind_too(run, module, config) -> None:
+    assert "kind" not in config().as_dict()["data"]  # a run without a kind describes none
     assert parse(config().as_dict()).digest() == config().digest()
-
-
-def test_an_object_is_a_kind_too(run, module) -> None:
     given = module["Rankings"](beta=2.0)
     assert run(data={"window": 40, "kind": given}).digest() == run().digest()
+
+
+RANKINGS = {"kind": "rankings"}
+NO_PUBLIC = "no method can learn rankings from a public set; remove data.public or data.kind"
 
 
 @pytest.mark.parametrize(
@@ -203,27 +196,17 @@ def test_an_object_is_a_kind_too(run, module) -> None:
         ({"data": {"kind": {"name": "rankings", "beta": -1}}}, r"data\.kind\.beta should be gre"),
         ({"data": {"kind": 5}}, r"data\.kind should be"),
         ({"data": {"kind": {}}}, r"data\.kind\.name is missing"),
-        (
-            {"data": {"kind": "rankings", "messages": True}},
-            "data.messages and data.kind are mutually exclusive",
-        ),
-        (
-            {"data": {"kind": "rankings", "public": "x.jsonl"}},
-            "no method can learn rankings from a public set; remove data.public or data.kind",
-        ),
+        ({"data": RANKINGS | {"messages": True}}, "data.messages and data.kind are mutually"),
+        ({"data": RANKINGS | {"public": "x.jsonl"}}, NO_PUBLIC),
+        ({"method": "pcl-3"}, r"'pcl-3' cannot train on rankings; remove data\.kind"),
         ({"server": {}}, r"data\.kind` and `server` are mutually exclusive: clients' data can"),
         ({"training": {"dpo": {"beta": 1}}}, "has no effect without data.preferences"),
         ({"evaluation": {"generate": 3}}, "evaluation.generate` needs answers"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, sentence, run) -> None:
+def test_what_cannot_be_is_refused(changes, sentence, run, tmp_path) -> None:
     with pytest.raises(CoterieError, match=sentence):
-        run(**changes)
-
-
-def test_a_method_that_learns_otherwise_is_refused(run, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=r"'pcl-3' cannot train on rankings; remove data\.kind"):
-        coterie.run(run(method="pcl-3"), out=tmp_path / "run")
+        coterie.run(run(**changes), out=tmp_path / "run")
 
 
 @pytest.mark.parametrize("answers", ["yes", ["yes"], ["yes", " "], ["yes", 3], None])
@@ -233,21 +216,14 @@ def test_a_record_that_ranks_nothing_is_refused(answers, module) -> None:
         kind.items(records({"prompt": "So?", "answers": answers}))
 
 
-def test_a_class_that_is_no_proper_kind_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(DATA_KINDS, "registered", {})
-
-    class Nameless(coterie.DataKind):
-        summary: ClassVar[str] = "x"
-
-    with pytest.raises(CoterieError, match="data kind Nameless needs a `name`"):
-        coterie.register(Nameless)
-
-    class Taken(coterie.DataKind):
-        name: ClassVar[str] = "text"
-        summary: ClassVar[str] = "x"
-
-    with pytest.raises(CoterieError, match="A data kind named 'text' already exists"):
-        coterie.register(Taken)
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [({}, "data kind Mine needs a `name`"), ({"name": "text"}, "A data kind named 'text' already")],
+)
+def test_a_class_that_is_no_proper_kind_is_refused(name, sentence) -> None:
+    kind = type("Mine", (coterie.DataKind,), {"summary": "x", **name})
+    with pytest.raises(CoterieError, match=sentence):
+        coterie.register(kind)
 
 
 def test_an_example_is_short() -> None:

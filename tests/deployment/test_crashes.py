@@ -53,41 +53,26 @@ def crash(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crash]:
         assert process.wait(30) == 0
 
 
-def check(crash: Crash, state: State, seeds: range) -> None:
-    """Check that a process is killed with each seed, and that the run ends in the same bits."""
+def shards() -> list[Any]:
+    """Return each state with the first seed, and with each range of seeds of a thorough test."""
+    slow, thorough = pytest.mark.slow, pytest.mark.thorough
+    first = [pytest.param(state, range(1), id=str(state), marks=slow) for state in STATES]
+    return first + [
+        pytest.param(s, range(n, n + SHARD), id=f"{s}, from seed {n}", marks=thorough)
+        for s in STATES
+        for n in range(0, SEEDS, SHARD)
+    ]
+
+
+@pytest.mark.parametrize(("state", "seeds"), shards())
+def test_a_run_with_a_killed_process_ends_in_the_same_bits(state, seeds, crash: Crash) -> None:
     for seed in seeds:
         outcome = crash(state, seed)
         assert outcome.killed == (1 if state.first is None else 2), (seed, outcome)
         assert outcome.difference == "", (seed, outcome)
 
 
-def shards() -> list[Any]:
-    """Return each state with each range of seeds that one test executes."""
-    starts = range(0, SEEDS, SHARD)
-    return [
-        pytest.param(state, range(start, start + SHARD), id=f"{state}, from seed {start}")
-        for state in STATES
-        for start in starts
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state", STATES, ids=str)
-def test_a_run_with_a_killed_process_ends_in_the_same_bits(state: State, crash: Crash) -> None:
-    check(crash, state, range(1))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("state", "seeds"), shards())
-def test_a_run_with_a_killed_process_ends_in_the_same_bits_with_any_seed(
-    state: State, seeds: range, crash: Crash
-) -> None:
-    check(crash, state, seeds)
-
-
-def test_the_table_counts_kills_and_runs_with_the_same_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_counts_kills_and_runs_with_the_same_bits(tmp_path, capsys) -> None:
     last = len(STATES) - 1
     outcomes = [Outcome(last, 0, 2, "", 4.0, 1.0), Outcome(last, 1, 2, "no result", 6.0, 2.0)]
     file = tmp_path / "outcomes.jsonl"

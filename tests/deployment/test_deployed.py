@@ -6,14 +6,14 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from every_method import some
+from looped import NAMES, Killed, Notes, Spoilt, assert_private, kill, narrow, result_of, steps
 
 import coterie
 from coterie.config.run import parse
@@ -23,10 +23,7 @@ from coterie.errors import CoterieError
 from coterie.messages import Message
 from coterie.messages.envelope import Order, Reply, seal, unseal
 from coterie.runs import RunFolder
-from coterie.testing.loop import Loop, assert_as_local, deploy, flat, folder, server, site, workers
-
-NAMES = ("diarist", "poet", "whaler")
-FIGURES = ("loss", "test", "routing", "validation", "kept")
+from coterie.testing.loop import Loop, assert_as_local, deploy, folder, server, site, workers
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +39,6 @@ def local(run, tmp_path_factory) -> RunFolder:
 def deployed(run: coterie.RunConfig, **settings: Any) -> coterie.RunConfig:
     """The run with other settings of its deployment."""
     return run.model_copy(update={"deployment": run.deployment.model_copy(update=settings)})
-
-
-def steps(loop: Loop) -> Counter[tuple[str, int]]:
-    """How often each client was sent the step of each round."""
-    return Counter((name, order.turn) for name, order in loop.orders if order.kind == "step")
-
-
-def test_a_deployment_ends_in_the_bits_of_one_process(run, local, tmp_path) -> None:
-    loop = deploy(run, tmp_path)
-    assert_as_local(run, tmp_path, local)
-    assert set(steps(loop).values()) == {1}
-    losses = [m for m in local.metrics() if m["name"].startswith(FIGURES)]
-    for name in NAMES:
-        mine = [m for m in folder(run, tmp_path, name).metrics() if m["client"] == name]
-        assert [m for m in mine if not m["name"].startswith("bytes")] == [
-            m for m in losses if m["client"] == name
-        ]
 
 
 def test_the_server_learns_no_figure_unless_the_run_shares_them(run, tmp_path) -> None:
@@ -78,27 +58,21 @@ def test_prompts_with_answers_over_a_network(values, questions, tmp_path) -> Non
     """The template is a file that clients do not have; what they write is not the server's."""
     template = tmp_path / "ask.jinja"
     template.write_text("{{ instruction }}? Yes or no:\n")
-    run = parse(
-        values(
-            method={"name": "fedamole", "experts": 6},
-            rounds=2,
-            data_root=str(questions),
-            data={
-                "window": 48,
-                "instructions": {"template": str(template), "choices": ["yes", "no"]},
-            },
-            clients=[{"name": name, "path": f"{name}.jsonl"} for name in NAMES],
-            evaluation={"generate": 3},
-        )
-    )
+    instructions = {"template": str(template), "choices": ["yes", "no"]}
+    texts = {
+        "data_root": str(questions),
+        "data": {"window": 48, "instructions": instructions},
+        "clients": [{"name": name, "path": f"{name}.jsonl"} for name in NAMES],
+    }
+    method = {"name": "fedamole", "experts": 6}
+    run = parse(values(method=method, rounds=2, evaluation={"generate": 3}, **texts))
     template.unlink()
     local = coterie.run(run, out=tmp_path / "local")
     deploy(run, tmp_path)
     assert_as_local(run, tmp_path, RunFolder(local.path))
     shared = deployed(run, share_metrics=True)
     deploy(shared, tmp_path / "shared")
-    result = RunFolder(tmp_path / "shared" / "server").result
-    assert result is not None
+    result = result_of(RunFolder(tmp_path / "shared" / "server"))
     for name in NAMES:
         score = result["trained"][name]
         assert score == local.results["fedamole"]["trained"][name]
@@ -121,18 +95,6 @@ def test_lost_replies_are_answered_from_store(run, local, tmp_path) -> None:
     loop = deploy(run, tmp_path, lose=lose, events=events)
     assert max(steps(loop).values()) > 1  # orders were repeated
     assert_as_local(run, tmp_path, local)  # and not obeyed twice
-
-
-@pytest.mark.parametrize("turn", some({2, 4}, [2, 3, 4, 5, 6]))
-def test_a_client_that_is_killed_and_comes_back(turn, run, local, tmp_path) -> None:
-    def killed(loop: Loop) -> None:
-        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
-
-    deploy(run, tmp_path, events={turn: killed})
-    assert_as_local(run, tmp_path, local)
-
-
-SPOILED = ("nan", "shape", "bytes", "other run", "other client", "none", "entries")
 
 
 class Hasty(Loop):
@@ -159,23 +121,6 @@ def test_a_client_that_leaves_with_its_reply_has_replied(run, local, tmp_path) -
     assert_as_local(run, tmp_path, local)
 
 
-class Killed(Exception):
-    """The server's process ends."""
-
-
-def kill(loop: Loop) -> None:
-    raise Killed
-
-
-@pytest.mark.parametrize("turn", some({2, 4}, [1, 2, 3, 4, 5]))
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(turn, run, local, tmp_path) -> None:
-    clients = workers(run, tmp_path)
-    with pytest.raises(Killed):
-        server(run, tmp_path / "server", Loop(clients, {turn: kill})).rounds()
-    server(run, tmp_path / "server", Loop(clients)).rounds()
-    assert_as_local(run, tmp_path, local)
-
-
 def test_an_upload_that_did_not_count_is_undone(run, tmp_path) -> None:
     """With a quorum of two, the poet is too late in the second round, and its work is for nothing:
     it goes on from what it was before."""
@@ -198,64 +143,43 @@ def test_a_client_that_joins_late_takes_part_from_the_next_round(run, tmp_path) 
     assert folder(run, tmp_path, "whaler").result is not None
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(what, run, tmp_path) -> None:
-    def spoil(name: str, data: bytes) -> bytes:
-        reply, body = unseal(Reply, data)
-        if name != "poet" or reply.kind != "step" or reply.turn != 1:
-            return data
-        message = Message.decode(body)
-        tensors = dict(message["adapter"])
-        first = min(tensors)
-        match what:
-            case "nan":
-                tensors[first] = torch.full_like(tensors[first], float("nan"))
-            case "shape":
-                tensors[first] = tensors[first][:1]
-            case "bytes":
-                return np.random.default_rng(0).bytes(len(data))
-            case "other run":
-                return seal(reply.model_copy(update={"run": "f" * 16}), body)
-            case "other client":
-                return seal(reply.model_copy(update={"client": "diarist"}), body)
-            case "none":
-                return seal(reply)
-            case "entries":  # as JSON: no client of ours could make them
-                header = reply.model_dump(exclude_none=True)
-                header["entries"] = [{"round": 1, "name": "test/trained", "value": "x"}]
-                text = json.dumps(header).encode()
-                return len(text).to_bytes(4, "big") + text + body
-        return seal(reply, Message(message.exchange, {"adapter": tensors}).encode())
+def not_a_number(reply: Reply, body: bytes) -> bytes:
+    message = Message.decode(body)
+    tensors = {n: torch.full_like(t, torch.nan) for n, t in message["adapter"].items()}
+    return seal(reply, Message(message.exchange, {"adapter": tensors}).encode())
 
-    notes: list[str] = []
 
-    class Notes(ServerWatch):
-        def note(self, text: str) -> None:
-            notes.append(text)
+def with_entries(reply: Reply, body: bytes) -> bytes:
+    """Return a reply with a score that is no number; only JSON can hold it."""
+    entry = {"round": 1, "name": "test/trained", "value": "x"}
+    text = json.dumps(reply.model_dump(exclude_none=True) | {"entries": [entry]}).encode()
+    return len(text).to_bytes(4, "big") + text + body
 
-    quorum = deployed(run, quorum=2, deadline=0.001)
-    loop = Loop(workers(quorum, tmp_path), change=spoil)
-    server(quorum, tmp_path / "server", loop, Notes()).rounds()
-    [refusal] = [note for note in notes if "rejected" in note]
+
+SPOILED: dict[str, Callable[[Reply, bytes], bytes]] = {
+    "nan": not_a_number,
+    "shape": narrow,
+    "bytes": lambda _, body: np.random.default_rng(0).bytes(len(body)),
+    "other run": lambda reply, body: seal(reply.model_copy(update={"run": "f" * 16}), body),
+    "other client": lambda reply, body: seal(reply.model_copy(update={"client": "diarist"}), body),
+    "none": lambda reply, _: seal(reply),
+    "entries": with_entries,
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_what_is_wrong_with_an_upload_is_refused_and_the_run_goes_on(fault, run, tmp_path) -> None:
+    quorum, notes = deployed(run, quorum=2, deadline=0.001), Notes()
+    loop = Loop(workers(quorum, tmp_path), change=Spoilt(SPOILED[fault], 1, 9))
+    server(quorum, tmp_path / "server", loop, notes).rounds()
+    [refusal] = [line for line in notes.lines if "rejected" in line]
     assert "poet" in refusal
     assert all(folder(run, tmp_path, name).result is not None for name in NAMES)
 
 
 def test_a_round_with_too_few_good_uploads_is_repeated(run, local, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    spoiled = []
-
-    def spoil(name: str, data: bytes) -> bytes:
-        reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.turn) != ("poet", "step", 1) or spoiled:
-            return data
-        spoiled.append(name)
-        message = Message.decode(body)
-        first = min(message["adapter"])
-        tensors = {**message["adapter"], first: message["adapter"][first][:1]}
-        return seal(reply, Message(message.exchange, {"adapter": tensors}).encode())
-
-    loop = deploy(run, tmp_path, change=spoil)
+    loop = deploy(run, tmp_path, change=Spoilt(narrow, 1))
     assert steps(loop)["poet", 1] == 2
     assert steps(loop)["whaler", 1] == 1
     assert_as_local(run, tmp_path, local)
@@ -275,7 +199,7 @@ def test_a_client_that_fails_holds_nobody_up(run, tmp_path, monkeypatch) -> None
     assert steps(loop)["poet", 1] == 1
 
 
-def test_who_was_left_out_is_asked_nothing_until_the_next_round(run, tmp_path) -> None:
+def test_an_excluded_client_gets_no_order_until_the_next_round(run, tmp_path) -> None:
     loop = Loop(workers(run, tmp_path), lose=lambda name, order: (name, order.turn) == ("poet", 1))
 
     complete: list[str] = []
@@ -309,9 +233,7 @@ def test_orders_that_no_client_obeys(run, tmp_path) -> None:
             worker.answer(data)
 
 
-def test_a_client_whose_disk_is_full_is_left_out_and_keeps_its_state(
-    run, tmp_path, monkeypatch
-) -> None:
+def test_a_client_whose_disk_is_full_keeps_its_state(run, tmp_path, monkeypatch) -> None:
     save = RunFolder.save
 
     def saves(self, rounds, states, **files):
@@ -379,15 +301,7 @@ def test_nothing_personal_is_in_any_message(run, tmp_path) -> None:
     for name in NAMES:
         state = folder(run, tmp_path, name).load(f"client-{name}")
         assert len(state.parts) == 1  # local training's moments
-        for path, part in state.walk():
-            for (group, key), tensor in flat(part).items():
-                data = tensor.contiguous().numpy().tobytes()
-                if len(data) < 64:
-                    continue
-                shared = not path and group == "adapter"
-                shared = shared and key.startswith(("generalist", "dense"))
-                assert (data in travelled) == shared, (path, group, key)
-    text = (Path(run.data_root) / "poet.txt").read_bytes()
-    assert not any(text[i : i + 40] in travelled for i in range(0, len(text) - 40, 40))
+        text = (Path(run.data_root) / "poet.txt").read_bytes() if name == "poet" else b""
+        assert_private(state, text, travelled)
     assert str(tmp_path).encode() not in travelled
     assert run.data_root.encode() not in travelled

@@ -218,9 +218,7 @@ def federation(programs: Path, tmp_path: Path) -> Iterator[Federation]:
             made.end()
 
 
-def test_a_federation_that_is_stopped_and_started_again_ends_with_the_local_bits(
-    federation: Federation, tmp_path: Path
-) -> None:
+def test_a_stopped_federation_ends_in_the_local_bits(federation: Federation, tmp_path) -> None:
     server = RunFolder(tmp_path / "server")
     first = federation.run()
     federation.wait(lambda: server.checkpoints() and server.turns() >= 1)

@@ -47,10 +47,13 @@ def shown(order: Order, config: RunConfig) -> bool:
     return not in_words(order, config)
 
 
-def check(folder: Path, seed: int, count: int) -> None:
-    """Take so many orders as a client does, up to the loading of its base."""
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 300), pytest.param(1, 10_000, marks=pytest.mark.slow)]
+)
+def test_orders_are_taken_or_refused(seed, count, tmp_path: Path) -> None:
+    """Orders are taken as a client takes them, up to the loading of its base."""
     found = Counter[str]()
-    site = Site("poet", {"path": "-"}, folder, agrees=shown)
+    site = Site("poet", {"path": "-"}, tmp_path, agrees=shown)
     run: RunConfig = parse({"clients": [{"name": "poet", "path": "-"}]})
     agreed = agreed_terms(run, "poet")
     for data in orders(seed, count):
@@ -68,13 +71,4 @@ def check(folder: Path, seed: int, count: int) -> None:
     assert (
         min(found["declined"], found["failed"] + found["refused"], found["no order"]) > count / 50
     )
-    assert not list(folder.iterdir())
-
-
-def test_some_orders_are_taken_or_refused(tmp_path: Path) -> None:
-    check(tmp_path, seed=0, count=300)
-
-
-@pytest.mark.slow
-def test_many_more_orders_are_taken_or_refused(tmp_path: Path) -> None:
-    check(tmp_path, seed=1, count=10_000)
+    assert not list(tmp_path.iterdir())

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from looped import Spoilt
 
 from coterie.deployment import joins
 from coterie.deployment.joins import Joins
 from coterie.messages import Message, MessageError, State
-from coterie.messages.envelope import Reply, seal, unseal
+from coterie.messages.envelope import seal
 from coterie.methods.contract import Server
 from coterie.methods.value import Value
 from coterie.testing.loop import deploy, folder
@@ -84,16 +85,8 @@ def test_an_earlier_lifes_clients_are_taken_in_at_once(slow: tuple[Slow, Joins])
 
 def test_a_hello_that_is_refused_may_come_again(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    spoilt: list[str] = []
-
-    def spoil(name: str, data: bytes) -> bytes:
-        reply, _ = unseal(Reply, data)
-        if (name, reply.kind) != ("poet", "join") or spoilt:
-            return data
-        spoilt.append(name)
-        return seal(reply, b"no message")
-
+    spoilt = Spoilt(lambda reply, _: seal(reply, b"no message"), 0, kind="join")
     run = config(method="fedavg", deployment={"quorum": 3, "deadline": 60})
-    deploy(run, tmp_path, change=spoil)
-    assert spoilt == ["poet"]
+    deploy(run, tmp_path, change=spoilt)
+    assert spoilt.count == 1
     assert folder(run, tmp_path, "poet").result is not None

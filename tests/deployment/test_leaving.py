@@ -10,17 +10,15 @@ import pytest
 import torch
 import yaml
 from every_method import some
-from typer.testing import CliRunner
+from looped import NAMES, Killed, Notes, steps_to, succeed
 
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 from sites import Deployment
 
 import coterie
 from coterie.bases import EMBEDDED
-from coterie.cli import app
 from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import Forgotten, forget
-from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.exchanges.lazy import PART
 from coterie.messages import Message, MessageError
@@ -31,21 +29,6 @@ from coterie.testing.rounds import joined
 from tests.written_runs import CONFIG, DESCRIPTION
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
-NAMES = ("diarist", "poet", "whaler")
-
-
-class Notes(ServerWatch):
-    """What the server tells, line by line."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.told.append(text)
-
-
-def steps(loop: Loop, name: str) -> list[int]:
-    return [order.turn for to, order in loop.orders if to == name and order.kind == "step"]
 
 
 def expelling(folder: Path, name: str, round: int, after: str | None = None) -> Any:
@@ -70,9 +53,9 @@ def test_a_run_goes_on_without_a_client_that_is_expelled(method, quorum, config,
     folder, notes = tmp_path / "server", Notes()
     loop = Loop(workers(run, tmp_path), change=expelling(folder, "poet", 1))
     server(run, folder, loop, notes).rounds()
-    assert notes.told.count("poet was expelled") == 1
-    assert steps(loop, "poet") == [0, 1]
-    assert steps(loop, "whaler") == steps(loop, "diarist") == [0, 1, 1, 2, 3]  # begun anew
+    assert notes.lines.count("poet was expelled") == 1
+    assert steps_to(loop, "poet") == [0, 1]
+    assert steps_to(loop, "whaler") == steps_to(loop, "diarist") == [0, 1, 1, 2, 3]  # begun anew
     assert not [1 for to, order in loop.orders if (to, order.kind) == ("poet", "finish")]
     done = RunFolder(folder)
     assert done.result is not None
@@ -95,13 +78,11 @@ def test_expelled_before_a_round_it_is_as_if_it_had_never_come(config, tmp_path)
     RunFolder(folder).expel("poet")
     work.rounds()
     assert_same_state(RunFolder(folder), RunFolder(tmp_path / "two/server"), "server")
-    assert steps(loop, "poet") == []
+    assert steps_to(loop, "poet") == []
 
 
 @pytest.mark.slow
-def test_when_all_uploads_of_a_round_were_of_one_who_is_expelled_others_are_waited_for(
-    config, tmp_path
-) -> None:
+def test_others_are_waited_for_if_all_with_uploads_are_expelled(config, tmp_path) -> None:
     run = config(method={"name": "fedavg"}, deployment={"quorum": 1, "anyone": True}, rounds=2)
     folder, notes = tmp_path / "server", Notes()
 
@@ -116,8 +97,8 @@ def test_when_all_uploads_of_a_round_were_of_one_who_is_expelled_others_are_wait
         change=expelling(folder, "poet", 0),
     )
     server(run, folder, loop, notes).rounds()
-    assert "poet was expelled" in notes.told
-    assert steps(loop, "poet") == [0]
+    assert "poet was expelled" in notes.lines
+    assert steps_to(loop, "poet") == [0]
     assert RunFolder(folder).result is not None
 
 
@@ -169,8 +150,8 @@ def test_a_run_begins_without_a_client_that_it_does_not_name(config, tmp_path) -
     work = server(two, tmp_path / "server", loop)
     RunFolder(tmp_path / "server").expel("poet")
     work.rounds()
-    assert steps(loop, "poet") == []
-    assert steps(loop, "whaler") == [0, 1]
+    assert steps_to(loop, "poet") == []
+    assert steps_to(loop, "whaler") == [0, 1]
 
 
 def test_a_client_that_holds_less_than_others_mix_is_refused(config, tmp_path) -> None:
@@ -275,22 +256,13 @@ def test_what_transforms_remember_of_a_client_is_deleted(config, tmp_path) -> No
 def test_a_run_goes_on_after_a_client_was_forgotten(config, tmp_path) -> None:
     run = config(method={"name": "fedamole", "experts": 6}, rounds=4)
     folder = tmp_path / "server"
-
-    class Killed(Exception):
-        pass
-
-    class Stop(ServerWatch):
-        def note(self, text: str) -> None:
-            if text.startswith("round 2/4: "):
-                raise Killed
-
     loop = Loop(workers(run, tmp_path))
     with pytest.raises(Killed):
-        server(run, folder, loop, Stop()).rounds()
+        server(run, folder, loop, Notes("round 2/4: ")).rounds()
     forget(RunFolder(folder), "poet")
     server(run, folder, loop).rounds()
-    assert steps(loop, "poet") == [0, 1]
-    assert steps(loop, "whaler") == [0, 1, 2, 3]
+    assert steps_to(loop, "poet") == [0, 1]
+    assert steps_to(loop, "whaler") == [0, 1, 2, 3]
     assert RunFolder(folder).result is not None
 
 
@@ -308,13 +280,9 @@ def test_what_cannot_be_forgotten_is_said(done, config, tmp_path) -> None:
 
 
 def test_the_commands_say_what_was_done_and_what_cannot_be(done) -> None:
-    result = CliRunner().invoke(app, ["expel", str(done.path), "--client", "poet"])
-    assert result.exit_code == 0, result.output
-    assert "poet is expelled from" in result.output
+    assert "poet is expelled from" in succeed("expel", done.path, "--client", "poet")
     assert json.loads((done.path / "without.json").read_text()) == {"clients": ["poet"]}
-    result = CliRunner().invoke(app, ["forget", str(done.path), "--client", "poet"])
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
+    text = succeed("forget", done.path, "--client", "poet")
     assert "all checkpoints except the last" in text
     assert "in 3 rounds, most recently in round 3. Their effect" in text
     assert "coterie server FILE --without poet" in text

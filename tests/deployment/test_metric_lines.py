@@ -1,30 +1,36 @@
 """Entries of a run: each is there once, whatever was killed, lost, late or false."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crashes.state import every, is_state
+from crashes.ways import Way, after, before, half_lines
 from every_method import some
+from looped import NAMES, Killed, Spoilt, kill, narrow, result_of, steps
 
 import coterie
 from coterie.deployment import server as engine
 from coterie.engines.client_host import ClientHost
 from coterie.errors import CoterieError
-from coterie.messages import Message, State
-from coterie.messages.envelope import Reply, seal, unseal
+from coterie.messages.envelope import Reply, unseal
 from coterie.messages.names import CHANGE
 from coterie.runs import RunFolder
+from coterie.runs import folder as run_folder
 from coterie.testing.loop import Loop, assert_as_local, deploy, folder, server, workers
 
-NAMES = ("diarist", "poet", "whaler")
-POINTS = ("before append", "in append", "after append", "in save", "after save", "in finish")
+POINTS: dict[str, tuple[Any, str, Way, Callable[..., bool]]] = {
+    "before append": (RunFolder, "append", before, every),
+    "in append": (RunFolder, "append", half_lines, every),
+    "after append": (RunFolder, "append", after, every),
+    "in save": (run_folder, "write_bytes", after, is_state),
+    "after save": (RunFolder, "save", after, every),
+    "in finish": (RunFolder, "finish", before, every),
+}
+"""The function around which a run is killed, how, and the predicate of the calls that count."""
 Line = dict[str, Any]
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def lines(folder: RunFolder) -> list[Line]:
@@ -39,46 +45,18 @@ def learnt(folder: RunFolder, clients: Iterable[str] = NAMES) -> list[Line]:
     return sorted((m for m in measured if not m["name"].startswith(others)), key=json.dumps)
 
 
-def kill_every_round_once(point: str, patch: pytest.MonkeyPatch) -> None:
-    """From now on, every round is killed at a point, the first time that it comes there."""
+def kill_every_round_once(point: str, out: Path, patch: pytest.MonkeyPatch) -> None:
+    """Kill every round of a run at a point, the first time that the round comes there."""
+    owner, name, way, of = POINTS[point]
     killed: set[int] = set()
-    append, save, finish = RunFolder.append, RunFolder.save, RunFolder.finish
 
-    def passes(here: str, round: int) -> bool:
-        if here != point or round in killed:
-            return True
-        killed.add(round)
-        return False
+    def hit(*args: Any) -> bool:
+        if not of(*args) or (turns := RunFolder(out).turns()) in killed:
+            return False
+        killed.add(turns)
+        return True
 
-    def appended(self: RunFolder, entries: list[Line]) -> None:
-        round = self.turns()
-        if not passes("before append", round):
-            raise Killed
-        if not passes("in append", round):
-            text = "".join(json.dumps(line) + "\n" for line in entries)
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(text[: 2 * len(text) // 3])
-            raise Killed
-        append(self, entries)
-        if not passes("after append", round):
-            raise Killed
-
-    def cut_off(states: Iterable[tuple[str, State]]) -> Iterator[tuple[str, State]]:
-        yield next(iter(states))
-        raise Killed
-
-    def saved(self: RunFolder, rounds: int, states: Any, **more: Any) -> None:
-        save(self, rounds, states if passes("in save", rounds) else cut_off(states), **more)
-        if not passes("after save", rounds):
-            raise Killed
-
-    def finished(self: RunFolder, result: Any) -> None:
-        if not passes("in finish", self.turns()):
-            raise Killed
-        finish(self, result)
-
-    for name, patched in (("append", appended), ("save", saved), ("finish", finished)):
-        patch.setattr(RunFolder, name, patched)
+    patch.setattr(owner, name, way(getattr(owner, name), hit, kill))
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +78,10 @@ def undisturbed(config, tmp_path_factory) -> Callable[[str], RunFolder]:
     "point", [pytest.param(p, marks=[] if p == "in save" else pytest.mark.slow) for p in POINTS]
 )
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.thorough)])
-def test_a_kill_around_the_end_of_a_round_neither_loses_nor_doubles_a_line(
-    method, point, config, undisturbed, tmp_path, monkeypatch
-) -> None:
+def test_a_kill_keeps_each_line(method, point, config, undisturbed, tmp_path, monkeypatch) -> None:
     expected = undisturbed(method)
-    kill_every_round_once(point, monkeypatch)
     out, kills = tmp_path / "run", 0
+    kill_every_round_once(point, out, monkeypatch)
     with pytest.raises(Killed):
         coterie.run(config(method=method, evaluation={"every": 1}), out=out)
     while RunFolder(out).result is None:
@@ -116,10 +92,8 @@ def test_a_kill_around_the_end_of_a_round_neither_loses_nor_doubles_a_line(
             continue
     assert kills == (1 if point == "in finish" else 3)
     assert lines(RunFolder(out)) == lines(expected)
-    result = RunFolder(out).result
-    assert result is not None
-    assert expected.result is not None
-    assert result | {"seconds": 0} == expected.result | {"seconds": 0}
+    result = result_of(RunFolder(out))
+    assert result | {"seconds": 0} == result_of(expected) | {"seconds": 0}
 
 
 @pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
@@ -149,52 +123,25 @@ def without_the_end(found: list[Line]) -> list[Line]:
     return [{k: v for k, v in m.items() if (k, v) != ("during", 3)} for m in found]
 
 
-def spoilt_once(run: int) -> Callable[[str, bytes], bytes]:
-    """The poet's first upload of a round has a tensor of another shape."""
-    spoilt: list[str] = []
-
-    def change(name: str, data: bytes) -> bytes:
-        reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.turn) != ("poet", "step", run) or spoilt:
-            return data
-        spoilt.append(name)
-        message = Message.decode(body)
-        first = min(message["adapter"])
-        tensors = {**message["adapter"], first: message["adapter"][first][:1]}
-        groups = {**message.groups, "adapter": tensors}
-        return seal(reply, Message(message.exchange, groups, message.values).encode())
-
-    return change
-
-
 @pytest.mark.parametrize("method", some({"fedavg"}, ["fedavg", "local"]))
-def test_a_server_that_is_told_figures_has_those_of_one_process(
-    method, config, undisturbed, tmp_path
-) -> None:
+def test_a_server_has_the_figures_of_one_process(method, config, undisturbed, tmp_path) -> None:
     run = shared(config, method)
     deploy(run, tmp_path)
     here, expected = RunFolder(tmp_path / "server"), undisturbed(method)
     assert without_the_end(learnt(here)) == learnt(expected)
-    assert here.result is not None
-    assert expected.result is not None
-    for key in ("trained", "aggregated"):
-        assert here.result[key] == expected.result[key]
-    if method == "fedavg":  # the other's last download is empty: here it is sent nevertheless
-        assert here.result["traffic"] == expected.result["traffic"]
+    # The last download of "local" is empty; in a deployment, it is sent nevertheless.
+    for key in ("trained", "aggregated", *(["traffic"] if method == "fedavg" else [])):
+        assert result_of(here)[key] == result_of(expected)[key]
 
 
-def test_figures_of_an_upload_that_is_refused_do_not_count(
-    config, undisturbed, tmp_path, monkeypatch
-) -> None:
+def test_figures_of_a_bad_upload_do_not_count(config, undisturbed, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    loop = deploy(shared(config, "fedavg"), tmp_path, change=spoilt_once(1))
-    assert sum((n, o.kind, o.turn) == ("poet", "step", 1) for n, o in loop.orders) == 2
+    loop = deploy(shared(config, "fedavg"), tmp_path, change=Spoilt(narrow, 1))
+    assert steps(loop)["poet", 1] == 2
     assert without_the_end(learnt(RunFolder(tmp_path / "server"))) == learnt(undisturbed("fedavg"))
 
 
-def test_a_server_killed_before_its_result_has_every_figure_once(
-    config, undisturbed, tmp_path, monkeypatch
-) -> None:
+def test_each_figure_survives_a_kill_at_the_end(config, undisturbed, tmp_path, monkeypatch) -> None:
     run, finish = shared(config, "fedavg"), RunFolder.finish
 
     def killed(self: RunFolder, result: Any) -> None:
@@ -210,12 +157,10 @@ def test_a_server_killed_before_its_result_has_every_figure_once(
     monkeypatch.setattr(engine, "GRACE", 0.0)
     loop.away = {"poet"}  # it has ended
     server(run, tmp_path / "server", Loop(loop.workers, away={"poet"})).rounds()
-    here, expected = RunFolder(tmp_path / "server"), undisturbed("fedavg").result
-    assert without_the_end(learnt(here)) == learnt(undisturbed("fedavg"))
-    assert here.result is not None
-    assert expected is not None
+    here, expected = RunFolder(tmp_path / "server"), undisturbed("fedavg")
+    assert without_the_end(learnt(here)) == learnt(expected)
     for key in ("trained", "aggregated", "traffic"):
-        assert here.result[key] == expected[key]
+        assert result_of(here)[key] == result_of(expected)[key]
 
 
 def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) -> None:
@@ -252,8 +197,7 @@ def test_what_a_client_may_not_claim_in_a_figure(config, undisturbed, tmp_path) 
     told = [m for m in found if m["name"] not in rounds and m["client"] in NAMES]
     mine = [m for m in told if not m["name"].startswith(("bytes/", CHANGE))]
     assert sorted(without_the_end(mine), key=json.dumps) == learnt(undisturbed("fedavg"))
-    result = RunFolder(tmp_path / "server").result
-    assert result is not None
+    result = result_of(RunFolder(tmp_path / "server"))
     assert "server" not in result
 
 
@@ -288,12 +232,10 @@ def test_who_missed_the_last_round_is_scored_at_the_end(method, config, tmp_path
     assert mine["trained", 2] == mine["trained", 1]  # the model of the last step that counted
     if method == "local":
         assert mine["aggregated", 2] == mine["trained", 2]
-    result = folder(run, tmp_path, "poet").result
-    assert result is not None
+    result = result_of(folder(run, tmp_path, "poet"))
     assert result["aggregated"] == {"poet": mine["aggregated", 2]}
     assert result["trained"] == {"poet": mine["trained", 2]}
-    told = RunFolder(tmp_path / "server").result
-    assert told is not None
+    told = result_of(RunFolder(tmp_path / "server"))
     assert told["aggregated"] == {
         "diarist": scored(run, tmp_path, "diarist")["aggregated", 2],
         "poet": mine["aggregated", 2],
@@ -302,9 +244,7 @@ def test_who_missed_the_last_round_is_scored_at_the_end(method, config, tmp_path
 
 
 @pytest.mark.parametrize("what", some({"scores"}, ["scores", "disk"]))
-def test_an_end_that_fails_at_first_is_as_if_it_had_not_begun(
-    what, config, tmp_path, monkeypatch
-) -> None:
+def test_an_end_that_fails_at_first_is_undone(what, config, tmp_path, monkeypatch) -> None:
     """Also where the state before it is the result, and the download was taken in already."""
     run = shared(config, "fedavg-ft")
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rounds_opened_again import Recorded
@@ -28,6 +29,11 @@ def sent(config, tmp_path_factory) -> list[bytes]:
     return network.sent
 
 
+def started(config: Any, out: Path) -> Worker:
+    """Return a new process of the client."""
+    return Worker(site(config(rounds=2), "poet", out))
+
+
 def fault(worker: Worker, data: bytes) -> str | None:
     return unseal(Reply, worker.answer(data))[0].fault
 
@@ -35,7 +41,7 @@ def fault(worker: Worker, data: bytes) -> str | None:
 @pytest.mark.parametrize("round", [2, 3, 5, 50, 2**31 - 1, 2**31])
 @pytest.mark.parametrize("kind", ["step", "finish"])
 def test_no_round_is_trained_beyond_those_agreed(round, kind, sent, config, tmp_path) -> None:
-    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    worker = started(config, tmp_path)
     join, first, *_ = sent
     assert [fault(worker, data) for data in (join, first)] == [None, None]
     assert worker.run is not None
@@ -50,7 +56,7 @@ def test_no_round_is_trained_beyond_those_agreed(round, kind, sent, config, tmp_
 
 @pytest.mark.parametrize("counted", [0, 1, 7, 2**31, -2])
 def test_no_round_counts_before_it_is_over(counted, sent, config, tmp_path) -> None:
-    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    worker = started(config, tmp_path)
     told, body = unseal(Order, sent[1])
     assert fault(worker, sent[0]) is None
     changed = told.model_copy(update={"counted": counted})
@@ -69,10 +75,16 @@ def perturbed(data: bytes, number: int) -> bytes:
     return seal(header, Message(message.exchange, groups, message.values).encode())
 
 
-def test_a_round_is_trained_a_few_times_for_different_downloads(sent, config, tmp_path) -> None:
-    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_round_is_trained_a_few_times_for_other_downloads(restarts, sent, config, tmp_path):
+    worker, faults = started(config, tmp_path), []
     assert fault(worker, sent[0]) is None
-    faults = [fault(worker, perturbed(sent[1], number)) for number in range(MAX_TRAININGS + 3)]
+    for number in range(MAX_TRAININGS + 3):
+        if restarts:
+            worker.close()
+            worker = started(config, tmp_path)
+            assert fault(worker, sent[0]) is None
+        faults.append(fault(worker, perturbed(sent[1], number)))
     assert faults == [None] * MAX_TRAININGS + ["failed"] * 3
     worker.close()
 
@@ -87,16 +99,14 @@ def renamed(order: Order, number: int) -> Order:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_renamed_run_has_the_folder_and_the_counts_of_the_run(
-    restarts, sent, config, tmp_path
-) -> None:
+def test_a_renamed_run_has_the_folder_of_the_run(restarts, sent, config, tmp_path) -> None:
     """A server alternates between two runs, and renames both each time."""
-    worker = Worker(site(config(rounds=2), "poet", tmp_path))
+    worker = started(config, tmp_path)
     join, faults = unseal(Order, sent[0])[0], []
     for number in range(MAX_TRAININGS + 3):
         if restarts:
             worker.close()
-            worker = Worker(site(config(rounds=2), "poet", tmp_path))
+            worker = started(config, tmp_path)
         other = join.model_copy(update={"run": "f" * 16})
         assert fault(worker, seal(renamed(other, number))) is None
         assert fault(worker, seal(renamed(join, number))) is None
@@ -222,16 +232,6 @@ def test_what_no_machine_bears_is_refused_whoever_agrees(changes, named, config,
 def test_costs_of_usual_runs_are_accepted(config) -> None:
     assert too_costly(config()) is None
     assert too_costly(config(method={"name": "fedavg", "mlp": {"rank": 64}}, threads=64)) is None
-
-
-def test_trainings_of_a_round_are_counted_across_restarts(sent, config, tmp_path) -> None:
-    faults = []
-    for number in range(MAX_TRAININGS + 2):
-        worker = Worker(site(config(rounds=2), "poet", tmp_path))  # a new process
-        assert fault(worker, sent[0]) is None
-        faults.append(fault(worker, perturbed(sent[1], number)))
-        worker.close()
-    assert faults == [None] * MAX_TRAININGS + ["failed"] * 2
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -1,9 +1,7 @@
 """What a server leaves on its disk when it is stopped or killed while uploads wait in it."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,12 +35,7 @@ def found(telling: set[bytes], where: dict[Path, bytes]) -> set[Path]:
 @pytest.mark.parametrize(
     "number", some((), [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], {signal.SIGKILL})
 )
-def test_nothing_of_an_upload_and_nothing_that_others_may_read_is_left(
-    number: signal.Signals,
-    values: Callable[..., dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_upload_and_no_readable_file_is_left(number, values, tmp_path, monkeypatch) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setitem(sites.ENVIRONMENT, "TMPDIR", str(temporary))

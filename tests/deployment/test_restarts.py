@@ -3,48 +3,27 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from looped import NAMES, Killed, Notes, kill, steps_to, succeed
 
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
 
-from coterie.cli import app
 from coterie.config.run import RunConfig, parse
 from coterie.deployment.forgetting import check_participant, forget
 from coterie.deployment.quorum import Quorum
 from coterie.deployment.seats import Seat
 from coterie.deployment.start import Serving, serve, serve_again
-from coterie.deployment.status import ServerWatch
 from coterie.errors import CoterieError
 from coterie.messages.envelope import Order
 from coterie.network.keys import Keys
 from coterie.network.link import Link
 from coterie.runs import RECEIVED, RunFolder
 from coterie.testing.loop import Loop, workers
-
-NAMES = ("diarist", "poet", "whaler")
-
-
-class Killed(Exception):
-    """The server's process is killed."""
-
-
-@dataclass
-class Watch(ServerWatch):
-    """Keeps the server's events, and kills the server after a number of rounds."""
-
-    rounds: int | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        if text.startswith(f"round {self.rounds}/"):
-            raise Killed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +53,10 @@ def joined(config, loop, tmp_path) -> tuple[RunConfig, Path]:
     run = run.model_copy(update={"clients": tuple(c for c in run.clients if c.name != "diarist")})
     out = tmp_path / "server"
     with pytest.raises(Killed):
-        serve(run, out, Looped(Watch(1), loop=loop))
+        serve(run, out, Looped(Notes("round 1/"), loop=loop))
     run = with_deployment(run, anyone=False)
     with pytest.raises(Killed):
-        serve_again(out, Looped(Watch(2), loop=loop), update=run)
+        serve_again(out, Looped(Notes("round 2/"), loop=loop), update=run)
     return run, out
 
 
@@ -86,17 +65,14 @@ def test_a_client_that_joined_later_can_be_expelled_and_forgotten(joined, loop) 
     folder = RunFolder(out)
     with pytest.raises(CoterieError, match="has no client 'nobody'"):
         check_participant(folder, "nobody")
-    result = CliRunner().invoke(app, ["expel", str(out), "--client", "diarist"])
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
+    text = succeed("expel", out, "--client", "diarist")
     assert "asks for a quorum of 3, but only 2 clients remain" in text
     assert forget(folder, "diarist").rounds == [1, 2]
     assert b"diarist" not in folder.load("engine").encode()
     assert forget(folder, "diarist").rounds == []
-    serve_again(out, Looped(Watch(), loop=loop), update=run)
+    serve_again(out, Looped(Notes(), loop=loop), update=run)
     assert folder.result is not None
-    steps = [order.turn for name, order in loop.orders if (name, order.kind) == ("poet", "step")]
-    assert steps == [0, 1, 2, 3]
+    assert steps_to(loop, "poet") == [0, 1, 2, 3]
 
 
 def test_the_command_expels_a_client_that_joined_later(joined, values, monkeypatch) -> None:
@@ -107,42 +83,36 @@ def test_the_command_expels_a_client_that_joined_later(joined, values, monkeypat
     file.write_text(yaml.safe_dump(run))
     Keys.create(keys).add("poet", out.parent / "poet.key")
     monkeypatch.setattr("coterie.deployment.start._run_to_end", lambda folder, *_: folder)
-    options = ["--keys", str(keys), "--out", str(out), "--resume", "--without", "diarist"]
-    result = CliRunner().invoke(app, ["server", str(file), *options])
-    assert result.exit_code == 0, result.output
+    options = ("--keys", keys, "--out", out, "--resume", "--without", "diarist")
+    succeed("server", file, *options)
     assert RunFolder(out).expelled() == {"diarist"}
 
 
 def test_expelling_a_name_that_nobody_has_says_so(joined, loop) -> None:
     run, out = joined
     with pytest.raises(Killed):
-        serve_again(out, Looped(Watch(3), loop=loop), update=with_deployment(run, anyone=True))
-    said: list[str] = []
-    for name in ("diarists", "diarist"):  # the first is misspelt
-        result = CliRunner().invoke(app, ["expel", str(out), "--client", name])
-        assert result.exit_code == 0, result.output
-        said.append(" ".join(result.output.split()))
-    assert "No client called diarists has joined this run so far; check the name." in said[0]
-    assert "No client called" not in said[1]
+        serve_again(
+            out, Looped(Notes("round 3/"), loop=loop), update=with_deployment(run, anyone=True)
+        )
+    text = succeed("expel", out, "--client", "diarists")
+    assert "No client called diarists has joined this run so far; check the name." in text
+    assert "No client called" not in succeed("expel", out, "--client", "diarist")
 
 
 def test_a_run_goes_on_with_the_client_that_joined_later(joined, loop) -> None:
     run, out = joined
     without = ["poet", "whaler"]
-    finished = serve_again(out, Looped(Watch(), loop=loop), without=without, update=run)
+    finished = serve_again(out, Looped(Notes(), loop=loop), without=without, update=run)
     assert finished.result is not None
-    steps = [order.turn for name, order in loop.orders if (name, order.kind) == ("diarist", "step")]
-    assert steps == [0, 1, 2, 3]
+    assert steps_to(loop, "diarist") == [0, 1, 2, 3]
 
 
 def test_the_last_quorum_is_the_one_that_an_expulsion_lowers(joined, loop) -> None:
     run, out = joined
     update = with_deployment(run, quorum=2)
     with pytest.raises(Killed):
-        serve_again(out, Looped(Watch(3), loop=loop), update=update)
-    result = CliRunner().invoke(app, ["expel", str(out), "--client", "diarist"])
-    assert result.exit_code == 0, result.output
-    assert "quorum of" not in result.output
+        serve_again(out, Looped(Notes("round 3/"), loop=loop), update=update)
+    assert "quorum of" not in succeed("expel", out, "--client", "diarist")
     assert RunFolder(out).description["config"]["deployment"]["quorum"] == 2
 
 
@@ -170,9 +140,7 @@ def test_clients_that_joined_later_count_towards_the_quorum(joined) -> None:
         ({"device": "cpu"}, ""),
     ],
 )
-def test_settings_that_a_resumed_run_would_ignore_are_refused(
-    change, text, joined, monkeypatch
-) -> None:
+def test_settings_that_cannot_change_are_refused(change, text, joined, monkeypatch) -> None:
     run, out = joined
     monkeypatch.setattr("coterie.deployment.start._run_to_end", lambda folder, *_: folder)
     values = run.as_dict() | {"clients": [{"name": n, "path": "-"} for n in ("poet", "whaler")]}
@@ -182,7 +150,7 @@ def test_settings_that_a_resumed_run_would_ignore_are_refused(
         else:
             is_section = isinstance(value, dict)
             values[key] = values[key] | value if is_section and key != "method" else value
-    update, serving = parse(values), Looped(Watch(), loop=Loop({}))
+    update, serving = parse(values), Looped(Notes(), loop=Loop({}))
     if not text:
         assert serve_again(out, serving, update=update).path == out
         return
@@ -191,28 +159,20 @@ def test_settings_that_a_resumed_run_would_ignore_are_refused(
     assert text in str(raised.value)
 
 
-def status(out: Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["status", str(out)])
-    return result.exit_code, result.output
-
-
 def test_a_finished_run_ends_at_once_when_it_is_resumed(config, loop, tmp_path) -> None:
-    run, watch = config(method={"name": "fedavg"}, rounds=2), Watch()
+    run, watch = config(method={"name": "fedavg"}, rounds=2), Notes()
     folder = serve(run, tmp_path / "server", Looped(watch, loop=loop))
     loop.away, turns, result = set(NAMES), loop.turns, folder.result
     for _ in range(2):
         serve_again(folder.path, Looped(watch, loop=loop), update=run)
         assert loop.turns == turns
         assert folder.result == result
-        code, text = status(folder.path)
-        assert (code, "The run has ended" in text) == (0, True)
-    assert not [note for note in watch.notes if "did not receive" in note]
+        assert "The run has ended" in succeed("status", folder.path)
+    assert not [note for note in watch.lines if "did not receive" in note]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, None])
-def test_only_clients_without_the_result_are_waited_for(
-    stop, config, loop, tmp_path, monkeypatch
-) -> None:
+def test_clients_without_a_result_are_awaited(stop, config, loop, tmp_path, monkeypatch) -> None:
     """The server ends while whaler is away, by itself or with Ctrl-C; whaler then returns."""
     monkeypatch.setattr("coterie.deployment.server.GRACE", 0.5 if stop is None else 60.0)
     run = config(method={"name": "fedavg"}, rounds=1, deployment={"deadline": 0.5})
@@ -231,45 +191,39 @@ def test_only_clients_without_the_result_are_waited_for(
 
     loop.lose = leave
     with pytest.raises(stop) if stop else nullcontext():
-        serve(run, out, Looped(Watch(), loop=loop))
+        serve(run, out, Looped(Notes(), loop=loop))
     loop.lose = lambda *_: False
-    watch = Watch()
+    watch = Notes()
     loop.events = {loop.turns + 5: end}
     with pytest.raises(stop) if stop else nullcontext():
         serve_again(out, Looped(watch, loop=loop), update=run)
     if stop is None:
-        missing = [note for note in watch.notes if "did not receive" in note]
+        missing = [note for note in watch.lines if "did not receive" in note]
         assert missing == [
             "whaler did not receive the result; use --resume when whaler is connected"
         ]
-        assert status(out)[0] == 0
+        succeed("status", out)
     loop.events = {loop.turns + 5: lambda loop: loop.reconnect("whaler")}
-    watch = Watch()
+    watch = Notes()
     assert serve_again(out, Looped(watch, loop=loop), update=run).result is not None
-    assert not [note for note in watch.notes if "did not receive" in note]
+    assert not [note for note in watch.lines if "did not receive" in note]
 
 
 def test_a_run_that_has_ended_stays_so_while_a_client_is_waited_for(config, loop, tmp_path) -> None:
     run = config(method={"name": "fedavg"}, rounds=1)
-    folder = serve(run, tmp_path / "server", Looped(Watch(), loop=loop))
+    folder = serve(run, tmp_path / "server", Looped(Notes(), loop=loop))
     folder.write_list(RECEIVED, ["diarist"])
-    loop.away, loop.events = {*NAMES}, {loop.turns + 3: raise_interrupt}
-    with pytest.raises(KeyboardInterrupt):
-        serve_again(folder.path, Looped(Watch(), loop=loop), update=run)
-    assert status(folder.path)[0] == 0
+    loop.away, loop.events = {*NAMES}, {loop.turns + 3: kill}
+    with pytest.raises(Killed):
+        serve_again(folder.path, Looped(Notes(), loop=loop), update=run)
+    succeed("status", folder.path)
 
 
-def test_who_has_the_result_is_forgotten_with_the_client_and_with_the_last_round(
-    config, loop, tmp_path
-) -> None:
+def test_the_list_of_received_results_is_kept_up_to_date(config, loop, tmp_path) -> None:
     run = config(method={"name": "fedavg"}, rounds=2, deployment={"checkpoints": 3})
-    folder = serve(run, tmp_path / "server", Looped(Watch(), loop=loop))
+    folder = serve(run, tmp_path / "server", Looped(Notes(), loop=loop))
     assert folder.listed(RECEIVED) == {*NAMES}
     forget(folder, "poet")
     assert folder.listed(RECEIVED) == {"diarist", "whaler"}
     folder.go_back(folder.turns())
     assert folder.listed(RECEIVED) == set()
-
-
-def raise_interrupt(_: Loop) -> None:
-    raise KeyboardInterrupt

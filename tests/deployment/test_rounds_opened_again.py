@@ -52,9 +52,7 @@ def test_a_step_is_undone_when_its_round_is_opened_again(config, tmp_path) -> No
 
 
 @pytest.mark.parametrize("fault", ["disconnects", "stalls", "is rejected and disconnects"])
-def test_a_round_begins_again_with_a_client_that_joined_later(
-    fault, config, tmp_path, caplog
-) -> None:
+def test_a_round_begins_again_with_a_later_client(fault, config, tmp_path, caplog) -> None:
     """A client of the round does not deliver its upload, and the others are below the quorum."""
     deployment = {"quorum": 2, "deadline": 0.01}
     run = config(method={"name": "fedavg"}, rounds=2, deployment=deployment)
@@ -101,9 +99,7 @@ def test_a_round_begins_again_with_a_client_that_joined_later(
         ("ab", "b", "a", "ac", True, True),
     ],
 )
-def test_when_a_round_begins_again(
-    members, waiting, diverged, ready, late, expected, config
-) -> None:
+def test_a_round_begins_again(members, waiting, diverged, ready, late, expected, config) -> None:
     seats = {name: Seat(present="1", joined=True) for name in ready}
     quorum = Quorum(config(deployment={"quorum": 2, "anyone": True}), seats)
     end = time.monotonic() + (-1 if late else 60)

@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from looped import Notes
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -28,21 +29,13 @@ from coterie.runs.progress import logged
 from coterie.turn import FIRST, Turn
 
 
-class Lines(ServerWatch):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
+@pytest.fixture
+def watch() -> Notes:
+    return Notes()
 
 
 @pytest.fixture
-def watch() -> Lines:
-    return Lines()
-
-
-@pytest.fixture
-def monitor(tmp_path: Path, watch: Lines) -> Monitor:
+def monitor(tmp_path: Path, watch: Notes) -> Monitor:
     return Monitor("fedavg", 3, RunFolder(tmp_path), watch)
 
 
@@ -112,9 +105,7 @@ def test_the_deadline_is_named_also_when_it_has_passed() -> None:
     assert text.endswith(", but the quorum is still missing")
 
 
-def test_a_status_that_cannot_be_written_does_not_stop_the_server(
-    monitor, watch, monkeypatch, tmp_path
-) -> None:
+def test_an_unwritable_status_stops_no_server(monitor, watch, monkeypatch, tmp_path) -> None:
     def fail(path: Path, text: str) -> None:
         raise Unwritable(f"Could not write {path}: No space left on device.")
 
@@ -261,18 +252,12 @@ def test_idle_connections_do_not_stop_the_monitoring(monitor, monkeypatch) -> No
 )
 def test_the_log_says_why_a_server_ended(error, line, tmp_path, caplog) -> None:
     caplog.set_level("INFO", log.name)
-    with (
-        pytest.raises(type(error)),
-        logged(tmp_path / "server.log", log.name),
-        errors_logged(),
-    ):
+    with pytest.raises(type(error)), logged(tmp_path / "server.log", log.name), errors_logged():
         raise error
     assert line in (tmp_path / "server.log").read_text()
 
 
-def test_the_command_shows_the_status_and_says_whether_the_server_runs(
-    config, tmp_path, monkeypatch
-) -> None:
+def test_the_command_shows_the_status(config, tmp_path, monkeypatch) -> None:
     folder = RunFolder.create(tmp_path / "us", {"config": config().as_dict(), "clients": {}})
     monkeypatch.setattr("coterie.cli.operate.check_run", lambda _: None)
     monitor = Monitor("fedavg", 3, folder, ServerWatch())

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
+from looped import Notes
 
 from coterie.cli import app
 from coterie.cli.console import in_words
 from coterie.config.deployed import load_agreed
 from coterie.config.run import RunConfig, parse
+from coterie.data.sandbox import Sandbox
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
-from coterie.deployment.status import ServerWatch, Status
+from coterie.deployment.status import Status
 from coterie.deployment.terms import agreed_terms, differences, requested_terms
 from coterie.errors import CoterieError
 from coterie.federation.participants import public_digest
@@ -27,6 +29,7 @@ from coterie.runs import RunFolder
 from coterie.testing.loop import RUN, Loop, deploy, server, site, workers
 
 Change = Callable[[dict[str, Any]], None]
+POWER = "{{ 9**(9**9) }}"
 
 
 def order(run: RunConfig, change: Change = lambda told: None, **more: Any) -> Order:
@@ -44,45 +47,42 @@ def asked(run: RunConfig, place: Site, *orders: Order) -> tuple[Worker, list[Rep
     return worker, replies
 
 
-def steps(told: dict[str, Any]) -> None:
-    told["training"]["steps"] = 500
+def setting(key: str, value: Any) -> Change:
+    """Return a change of a run: a key, such as `data.public`, has another value."""
+
+    def change(told: dict[str, Any]) -> None:
+        *sections, last = key.split(".")
+        for section in sections:
+            told = told.setdefault(section, {})
+        told[last] = value
+
+    return change
 
 
-def shares(told: dict[str, Any]) -> None:
-    told["deployment"]["share_metrics"] = True
+SHARES = setting("deployment.share_metrics", True)
+SHARED = "share_metrics: agreed false, requested true"
 
 
-def other_method(told: dict[str, Any]) -> None:
-    told["method"] = {"name": "fedavg"}
-
-
-def rank(told: dict[str, Any]) -> None:
-    told["method"]["mlp"]["rank"] = 16
-
-
-def deadline(told: dict[str, Any]) -> None:
-    told["deployment"]["deadline"] = 7
-
-
-CHANGES: dict[Change, str] = {
-    steps: "training.steps: agreed 2, requested 500",
-    shares: "share_metrics: agreed false, requested true",
-    other_method: 'method.name: agreed "comigs-1g1s", requested "fedavg"',
-    rank: "method.mlp.rank: agreed 8, requested 16",
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_was_agreed_is_all_that_a_client_takes_part_in(change, config, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (setting("training.steps", 500), "training.steps: agreed 2, requested 500"),
+        (SHARES, SHARED),
+        (setting("method", {"name": "fedavg"}), 'method.name: agreed "comigs-1g1s", requested "f'),
+        (setting("method.mlp.rank", 16), "method.mlp.rank: agreed 8, requested 16"),
+    ],
+)
+def test_a_client_takes_part_only_in_what_was_agreed(change, difference, config, tmp_path) -> None:
     run = config()
-    place = site(run, "poet", tmp_path)
-    agreed = Site(place.name, place.texts, place.out, place.base, None, agreed_terms(run, "poet"))
+    agreed = replace(site(run, "poet", tmp_path), agreed=agreed_terms(run, "poet"))
     worker, [reply] = asked(run, agreed, order(run, change))
     assert reply.fault == "terms"
-    assert CHANGES[change] in worker.error
+    assert difference in worker.error
     assert worker.finished
     assert not list(tmp_path.glob("*poet*"))  # nothing was loaded or begun
-    worker, [reply] = asked(run, agreed, order(run, deadline))  # which is the server's affair
+    worker, [reply] = asked(
+        run, agreed, order(run, setting("deployment.deadline", 7))
+    )  # which is the server's affair
     assert (reply.fault, worker.error) == (None, "")
 
 
@@ -93,8 +93,7 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
         questions.append(dict(in_words(order, config)))
         return True
 
-    place = site(run, "poet", tmp_path)
-    asking = Site(place.name, place.texts, place.out, place.base, None, None, agrees)
+    asking = replace(site(run, "poet", tmp_path), agrees=agrees)
     _, replies = asked(run, asking, order(run), order(run))
     assert [reply.fault for reply in replies] == [None, None]
     _, replies = asked(run, asking, order(run))  # another process
@@ -104,15 +103,12 @@ def test_somebody_is_asked_once_and_what_was_agreed_holds_after_a_restart(config
     assert "LoRA pairs of the generalists" in words["sent to the server"].splitlines()[1]
     assert words["passed on to other clients"] == "nothing"
     assert words["losses"].endswith("stay on this machine")
-    worker, replies = asked(run, asking, order(run, shares))  # the same run, all at once
+    worker, replies = asked(run, asking, order(run, SHARES))  # the same run, all at once
     assert replies[0].fault == "terms"
-    assert CHANGES[shares] in worker.error
+    assert SHARED in worker.error
     assert len(questions) == 1
-    narrow = {
-        **agreed_terms(run, "poet"),
-        "share_metrics": True,
-    }  # a run file that says other things
-    pinned = Site(place.name, place.texts, place.out, place.base, None, narrow)
+    narrow = {**agreed_terms(run, "poet"), "share_metrics": True}  # a run file that differs
+    pinned = replace(site(run, "poet", tmp_path), agreed=narrow)
     worker, replies = asked(run, pinned, order(run))
     assert "share_metrics: agreed true, requested false" in worker.error
 
@@ -128,9 +124,7 @@ def test_long_values_are_compared_to_their_ends() -> None:
 
 def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     run = config()
-    place = site(run, "poet", tmp_path)
-    asking = Site(place.name, place.texts, place.out, place.base, agrees=lambda *_: False)
-    worker = Worker(asking)
+    worker = Worker(replace(site(run, "poet", tmp_path), agrees=lambda *_: False))
     answer = worker.answer(sealed(order(run)))
     reply, body = unseal(Reply, answer)
     assert (reply.fault, reply.base, body) == ("declined", "", b"")
@@ -140,54 +134,22 @@ def test_whoever_does_not_agree_sends_nothing(config, tmp_path) -> None:
     assert not list(tmp_path.glob("*poet*"))
 
 
-def diary(told: dict[str, Any], path: Path) -> None:
-    told["data"]["public"] = str(path)
+NAMED: dict[str, dict[str, Any]] = {
+    "diary": {"data.public": "/PATH"},
+    "the_base": {"base": "/PATH"},
+    "a_base_beside_those_that_ship": {"base": "../" * 19 + "../PATH"},
+    "a_template": {"data.instructions": {"template": "/PATH/diary.txt"}},
+    "a_chat_template": {"data.messages": {}, "data.chat_template": "/PATH/diary.txt"},
+    "an_earlier_run": {"data.preferences": {}, "training.dpo": {"reference": "/PATH"}},
+    "the_texts": {"clients": [{"name": "poet", "path": "/PATH"}]},
+    "a_division": {"divide": {"source": "/PATH", "clients": 2}},
+    "the_servers_test": {"server": {"test": "/PATH"}},
+    "a_root": {"data_root": "/PATH"},
+}
+"""Settings by which a server names the path /PATH of a client."""
 
 
-def the_base(told: dict[str, Any], path: Path) -> None:
-    told["base"] = str(path)
-
-
-def a_base_beside_those_that_ship(told: dict[str, Any], path: Path) -> None:
-    told["base"] = "../" * 20 + str(path)[1:]
-
-
-def a_template(told: dict[str, Any], path: Path) -> None:
-    told["data"]["instructions"] = {"template": str(path / "diary.txt")}
-
-
-def a_chat_template(told: dict[str, Any], path: Path) -> None:
-    told["data"] |= {"messages": {}, "chat_template": str(path / "diary.txt")}
-
-
-def an_earlier_run(told: dict[str, Any], path: Path) -> None:
-    told["data"] |= {"preferences": {}}
-    told["training"] |= {"dpo": {"reference": str(path)}}
-
-
-def the_texts(told: dict[str, Any], path: Path) -> None:
-    told["clients"] = [{"name": "poet", "path": str(path)}]
-
-
-def a_division(told: dict[str, Any], path: Path) -> None:
-    told["divide"] = {"source": str(path), "clients": 2}
-
-
-def the_servers_test(told: dict[str, Any], path: Path) -> None:
-    told["server"] = {"test": str(path)}
-
-
-def a_root(told: dict[str, Any], path: Path) -> None:
-    told["data_root"] = str(path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(diary, the_base, a_base_beside_those_that_ship, a_template, a_chat_template),
-        *(an_earlier_run, the_texts, a_division, the_servers_test, a_root),
-    ],
-)
+@pytest.mark.parametrize("name", NAMED)
 def test_a_server_names_no_file_of_a_client(name, config, bases, tmp_path, monkeypatch) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
@@ -196,7 +158,6 @@ def test_a_server_names_no_file_of_a_client(name, config, bases, tmp_path, monke
         (secret / path.name).write_bytes(path.read_bytes())
     run = config(base="tiny-gpt2")
     opened: list[str] = []
-    read_bytes, read_text, start = Path.read_bytes, Path.read_text, Path.open
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         def open_it(self: Path, *args: Any, **options: Any) -> Any:
@@ -205,11 +166,17 @@ def test_a_server_names_no_file_of_a_client(name, config, bases, tmp_path, monke
 
         return open_it
 
-    for what, original in (("read_bytes", read_bytes), ("read_text", read_text), ("open", start)):
-        monkeypatch.setattr(Path, what, noted(original))
+    for original in (Path.read_bytes, Path.read_text, Path.open):
+        monkeypatch.setattr(Path, original.__name__, noted(original))
     place = site(run, "poet", tmp_path / "out")
-    worker, [reply] = asked(run, place, order(run, lambda told: name(told, secret)))
-    if name is diary:  # it is there, and says nothing: what is public has a hash
+    named = json.loads(json.dumps(NAMED[name]).replace("/PATH", str(secret)))
+
+    def change(told: dict[str, Any]) -> None:
+        for key, value in named.items():
+            setting(key, value)(told)
+
+    worker, [reply] = asked(run, place, order(run, change))
+    if name == "diary":  # it is there, and says nothing: what is public has a hash
         assert worker.run is not None
         assert worker.run.config.data.public is None
     else:
@@ -224,10 +191,10 @@ def test_a_public_text_is_the_clients_own_copy_of_the_same(config, texts, tmp_pa
     assert place.public == str(texts / "whaler.txt")
     _, [reply] = asked(run, place, order(run, public=digest))
     assert reply.fault is None
-    bare = Site(place.name, place.texts, tmp_path / "bare", place.base)
+    bare = replace(place, out=tmp_path / "bare", public=None)
     with pytest.raises(CoterieError, match="give this machine's copy with --public"):
         bare.config(order(run, public=digest))
-    other = Site(place.name, place.texts, tmp_path / "other", place.base, str(texts / "poet.txt"))
+    other = replace(place, out=tmp_path / "other", public=str(texts / "poet.txt"))
     _, [reply] = asked(run, other, order(run, public=digest))
     assert reply.fault == "public"
     assert FAULT_MESSAGES[reply.fault].startswith(
@@ -254,18 +221,10 @@ def test_a_run_file_is_agreed_to_as_its_server_reads_it(config, values, tmp_path
 def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
     run = config(deployment={"quorum": 2, "deadline": 60})
     clients = workers(run, tmp_path)
-    clients["poet"].site = Site(
-        "poet", clients["poet"].site.texts, tmp_path, clients["poet"].site.base,
-        agrees=lambda *_: False,
-    )  # fmt: skip
-    notes: list[str] = []
-
-    class Notes(ServerWatch):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    server(run, tmp_path / "server", Loop(clients), Notes()).rounds()
-    assert "poet declined to take part in the run" in notes
+    clients["poet"].site = replace(clients["poet"].site, agrees=lambda *_: False)
+    notes = Notes()
+    server(run, tmp_path / "server", Loop(clients), notes).rounds()
+    assert "poet declined to take part in the run" in notes.lines
     assert RunFolder(tmp_path / "server").result is not None
     states = {n: c.state for n, c in Status.read(RunFolder(tmp_path / "server")).clients.items()}
     assert states["poet"] == "declined"
@@ -273,15 +232,12 @@ def test_a_server_says_who_has_not_agreed(config, tmp_path) -> None:
 
 def test_a_client_that_declined_can_be_asked_again(config, tmp_path) -> None:
     run = config(deployment={"quorum": 3, "deadline": 60}, rounds=1)
-    clients, notes = workers(run, tmp_path), list[str]()
+    clients = workers(run, tmp_path)
     agreeing = clients["poet"]
     clients["poet"] = Worker(replace(agreeing.site, agrees=lambda *_: False))
     seen: list[str] = []
 
-    class Watch(ServerWatch):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
+    class Watch(Notes):
         def show(self, status: Status) -> None:
             seen.append(status.clients["poet"].state)
 
@@ -294,9 +250,10 @@ def test_a_client_that_declined_can_be_asked_again(config, tmp_path) -> None:
         loop.reconnect("poet", agreeing)
 
     loop = Loop(clients, events={4: leave, 8: ask_again})
-    run_server = server(run, tmp_path / "server", loop, Watch())
+    watch = Watch()
+    run_server = server(run, tmp_path / "server", loop, watch)
     run_server.rounds()
-    assert "poet declined to take part in the run" in notes
+    assert "poet declined to take part in the run" in watch.lines
     assert [state for n, state in enumerate(seen) if state != seen[n - 1]][:3] == [
         *("joining", "declined", "joining")
     ]
@@ -322,3 +279,34 @@ def test_an_order_without_a_run_is_refused(config, tmp_path) -> None:
     for told in ({}, {"data": []}, None):
         with pytest.raises(MessageError, match="contains no valid run"):
             place.config(Order(run=RUN, client="poet", kind="join", turn=0, config=told))
+
+
+@pytest.mark.parametrize(
+    "data", [{"messages": {}, "chat_template": POWER}, {"instructions": {"template": POWER}}]
+)
+def test_terms_are_compared_before_templates(data, config, tmp_path, monkeypatch) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values["data"] |= data
+
+    run = config()
+    place = site(run, "poet", tmp_path)
+    agreed = replace(place, agreed=agreed_terms(run, "poet"))
+    parsed: list[str] = []
+    parse = Sandbox._parse
+    monkeypatch.setattr(
+        Sandbox, "_parse", lambda self, text, *rest: parsed.append(text) or parse(self, text, *rest)
+    )
+    worker, [reply] = asked(run, agreed, order(run, change))
+    assert reply.fault == "terms"
+    assert POWER in worker.error
+    worker, replies = asked(run, place, order(run), order(run, change))  # agreed to when it began
+    assert [reply.fault for reply in replies] == [None, "terms"]
+    assert not any(POWER in text for text in parsed)
+
+
+@pytest.mark.parametrize("section", [None, "x", [], 3])
+def test_terms_of_any_type_are_compared(section, config, tmp_path) -> None:
+    run = config()
+    agreed = replace(site(run, "poet", tmp_path), agreed=agreed_terms(run, "poet"))
+    _, [reply] = asked(run, agreed, order(run, setting("deployment", section)))
+    assert reply.fault in ("terms", "refused", "unable")

@@ -31,15 +31,7 @@ READS = (
 """Operations that read values on the host, or whose result's size depends on values."""
 COMPOSITE = {"silu_backward": aten.silu_backward.default}
 """Operations that PyTorch decomposes on devices that do not implement them."""
-IN_BF16 = {
-    "linear": (aten.linear.default,),
-    "matmul": (aten.matmul.default,),
-    "mm": (aten.mm.default,),
-    "bmm": (aten.bmm.default,),
-    "addmm": (aten.addmm.default,),
-    "baddbmm": (aten.baddbmm.default,),
-    "scaled_dot_product_attention": (aten.scaled_dot_product_attention.default,),
-}
+IN_BF16 = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 """Operations that autocast computes in bf16 on a CPU, and that Coterie's models use."""
 
 
@@ -116,11 +108,8 @@ class DeviceTensor(Tensor):
             device, dtype, waits, _ = torch._C._nn._parse_to(*args, **named)  # pyright: ignore
         if device is None or device.type != NAME or (device.index or 0) == self.number:
             named = {"non_blocking": waits, "copy": copy}
-            if device is not None and device.type == NAME:
-                device = None
-            if device is None:
-                return super().to(dtype or self.dtype, **named)
-            return super().to(device, dtype or self.dtype, **named)
+            places: Any = () if device is None or device.type == NAME else (device,)
+            return super().to(*places, dtype or self.dtype, **named)  # pyright: ignore
         moved = _Move.apply(self, device.index or 0)
         assert isinstance(moved, Tensor)
         if isinstance(self, nn.Parameter) and not torch.is_grad_enabled():

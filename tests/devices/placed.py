@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from device import COMPOSITE, COUNT, IN_BF16, NAME, RULES, Counts, Explicit, Generator, run
+from device import COMPOSITE, COUNT, IN_BF16, NAME, RULES, Counts, Explicit, Generator, aten, run
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map_only
@@ -73,14 +73,9 @@ def register() -> None:
     operations = torch.library.Library("aten", "IMPL")
     for name, op in COMPOSITE.items():
         operations.impl(name, partial(_run_op, op), "PrivateUse1")
-    for name, (op,) in IN_BF16.items():
-        operations.impl(name, _in_bf16(op), "AutocastPrivateUse1")
+    for name in IN_BF16:
+        operations.impl(name, _in_bf16(getattr(aten, name).default), "AutocastPrivateUse1")
     _libraries.extend((everything, operations))
-
-
-def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.autocast(NAME, enabled=False):
-        return op(*args, **kwargs)
 
 
 def _run_op(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +91,8 @@ def _in_bf16(op: Any) -> Callable[..., Any]:
 
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        return _without_autocast(op, *args, **kwargs)
+        with torch.autocast(NAME, enabled=False):
+            return op(*args, **kwargs)
 
     return cast_and_run
 

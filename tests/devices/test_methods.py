@@ -1,7 +1,6 @@
 """Every method on the test device: local, deployed and resumed runs match runs on the CPU."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ import coterie
 from coterie.config.run import RunConfig
 from coterie.methods.fedmkt.method import FedMKT
 from coterie.methods.registry import available
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
 from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 from coterie.testing.rounds import joined, one_round
 
@@ -65,18 +65,6 @@ def places() -> list[Any]:
     return [pytest.param(*pair, marks=marks(pair, fast, slow)) for pair in pairs]
 
 
-def stopped(run: RunConfig, out: Path) -> RunFolder:
-    """Return the folder of a run that was interrupted after its first round."""
-
-    class Stop(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=out, callbacks=[Stop()])
-    return RunFolder(out)
-
-
 @pytest.mark.parametrize(("method", "place"), places(), indirect=True)
 def test_a_run_ends_with_the_bits_of_the_cpu(method, place, tmp_path) -> None:
     config, expected = method
@@ -98,9 +86,10 @@ def test_a_deployment_with_clients_on_a_device(method, gpu, tmp_path) -> None:
 @pytest.mark.parametrize("method", some({"auto"}, METHODS, BEHAVIOURS), indirect=True)
 def test_a_stopped_run_is_resumed(method, gpu, tmp_path) -> None:
     config, expected = method
-    folder = stopped(placed(config, gpu), tmp_path / "run")
-    coterie.resume(folder.path)
-    assert_same_states(folder, expected)
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(placed(config, gpu), out=tmp_path / "run", callbacks=[Stop()])
+    coterie.resume(tmp_path / "run")
+    assert_same_states(RunFolder(tmp_path / "run"), expected)
 
 
 WITHOUT_MODEL = [n for n, m in METHODS.items() if not issubclass(available()[m["name"]], FedMKT)]
@@ -129,11 +118,8 @@ def device_tensors(value: Any, seen: set[int] | None = None) -> Any:
     seen.add(id(value))
     if isinstance(value, DeviceTensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from device_tensors(item, seen)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
+    elif isinstance(value, dict | list | tuple | set):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from device_tensors(item, seen)
     elif type(value).__module__.startswith("coterie"):
         yield from device_tensors(getattr(value, "__dict__", {}), seen)

@@ -77,18 +77,14 @@ def test_an_update_reads_one_value(name, values, teachers, gpu, two_steps) -> No
 def kind(request, values, questions, talks, opinions, gpu) -> Callable[..., Any]:
     """A function that returns a run of FedAvg on one kind of data."""
     folder = {"instructions": questions, "messages": talks, "preferences": opinions}
-    data: dict[str, Any] = {"window": 40, "limits": {"validation": 4, "test": 4}}
+    limits = {"train": 2000, "validation": 400, "test": 400}
+    data: dict[str, Any] = {"window": 40, "limits": limits}
     changes: dict[str, Any] = {}
     if request.param != "text":
-        names = ("diarist", "poet")
-        changes = {
-            "data_root": str(folder[request.param]),
-            "clients": [{"name": name, "path": f"{name}.jsonl"} for name in names],
-        }
+        clients = [{"name": name, "path": f"{name}.jsonl"} for name in ("diarist", "poet")]
+        changes = {"data_root": str(folder[request.param]), "clients": clients}
         spec = {"template": "{{ instruction }}?"} if request.param == "instructions" else True
-        data[request.param] = spec
-    else:
-        data["limits"] = {"train": 2000, "validation": 400, "test": 400}
+        data |= {"limits": {"validation": 4, "test": 4}, request.param: spec}
 
     def run(steps: int = 2, **training: Any) -> Any:
         training = {"steps": steps, "batch": 4, "precision": "fp32", **training}

@@ -21,14 +21,10 @@ from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
 NAMES = ("diarist", "poet")
+QUESTIONS = {"template": "{{ instruction }}?"}
 DATA: dict[str, Any] = {
-    "instructions": {
-        "data": {"instructions": {"template": "{{ instruction }}?"}},
-        "evaluation": {"generate": 3},
-    },
-    "choices": {
-        "data": {"instructions": {"template": "{{ instruction }}?", "choices": ["yes", "no"]}},
-    },
+    "instructions": {"data": {"instructions": QUESTIONS}, "evaluation": {"generate": 3}},
+    "choices": {"data": {"instructions": {**QUESTIONS, "choices": ["yes", "no"]}}},
     "conversations": {"data": {"messages": True}, "evaluation": {"generate": 3}},
     "preferences": {"data": {"preferences": True}},
     "preferences, released": {
@@ -36,17 +32,16 @@ DATA: dict[str, Any] = {
         "training": {"dpo": {"reference": "base", "label_smoothing": 0.1}},
     },
 }
+DROPPING = {"name": "comigs-1g1s", "lora": {"dropout": 0.1}}
+
+
 TRAINING: dict[str, Any] = {
     "dropout, pieces": {
-        "method": {
-            "name": "comigs-1g1s",
-            "lora": {"dropout": 0.1},
-            "router": {"every": 2, "steps": 1},
-        },
+        "method": {**DROPPING, "router": {"every": 2, "steps": 1}},
         "training": {"micro_batch": 1, "base_dropout": 0.1},
     },
     "checkpointing": {
-        "method": {"name": "comigs-1g1s", "lora": {"dropout": 0.1}},
+        "method": DROPPING,
         "training": {"checkpointing": True, "base_dropout": 0.1},
     },
     "stored activations, clipping": {

@@ -1,6 +1,7 @@
 """Runs whose clients keep models of different rounds, and the slow way to tell which is best."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -11,13 +12,8 @@ from coterie.data.examples import Examples
 from coterie.data.split import Split
 from coterie.runs import RunFolder
 
-HIGH = {
-    "steps": 2,
-    "batch": 2,
-    "precision": "fp32",
-    "learning_rate": 30.0,
-    "learning_rate_decay": 1.0,
-}
+HIGH: dict[str, Any] = {"steps": 2, "batch": 2, "precision": "fp32"}
+HIGH |= {"learning_rate": 30.0, "learning_rate_decay": 1.0}
 """Training with which rounds are good and bad in turn."""
 
 

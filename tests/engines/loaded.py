@@ -35,12 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
 MERGED = {"one set", "fedit"}
 PROMPTS = {"fedprompt", "fedptuning"}
 IDS = torch.tensor([[5, 9, 33, 71, 20, 6, 41], [7, 3, 8, 100, 60, 2, 17]])
-GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1}
+GREEDY |= {"eos_token_id": None, "pad_token_id": 0}
 
 
 @dataclass(frozen=True)

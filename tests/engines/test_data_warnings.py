@@ -1,7 +1,6 @@
 """Duplicates are told when a run begins: of all clients on one machine, of one's own elsewhere."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,18 +25,8 @@ def run(config, texts, tmp_path) -> coterie.RunConfig:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, text)))
         (tmp_path / f"{name}-own.jsonl").write_text("\n".join(map(json.dumps, own)))
     clients = [
-        {
-            "name": "poet",
-            "train": "poet.jsonl",
-            "test": "poet.jsonl",
-            "validation": "poet-own.jsonl",
-        },
-        {
-            "name": "whaler",
-            "train": "whaler.jsonl",
-            "test": "poet.jsonl",
-            "validation": "whaler-own.jsonl",
-        },
+        {"name": n, "train": f"{n}.jsonl", "test": "poet.jsonl", "validation": f"{n}-own.jsonl"}
+        for n in ("poet", "whaler")
     ]
     data = {"window": 16, "limits": {"train": 1500, "validation": 400, "test": 1000}}
     return config(clients=clients, data_root=str(tmp_path), method="local", rounds=1, data=data)
@@ -64,9 +53,7 @@ def test_a_run_that_begins_tells_of_all_clients(run, tmp_path) -> None:
     assert compared == [*told.lines, "Run 1 of 1: local-seed0"]
 
 
-def test_a_clients_process_tells_of_its_own_texts_and_sends_nothing_of_them(
-    run, tmp_path: Path
-) -> None:
+def test_a_clients_process_tells_of_its_own_texts_and_sends_nothing_of_them(run, tmp_path) -> None:
     told: dict[str, list[str]] = {"poet": [], "whaler": []}
 
     def worker(name: str) -> Worker:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from looped import Killed, kill
 
 import coterie
 from coterie import CoterieError, RunConfig
@@ -17,54 +18,31 @@ AUTO: dict[str, Any] = {"name": "auto", "router": {"every": 2, "steps": 1}, "sam
 PCL: dict[str, Any] = {"name": "pcl-3", "warmup": 1, "every": 1, "public_batches": 1}
 HALVES = "training.micro_batch: 1 or base.weights: nf4"
 SMALLER = "`base` to a smaller one or the LoRA rank to a smaller number"
-PLACES = {
-    "training": (
-        {"name": "fedavg"},
-        "coterie.losses.tokens.language_model_loss",
-        "a training step; set training.micro_batch: 1",
-    ),
-    "evaluation": (
-        {"name": "fedavg"},
-        "coterie.evaluation.evaluate.token_losses",
-        "the evaluation of '.*'; set evaluation.batch: 1 or base.weights: nf4",
-    ),
-    "trial": (
-        AUTO,
-        "coterie.methods.auto.client.sample_slopes",
-        f"a download of '.*'; set {HALVES}",
-    ),
-    "download": (
-        {"name": "fedavg"},
-        "coterie.methods.adapter.copy",
-        f"a download of '.*'; set {HALVES}",
-    ),
-    "upload": (
-        PCL,
-        "coterie.methods.pcl.strategies.top_logits",
-        f"(an upload|a download) of '.*'; set {HALVES}",
-    ),
-    "gradients": (
-        {"name": "cobo"},
-        "coterie.methods.cobo.sample_batch",
-        f"the local training of '.*'; set {HALVES}",
-    ),
-    "contributions": (
-        {"name": "fedavg"},
-        "coterie.exchanges.exchange.Exchange._stored",
-        f"the aggregation; set {SMALLER}",
-    ),
-    "aggregation": (
-        {"name": "fedavg"},
-        "coterie.methods.adapter.AdapterServer.aggregate",
-        f"the aggregation; set {SMALLER}",
-    ),
-    "generation": (
-        {"name": "fedavg"},
-        "coterie.evaluation.evaluate.generate_answers",
-        "the evaluation of '.*'; set evaluation.batch: 1",
-    ),
+FEDAVG, COBO = {"name": "fedavg"}, {"name": "cobo"}
+PLACES: dict[str, tuple[dict[str, Any], str]] = {
+    "training": (FEDAVG, "losses.tokens.language_model_loss"),
+    "evaluation": (FEDAVG, "evaluation.evaluate.token_losses"),
+    "trial": (AUTO, "methods.auto.client.sample_slopes"),
+    "download": (FEDAVG, "methods.adapter.copy"),
+    "upload": (PCL, "methods.pcl.strategies.top_logits"),
+    "gradients": (COBO, "methods.cobo.sample_batch"),
+    "contributions": (FEDAVG, "exchanges.exchange.Exchange._stored"),
+    "aggregation": (FEDAVG, "methods.adapter.AdapterServer.aggregate"),
+    "generation": (FEDAVG, "evaluation.evaluate.generate_answers"),
 }
-"""For each task: a method, a function that the task calls, and the end of the error message."""
+"""For each task: a method, and a function that the task calls."""
+MESSAGES = {
+    "training": "a training step; set training.micro_batch: 1",
+    "evaluation": "the evaluation of '.*'; set evaluation.batch: 1 or base.weights: nf4",
+    "trial": f"a download of '.*'; set {HALVES}",
+    "download": f"a download of '.*'; set {HALVES}",
+    "upload": f"(an upload|a download) of '.*'; set {HALVES}",
+    "gradients": f"the local training of '.*'; set {HALVES}",
+    "contributions": f"the aggregation; set {SMALLER}",
+    "aggregation": f"the aggregation; set {SMALLER}",
+    "generation": "the evaluation of '.*'; set evaluation.batch: 1",
+}
+"""The end of the error message of each task."""
 
 
 class Full:
@@ -95,11 +73,9 @@ class Full:
         self.calls, self.full = 0, self.calls // 2 + 1
 
 
-def run_of(
-    task: str, config: Callable[..., RunConfig], questions: Path
-) -> tuple[RunConfig, str, str]:
-    """Return a run, a function that a task of the run calls, and the end of the error message."""
-    method, place, sentence = PLACES[task]
+def run_of(task: str, config: Callable[..., RunConfig], questions: Path) -> tuple[RunConfig, str]:
+    """Return a run, and a function that a task of the run calls."""
+    method, place = PLACES[task]
     changes: dict[str, Any] = {"evaluation": {"every": 1}}
     if task == "generation":
         changes = {
@@ -112,18 +88,16 @@ def run_of(
     if task == "upload":
         data = run.data.model_copy(update={"public": "poet.txt"})
         run = run.model_copy(update={"data": data})
-    return run, place, sentence
+    return run, f"coterie.{place}"
 
 
 @pytest.mark.parametrize("task", PLACES)
-def test_a_run_continues_after_a_device_was_full(
-    task, config, questions, tmp_path, monkeypatch
-) -> None:
-    run, place, sentence = run_of(task, config, questions)
+def test_a_run_goes_on_after_a_full_device(task, config, questions, tmp_path, monkeypatch) -> None:
+    run, place = run_of(task, config, questions)
     full = Full(place, monkeypatch)
     whole = coterie.run(run, out=tmp_path / "whole")
     full.in_the_middle()
-    with pytest.raises(CoterieError, match=f"^The GPU has too little memory for {sentence}"):
+    with pytest.raises(CoterieError, match=f"^The GPU has too little memory for {MESSAGES[task]}"):
         coterie.run(run, out=tmp_path / "run")
     complete = RunFolder(tmp_path / "run").turns()
     resumed = coterie.resume(tmp_path / "run")
@@ -135,11 +109,11 @@ CLIENTS = [task for task in PLACES if task not in ("contributions", "aggregation
 
 
 @pytest.mark.parametrize("task", CLIENTS)
-def test_a_deployed_client_whose_device_was_full_repeats_the_round(
+def test_a_client_with_a_full_device_repeats_the_round(
     task, config, questions, tmp_path, monkeypatch, caplog
 ) -> None:
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
-    run, place, _ = run_of(task, config, questions)
+    run, place = run_of(task, config, questions)
     full = Full(place, monkeypatch)
     local = coterie.run(run, out=tmp_path / "local")
     full.in_the_middle()
@@ -151,12 +125,12 @@ def test_a_deployed_client_whose_device_was_full_repeats_the_round(
 
 @pytest.mark.parametrize("task", ["contributions", "aggregation"])
 def test_a_server_that_was_full_continues(task, config, questions, tmp_path, monkeypatch) -> None:
-    run, place, sentence = run_of(task, config, questions)
+    run, place = run_of(task, config, questions)
     full = Full(place, monkeypatch)
     local = coterie.run(run, out=tmp_path / "local")
     full.in_the_middle()
     network = Loop(workers(run, tmp_path))
-    with pytest.raises(CoterieError, match=sentence):
+    with pytest.raises(CoterieError, match=MESSAGES[task]):
         server(run, tmp_path / "server", network).rounds()
     network.pending.clear()
     server(run, tmp_path / "server", network).rounds()
@@ -174,3 +148,19 @@ def test_a_deployed_client_that_cannot_hold_the_base_leaves(config, tmp_path, mo
     sentence = f"The GPU has too little memory for the base {run.base}; set base.weights: nf4 or "
     assert error.startswith(sentence)
     assert RunFolder(tmp_path / "server").result is not None
+
+
+def test_a_client_with_too_little_memory_says_what_helps(config, tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    seen: list[tuple[str, object]] = []
+    run = config()
+    loop = Loop(workers(run, tmp_path), {5: kill})
+    loop.workers["poet"].seen = lambda *event: seen.append(event)
+    monkeypatch.setattr("coterie.losses.tokens.language_model_loss", full)
+    with pytest.raises(Killed):
+        server(run, tmp_path / "server", loop).rounds()
+    help = "training.micro_batch: 1 or training.checkpointing: true"
+    fault = f"The machine has too little memory for a training step; set {help}."
+    assert ("fault", fault) in seen

@@ -1,15 +1,19 @@
 """Each client ends with the best model that it had, by its own validation text."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from crashes.ways import after
 from every_method import each_method, run_of, some
 from kept_runs import HIGH, ROUNDS, files, naive_loss, naive_order, trained
+from looped import Killed, kill
 
 import coterie
 from coterie.cli import terminal
@@ -102,37 +106,19 @@ def again(config, whole) -> Callable[..., RunConfig]:
     return partial(trained, config, seed=whole.description["config"]["seed"])
 
 
-@pytest.mark.parametrize(
-    "file", some({"client-whaler"}, ["kept-poet", "client-whaler", "the end of a round"])
-)
-def test_a_run_that_is_stopped_keeps_the_same_models(
-    file, again, whole, tmp_path, monkeypatch
-) -> None:
-    """Between rounds, or after the best model of one client, not of all, is written."""
-    count = 0
+@pytest.mark.parametrize("file", some({"client-whaler"}, ["kept-poet", "client-whaler"]))
+def test_a_killed_run_keeps_the_same_models(file, again, whole, tmp_path, monkeypatch) -> None:
+    """After the best model of one client, not of all, is written."""
+    calls = itertools.count(1)
 
-    def stop(name: str) -> None:
-        nonlocal count
-        count += name == file
-        if count == 3:
-            raise KeyboardInterrupt
-
-    class Stop(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            stop("the end of a round")
+    def hit(source: Any, path: Path) -> bool:
+        return "checkpoints" in path.parts and path.stem == file and next(calls) == 3
 
     with monkeypatch.context() as patch:
         for owner, name in ((StateFile, "move"), (folder, "link")):
-            original = getattr(owner, name)
-
-            def stopped(source, path, *, original=original, **options) -> None:
-                original(source, path, **options)
-                if "checkpoints" in path.parts:
-                    stop(path.stem)
-
-            patch.setattr(owner, name, stopped)
-        with pytest.raises(KeyboardInterrupt):
-            coterie.run(again(), out=tmp_path / "run", callbacks=[Stop()])
+            patch.setattr(owner, name, after(getattr(owner, name), hit, kill))
+        with pytest.raises(Killed):
+            coterie.run(again(), out=tmp_path / "run")
     stopped_run = RunFolder(tmp_path / "run")
     assert 2 <= stopped_run.turns() <= 3
     coterie.resume(stopped_run.path)
@@ -140,9 +126,7 @@ def test_a_run_that_is_stopped_keeps_the_same_models(
     assert (stopped_run.result or {}) | {"seconds": 0} == (whole.result or {}) | {"seconds": 0}
 
 
-def test_a_deployed_client_keeps_what_it_would_at_home_and_tells_nobody(
-    again, whole, tmp_path
-) -> None:
+def test_a_deployed_client_keeps_the_same_and_tells_nobody(again, whole, tmp_path) -> None:
     sent = {}
     for keep in ("best", "last"):
         run = again(evaluation={"keep": keep})
@@ -246,9 +230,7 @@ def test_a_client_warns_when_its_validation_loss_jumps(rate, config, tmp_path) -
         }
 
 
-def test_the_kept_model_is_scored_once_unless_it_is_the_last(
-    again, whole, tmp_path, monkeypatch
-) -> None:
+def test_the_kept_model_is_scored_at_most_once(again, whole, tmp_path, monkeypatch) -> None:
     scored: Counter[str] = Counter()
     original = part.evaluate
 

@@ -37,14 +37,11 @@ def make(values, bases, tmp_path_factory) -> Make:
         if (method, base) not in made:
             embedded = base == "tiny-gpt2"
             path = tmp_path_factory.mktemp("runs") / "run"
-            training = {"steps": 2, "batch": 2, "precision": "fp32"}
-            run = values(
-                base=base if embedded else str(bases / base),
-                method={"name": method} | METHODS[method],
-                rounds=2,
-                training={**training, "learning_rate": 0.01 if embedded else 0.05},
-                evaluation={"keep": "last"},
-            )
+            rate = {"learning_rate": 0.01 if embedded else 0.05}
+            training = {"steps": 2, "batch": 2, "precision": "fp32"} | rate
+            settings = {"method": {"name": method} | METHODS[method], "training": training}
+            folder = base if embedded else str(bases / base)
+            run = values(base=folder, rounds=2, evaluation={"keep": "last"}, **settings)
             done = coterie.run(run, out=path)
             made[method, base] = Finished(method, run["base"], done.path)
         return made[method, base]
@@ -164,23 +161,20 @@ def flat(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else ()
 
 
-def cast(how: str) -> Callable[[Any], Any]:
-    return lambda model: getattr(model, how)()
+CASTS: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {
+    "half": (torch.float16, ()),
+    "bfloat16": (torch.bfloat16, ()),
+    "double": (torch.float64, ()),
+    "to-bfloat16": (torch.bfloat16, (torch.bfloat16,)),
+    "to-cpu": (torch.float32, ("cpu",)),
+}
+"""The type of a model after a call of its method, and the method's arguments."""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "way"),
-    [
-        (torch.float16, cast("half")),
-        (torch.bfloat16, cast("bfloat16")),
-        (torch.float64, cast("double")),
-        (torch.bfloat16, lambda model: model.to(torch.bfloat16)),
-        (torch.float32, lambda model: model.to("cpu")),
-    ],
-    ids=["half", "bfloat16", "double", "to-bfloat16", "to-cpu"],
-)
-def test_a_cast_model_computes_the_same(run: Finished, dtype: torch.dtype, way) -> None:
-    model = way(run.load())
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_model_computes_the_same(run: Finished, cast: str) -> None:
+    dtype, arguments = CASTS[cast]
+    model = getattr(run.load(), cast.partition("-")[0])(*arguments)
     with torch.no_grad():
         assert model(IDS).logits.dtype == dtype
     error = (logits(model) - run.logits).abs().mean().item()
@@ -199,9 +193,7 @@ COMPILED = [
     ("method", "base", "backend"),
     [pytest.param(*one, marks=marks(one, (), COMPILED[:1] + COMPILED[2:3])) for one in COMPILED],
 )
-def test_a_compiled_model_computes_the_same(
-    method: str, base: str, backend: str, make: Make
-) -> None:
+def test_a_compiled_model_computes_the_same(method, base, backend, make: Make) -> None:
     run = make(method, base)
     torch._dynamo.reset()
     model: Any = torch.compile(run.load(), backend=backend)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from looped import StopAfter
 
 import coterie
 from coterie.bases import load_skeleton
@@ -21,22 +22,8 @@ from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.pipeline import Pipeline
 from coterie.messages import State
 from coterie.methods.contract import ServerContext
-from coterie.runs import Callback, RunFolder
-from coterie.testing.loop import assert_equal
-
-
-def final_states(path: Path) -> dict[str, State]:
-    """Every side's state in the last checkpoint."""
-    folder = RunFolder(path)
-    names = ["server", *(f"client-{name}" for name in folder.description["clients"])]
-    return {name: folder.load(name) for name in names}
-
-
-def assert_identical(one: dict[str, State], other: dict[str, State]) -> None:
-    """Bit for bit."""
-    assert one.keys() == other.keys()
-    for side, state in one.items():
-        assert_equal(state, other[side], side)
+from coterie.runs import RunFolder
+from coterie.testing.loop import assert_equal, assert_same_states
 
 
 @pytest.fixture(scope="module")
@@ -46,54 +33,41 @@ def undisturbed(config, tmp_path_factory) -> Path:
 
 
 KILLED = """
-import os, signal, sys
-import coterie
-from coterie.training.update import Updater
+import sys
 from pathlib import Path
+import coterie
+from crashes.ways import before, install
 
-what, count, run, out = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-owner, name = {
-    "rename": (Path, "replace"),
-    "sync": (os, "fsync"),
-    "update": (Updater, "update"),
-}[what]
-original = getattr(owner, name)
-
-def counted(*args, **kwargs):
-    global count
-    count -= 1
-    if count == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return original(*args, **kwargs)
-
-setattr(owner, name, counted)
+at, count, run, out = sys.argv[1:]
+install(at, before, lambda *_: True, int(count), 0.0, Path(run).with_suffix(".killed"))
 coterie.run(run, out=out)
 """
+RENAME, SYNC, UPDATE = "pathlib:Path.replace", "os:fsync", "coterie.training.update:Updater.update"
 
 
 @pytest.mark.parametrize(
-    ("what", "count", "every"),
+    ("at", "count", "every"),
     [
-        pytest.param("update", 1, 1, marks=pytest.mark.thorough),  # before anything is saved
-        ("update", 14, 1),  # in the middle of the second round
-        pytest.param("update", 14, 2, marks=pytest.mark.slow),
-        pytest.param("sync", 5, 1, marks=pytest.mark.thorough),  # within the first
+        pytest.param(UPDATE, 1, 1, marks=pytest.mark.thorough),  # before anything is saved
+        (UPDATE, 14, 1),  # in the middle of the second round
+        pytest.param(UPDATE, 14, 2, marks=pytest.mark.slow),
+        pytest.param(SYNC, 5, 1, marks=pytest.mark.thorough),  # within the first
         # Just before a checkpoint becomes visible, or near it.
-        pytest.param("rename", 8, 1, marks=pytest.mark.slow),
-        pytest.param("sync", 14, 1, marks=pytest.mark.thorough),
+        pytest.param(RENAME, 8, 1, marks=pytest.mark.slow),
+        pytest.param(SYNC, 14, 1, marks=pytest.mark.thorough),
     ],
 )
-def test_a_killed_run_continues_to_the_same_bits(
-    what, count, every, values, undisturbed, tmp_path
-) -> None:
+def test_a_killed_run_has_the_same_bits(at, count, every, values, undisturbed, tmp_path) -> None:
     run, out = tmp_path / "run.yaml", tmp_path / "out"
     run.write_text(yaml.safe_dump(values(checkpoint={"every": every})))
-    arguments = [sys.executable, "-c", KILLED, what, str(count), str(run), str(out)]
-    killed = subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    arguments = [sys.executable, "-c", KILLED, at, str(count), str(run), str(out)]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    killed = subprocess.run(arguments, env=environment, timeout=120)
     assert killed.returncode == -9
     assert not (out / "result.json").exists()
     resumed = coterie.resume(out)
-    assert_identical(final_states(out), final_states(undisturbed))
+    assert_same_states(RunFolder(out), RunFolder(undisturbed))
     before = RunFolder(undisturbed).result
     after = resumed.results["comigs-1g1s"]
     for key in ("trained", "aggregated", "traffic"):
@@ -107,7 +81,7 @@ def test_the_order_of_clients_does_not_matter(config, undisturbed, tmp_path) -> 
     participants = session.participants(run)
     folder = RunFolder.create(tmp_path / "run", session.description(run, participants))
     local_run(run, session.base, participants[::-1], folder).run()
-    assert_identical(final_states(folder.path), final_states(undisturbed))
+    assert_same_states(folder, RunFolder(undisturbed))
 
 
 WORKER = """
@@ -215,11 +189,9 @@ def test_each_client_in_a_process_of_its_own(values, config, undisturbed, tmp_pa
             start("poet")
     for name in names:
         workers[name].stop()
-    clients = {
-        f"client-{name}": State.decode((tmp_path / name / "state.safetensors").read_bytes())
-        for name in names
-    }
-    assert_identical({"server": value.state(), **clients}, final_states(undisturbed))
+        state = State.decode((tmp_path / name / "state.safetensors").read_bytes())
+        assert_equal(state, RunFolder(undisturbed).load(f"client-{name}"), name)
+    assert_equal(value.state(), RunFolder(undisturbed).load("server"), "server")
 
 
 @pytest.mark.parametrize("method", ["comigs-1g1s", "fedavg", "centralized"])
@@ -247,13 +219,9 @@ def test_windows_of_the_same_text_have_one_name(config, tmp_path) -> None:
     same, small = names("a"), config().data.model_dump()
     assert len(set(same.values())) == 3
     assert names("b", method="centralized", evaluation={"batch": 3}) == same
-    others = {
-        "c": {"evaluation": {"split": "validation"}},
-        "d": {"data": small | {"window": 8}},
-        "e": {"data": small | {"limits": {"test": 300}}},
-        "f": {"seed": 1},  # which divides the text anew
-    }
-    for folder, changes in others.items():
+    validation, text = {"evaluation": {"split": "validation"}}, {"seed": 1}  # divided anew
+    data = ({"data": small | change} for change in ({"window": 8}, {"limits": {"test": 300}}))
+    for folder, changes in zip("cdef", (validation, text, *data), strict=True):
         assert names(folder, **changes) != same, changes
 
 
@@ -293,19 +261,9 @@ def test_a_steps_gradient_is_no_longer_than_asked_for(config, tmp_path, monkeypa
     assert torch.equal(short, free)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
-    config, undisturbed, tmp_path
-) -> None:
-    class Stopped(Exception):
-        pass
-
-    class Stop(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            if round == 1:
-                raise Stopped
-
-    with pytest.raises(Stopped):
-        coterie.run(config(), out=tmp_path / "run", callbacks=[Stop()])
+def test_a_run_goes_on_before_a_damaged_checkpoint(config, undisturbed, tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        coterie.run(config(), out=tmp_path / "run", callbacks=[StopAfter(2)])
     folder = RunFolder(tmp_path / "run")
     path = folder.checkpoint(2) / "client-poet.safetensors"
     data = bytearray(path.read_bytes())
@@ -318,5 +276,5 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     ):
         coterie.resume(folder.path, from_round=7)
     coterie.resume(folder.path, from_round=1)
-    assert_identical(final_states(folder.path), final_states(undisturbed))
+    assert_same_states(folder, RunFolder(undisturbed))
     assert [m["round"] for m in folder.metrics()] == sorted(m["round"] for m in folder.metrics())

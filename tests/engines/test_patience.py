@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept_runs import HIGH, files, naive_loss, trained
+from kept_runs import HIGH, naive_loss, trained
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -14,7 +14,7 @@ from coterie.deployment import server as engine
 from coterie.exchanges.lazy import server_state
 from coterie.messages.envelope import Entry, Reply, unseal
 from coterie.methods.pretrained import bare
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
 from coterie.testing import loop
 from coterie.testing.rounds import close, down, joined, up
 from coterie.training.spec import EvaluationSpec
@@ -101,9 +101,7 @@ def patient(config, tmp_path_factory) -> RunFolder:
     return RunFolder(coterie.run(run, out=tmp_path_factory.mktemp("patient") / "run").path)
 
 
-def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
-    config, patient, tmp_path
-) -> None:
+def test_deployed_clients_stop_as_in_the_local_engine(config, patient, tmp_path) -> None:
     run = trained(config, evaluation={"patience": 1})
     network = loop.deploy(run, tmp_path)
     loop.assert_as_local(run, tmp_path, patient)
@@ -116,21 +114,6 @@ def test_clients_of_a_deployment_stop_as_at_home_and_the_quorum_without_them(
     said = [unseal(Reply, data)[0].client for data in replies if b'"stops": true' in data]
     assert sorted(said) == sorted({*said})
     assert said
-
-
-def test_a_run_with_patience_continues_to_the_same_bits(config, patient, tmp_path) -> None:
-    class Stop(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            if round == patient.turns() - 2:
-                raise KeyboardInterrupt
-
-    run = trained(config, evaluation={"patience": 1})
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
-    coterie.resume(tmp_path / "run")
-    again = RunFolder(tmp_path / "run")
-    assert files(again) == files(patient)
-    assert (again.result or {}) | {"seconds": 0} == (patient.result or {}) | {"seconds": 0}
 
 
 def test_a_run_ends_when_all_have_stopped(config, tmp_path) -> None:
@@ -154,11 +137,7 @@ def test_a_quorum_that_has_stopped_waits_for_nobody_for_ever(config, tmp_path, m
     monkeypatch.setattr(engine, "GRACE", 0.0)
     deployment = {"quorum": 2, "deadline": 0.001}
     run = config(
-        method="local",
-        rounds=9,
-        training=HIGH,
-        evaluation={"patience": 1},
-        deployment=deployment,
+        method="local", rounds=9, training=HIGH, evaluation={"patience": 1}, deployment=deployment
     )
     loop.deploy(run, tmp_path, events={2: lambda network: network.away.add("whaler")})
     assert RunFolder(tmp_path / "server").turns() < 9
@@ -175,13 +154,9 @@ def test_a_kept_round_that_a_client_tells_is_a_number_of_rounds(value) -> None:
 def test_who_comes_late_has_as_much_patience(config, tmp_path) -> None:
     """Rounds before a client's first are not held against it: it takes part in two at least,
     whose model is compared when the second begins."""
-    run = config(
-        method="fedavg",
-        rounds=5,
-        training=HIGH | {"learning_rate": 1e-6},
-        evaluation={"patience": 2},
-        deployment={"quorum": 2},
-    )
+    training = HIGH | {"learning_rate": 1e-6}
+    rules = {"evaluation": {"patience": 2}, "deployment": {"quorum": 2}}
+    run = config(method="fedavg", rounds=5, training=training, **rules)
     late = {6: lambda network: network.reconnect("whaler")}
     network = loop.deploy(run, tmp_path, away={"whaler"}, events=late)
     first = min(o.turn for name, o in network.orders if (name, o.kind) == ("whaler", "step"))
@@ -196,18 +171,12 @@ def test_patience_needs_a_best_model() -> None:
 
 
 @pytest.mark.parametrize("free", [0, 2**40])
-def test_patience_counts_rounds_and_not_the_phases_of_transforms(
-    free, config, tmp_path, monkeypatch
-) -> None:
+def test_patience_does_not_count_phases(free, config, tmp_path, monkeypatch) -> None:
     """With a phase before and a phase after training, twelve turns are four rounds."""
     load_plugin(PLUGIN)
     monkeypatch.setattr("coterie.engines.local.free_memory", lambda: free)
-    run = config(
-        method="fedavg",
-        rounds=4,
-        evaluation={"patience": 4},
-        aggregation={"transforms": ["masked_sum"]},
-    )
+    masked, patience = {"transforms": ["masked_sum"]}, {"patience": 4}
+    run = config(method="fedavg", rounds=4, evaluation=patience, aggregation=masked)
     assert (run.exchanges, run.turns) == (4, 12)
     done = coterie.run(run, out=tmp_path / "run")
     uploads = Counter(

@@ -7,15 +7,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from looped import Spoilt, result_of
 
 import coterie
 from coterie.config.plugins import load_plugin
 from coterie.deployment.forgetting import forget
 from coterie.errors import CoterieError
 from coterie.messages import Groups, Json, Message, MessageError
-from coterie.messages.envelope import Order, Reply, seal, unseal
+from coterie.messages.envelope import Order, seal
 from coterie.privacy import secrets
-from coterie.runs import Callback, RunFolder, turn_of
+from coterie.runs import RunFolder, turn_of
 from coterie.testing import loop
 from coterie.transforms.contract import Context, Memory, Transform, mapped
 
@@ -81,79 +82,23 @@ def adapter(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
     return loop.flat(RunFolder(folder).load("server"))
 
 
-def diverges(name: str, turn: int) -> Any:
-    """A change of replies: a client says that its training diverged."""
-
-    def change(client: str, data: bytes) -> bytes:
-        reply, _ = unseal(Reply, data)
-        if (client, reply.kind, reply.turn) != (name, "step", turn):
-            return data
-        return seal(reply.model_copy(update={"fault": "diverged"}), b"")
-
-    return change
+def diverges(client: str, turn: int) -> Spoilt:
+    """Return a change of replies: a client says that its training diverged."""
+    fault = {"fault": "diverged"}
+    return Spoilt(lambda reply, _: seal(reply.model_copy(update=fault), b""), turn, 9, client)
 
 
-@pytest.mark.parametrize("who", ["diarist", "whaler"])
-def test_a_masked_sum_survives_a_client_whose_upload_is_missing(who, run, tmp_path) -> None:
+@pytest.mark.parametrize("client", ["diarist", "whaler"])
+def test_a_masked_sum_survives_a_missing_upload(client, run, tmp_path) -> None:
     masked, plain = run("masked_sum", rounds=1), run("", rounds=1)
-    loop.deploy(masked, tmp_path / "masked", change=diverges(who, 1))
-    loop.deploy(plain, tmp_path / "plain", change=diverges(who, 0))
+    loop.deploy(masked, tmp_path / "masked", change=diverges(client, 1))
+    loop.deploy(plain, tmp_path / "plain", change=diverges(client, 0))
     actual, expected = (adapter(tmp_path / name / "server") for name in ("masked", "plain"))
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7)
-    result = RunFolder(tmp_path / "masked" / "server").result
-    assert result is not None
-    assert [*result["left_out"]] == [who]
-
-
-class StopIn(Callback):
-    """Stops a run when a client has uploaded a number of times."""
-
-    def __init__(self, uploads: int) -> None:
-        self.left = uploads
-
-    def on_client_end(self, round: int, client: str) -> None:
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("transform", ["counted", "masked_sum"])
-def test_a_run_that_stops_in_any_phase_continues_to_the_same_bits(transform, run, tmp_path) -> None:
-    two = run(transform)
-    whole = RunFolder(coterie.run(two, out=tmp_path / "whole").path)
-    for turns in range(1, two.turns):
-        out = tmp_path / f"stopped-{turns}"
-        with pytest.raises(KeyboardInterrupt):
-            coterie.run(two, out=out, callbacks=[StopIn(turns * len(two.clients) + 1)])
-        waits = any(name.startswith("server-waiting") for name in loop.sides(RunFolder(out)))
-        assert waits == two.turn(turns).after
-        coterie.resume(out)
-        loop.assert_same_states(RunFolder(out), whole)
-
-
-@pytest.mark.parametrize("transform", ["counted", "masked_sum"])
-def test_a_server_that_is_killed_at_any_time_ends_in_the_same_bits(
-    transform, run, tmp_path
-) -> None:
-    two = run(transform, deployment={"quorum": 3})
-    local = RunFolder(coterie.run(two, out=tmp_path / "local").path)
-    network = loop.deploy(two, tmp_path / "whole")
-    loop.assert_as_local(two, tmp_path / "whole", local)
-
-    def kill(_: loop.Loop) -> None:
-        raise KeyboardInterrupt
-
-    for number in range(2, network.turns):
-        out = tmp_path / f"killed-{number}"
-        killed = loop.Loop(loop.workers(two, out), events={number: kill})
-        with pytest.raises(KeyboardInterrupt):
-            loop.server(two, out / "server", killed).rounds()
-        for name in killed.workers:
-            killed.reconnect(name)
-        loop.server(two, out / "server", killed).rounds()
-        loop.assert_as_local(two, out, local)
+    result = result_of(RunFolder(tmp_path / "masked" / "server"))
+    assert [*result["left_out"]] == [client]
 
 
 def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
@@ -181,25 +126,16 @@ def test_an_upload_counts_without_an_answer(run, tmp_path) -> None:
 @pytest.mark.parametrize("turn", [0, ASK])
 def test_an_invalid_reply_is_asked_for_again(turn, run, tmp_path) -> None:
     """The downloads of the other clients stay valid."""
-    spoilt: list[str] = []
-
-    def spoil(name: str, data: bytes) -> bytes:
-        reply, _ = unseal(Reply, data)
-        if (name, reply.kind, reply.turn) != ("poet", "step", turn) or spoilt:
-            return data
-        spoilt.append(name)
-        return seal(reply, Message(turn, values={"counted": "yes"}).encode())
-
+    answer = Message(turn, values={"counted": "yes"}).encode()
+    spoilt = Spoilt(lambda reply, _: seal(reply, answer), turn)
     two = run(deployment={"quorum": 3})
     local = RunFolder(coterie.run(two, out=tmp_path / "local").path)
-    loop.deploy(two, tmp_path, change=spoil)
-    assert spoilt
+    loop.deploy(two, tmp_path, change=spoilt)
+    assert spoilt.count
     loop.assert_as_local(two, tmp_path, local)
 
 
-def test_whoever_is_expelled_after_its_upload_leaves_when_the_exchange_is_over(
-    run, tmp_path
-) -> None:
+def test_a_client_expelled_after_its_upload_leaves_after_the_exchange(run, tmp_path) -> None:
     """The sum may need what the client has sent; its data are gone in the next exchange."""
     server, names = tmp_path / "server", []
 
@@ -252,8 +188,7 @@ def test_a_server_that_starts_again_has_no_upload_of_whoever_is_expelled(run, tm
     two, out = run(deployment={"quorum": 2}), tmp_path / "server"
     network = stopped(two, tmp_path)
     RunFolder(out).expel("whaler")
-    server = loop.server(two, out, network)
-    server.rounds()
+    loop.server(two, out, network).rounds()
     assert RunFolder(out).result is not None
     assert "whaler" not in str(RunFolder(out).load("transforms"))
 

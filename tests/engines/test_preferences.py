@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from every_method import AT_ONCE, BEHAVIOURS, METHODS, some
+from looped import NAMES
 
 import coterie
 from coterie.config.deployed import load_deployment
@@ -18,12 +19,10 @@ from coterie.evaluation.answers import answer_losses
 from coterie.inference import kept
 from coterie.methods.pretrained import bare
 from coterie.methods.registry import available
-from coterie.runs import Callback, RunFolder
-from coterie.testing.loop import assert_as_local, deploy
+from coterie.runs import RunFolder
 from coterie.testing.rounds import joined
 from coterie.turn import FIRST
 
-NAMES = ("diarist", "poet", "whaler")
 TRAINING = {"steps": 6, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
 LEARNS = [name for name, kind in available().items() if kind.learns_preferences]
 NOT_BASE = {
@@ -33,13 +32,6 @@ NOT_BASE = {
 """Their clients' first step is not at the base: a prompt changes what is read, the shared
 adapters of FDLoRA and FedDPA have learnt alone by then, and RoLoRA's A follows B."""
 FEW = {"fedavg", "comigs-1g1s", "fedamole"}
-
-
-class Stopped(Callback):
-    """Ends a run after its first round."""
-
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -69,8 +61,7 @@ def losses(folder: RunFolder, client: str, level: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    some(FEW, [name for name in LEARNS if name != "pretrained"], BEHAVIOURS),
+    "name", some(FEW, [name for name in LEARNS if name != "pretrained"], BEHAVIOURS)
 )
 def test_a_methods_loss_falls(name, run, tmp_path) -> None:
     settings = {k: v for k, v in AT_ONCE.items() if k in available()[name].model_fields}
@@ -163,20 +154,6 @@ def test_pieces_of_a_batch_learn_the_same(run) -> None:
             torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_and_a_deployment_have_the_same_bits(run, tmp_path) -> None:
-    whole = run(method="comigs-1g1s", training=TRAINING | {"sampling": "epochs", "micro_batch": 3})
-    local = RunFolder(coterie.run(whole, out=tmp_path / "local").path)
-    with pytest.raises(KeyboardInterrupt):
-        coterie.run(whole, out=tmp_path / "half", callbacks=[Stopped()])
-    half = RunFolder(coterie.resume(tmp_path / "half").path)
-    for name in NAMES:
-        one, two = (folder.load(f"client-{name}").encode() for folder in (local, half))
-        assert one == two
-    deploy(whole, tmp_path / "deployed")
-    assert_as_local(whole, tmp_path / "deployed", local)
-
-
 def test_the_reference_can_be_a_clients_model_of_an_earlier_run(run, tmp_path, other) -> None:
     last = {"evaluation": {"keep": "last"}, "rounds": 1}
     first = coterie.run(run(method="local", **last), out=tmp_path / "first")
@@ -219,10 +196,7 @@ def test_a_deployment_has_no_earlier_run(run, tmp_path) -> None:
         ({"training": {"dpo": {"label_smoothing": 0.5}}}, "less than 0.5"),
         ({"server": {}}, "`data.preferences` and `server` are mutually exclusive"),
         ({"evaluation": {"generate": 5}}, "needs answers"),
-        (
-            {"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}},
-            "needs pairs",
-        ),
+        ({"data": {"window": 48}, "evaluation": {"metric": "reward_accuracy"}}, "needs pairs"),
         ({"data": {"window": 48, "preferences": {"template": "x"}}}, "plain"),
     ],
 )
@@ -232,9 +206,5 @@ def test_wrong_settings_are_told(changes, message, run) -> None:
 
 
 def test_every_method_says_whether_it_learns_preferences() -> None:
-    assert {name for name in METHODS if name in available()} - set(LEARNS) == {
-        "pcl-3",
-        "fedmkt",
-        "fedmkt-fedavg",
-        "llm2slm",
-    }
+    others = {"pcl-3", "fedmkt", "fedmkt-fedavg", "llm2slm"}
+    assert {name for name in METHODS if name in available()} - set(LEARNS) == others

@@ -4,18 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from looped import StopAfter
 
 import coterie
 from coterie import CoterieError
 from coterie.engines.processes import completing
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
 
 BASELINES = ["pretrained", "local"]
-
-
-class StopAfterFirstRound(Callback):
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
 
 
 def scores(path: Path) -> dict[str, Any]:
@@ -30,7 +26,7 @@ def test_the_results_are_those_of_one_process_even_after_an_interruption(config,
     run = config(rounds=2, threads=1, baselines=BASELINES)
     expected = coterie.run(run, out=tmp_path / "one")
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "more", jobs=3, callbacks=[StopAfterFirstRound()])
+        coterie.run(run, out=tmp_path / "more", jobs=3, callbacks=[StopAfter()])
     assert RunFolder(tmp_path / "more").turns() == 1
     lines: list[str] = []
     resumed = coterie.resume(tmp_path / "more", jobs=3, report=lines.append)
@@ -47,9 +43,17 @@ def test_a_baseline_that_fails_is_reported(tmp_path) -> None:
         pass
 
 
-def test_processes_that_cannot_be_used_are_refused(config, tmp_path) -> None:
-    with pytest.raises(CoterieError, match="at least 1"):
-        coterie.run(config(), out=tmp_path / "run", jobs=0)
-    with pytest.raises(CoterieError, match="leave out --engine"):
-        coterie.run(config(), out=tmp_path / "run", jobs=2, engine="ray")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"jobs": 0}, "at least 1"),
+        ({"jobs": 2, "engine": "ray"}, "leave out --engine"),
+        ({"engine": "cluster"}, "choose one of local, ray"),
+        ({"address": "localhost:6379"}, "--address and --gpus need the engine `ray`"),
+        ({"gpus": 0.5}, "--address and --gpus need the engine `ray`"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options, reason, config, tmp_path) -> None:
+    with pytest.raises(CoterieError, match=reason):
+        coterie.run(config(), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()

@@ -52,12 +52,6 @@ def test_other_addresses_are_refused(address) -> None:
         check_address(address)
 
 
-@pytest.mark.parametrize("options", [{"address": "localhost:6379"}, {"gpus": 0.5}])
-def test_the_local_engine_has_neither_address_nor_gpus(options, config, tmp_path) -> None:
-    with pytest.raises(CoterieError, match="--address and --gpus need the engine `ray`"):
-        coterie.run(config(), out=tmp_path / "run", **options)
-
-
 NODES = [
     {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
     {"Alive": True, "Resources": {"CPU": 3.0, "memory": 1e9}},

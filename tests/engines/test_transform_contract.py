@@ -85,9 +85,7 @@ class Secretive(Transform):
         (Secretive(factor=0.5), "test_a_run_file_contains_all_settings"),
     ],
 )
-def test_a_faulty_transform_fails(
-    faulty: Transform, test: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_faulty_transform_fails(faulty: Transform, test: str, tmp_path, monkeypatch) -> None:
     contract = TransformContract()
     monkeypatch.setattr(TransformContract, "transform", faulty, raising=False)
     TRANSFORMS.register(type(faulty))

@@ -1,10 +1,11 @@
-"""The example transforms in whole runs: every engine, killed and resumed, gives the same bits."""
+"""The example transforms in whole runs: repeated exchanges, bytes, and refusals."""
 
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from looped import Killed, Spoilt, kill, result_of
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -12,23 +13,13 @@ from coterie.deployment.client import Worker
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.messages import Message, Schema
-from coterie.messages.envelope import Reply, seal, unseal
+from coterie.messages.envelope import Reply, seal
 from coterie.privacy import secrets
-from coterie.runs import Callback, RunFolder
-from coterie.testing.loop import Loop, assert_as_local, assert_same_states, deploy, server, site
-from coterie.testing.loop import workers as clients_of
+from coterie.runs import RunFolder
+from coterie.testing.loop import Loop, assert_as_local, deploy, site
 from coterie.transforms.contract import Transform, TransformFacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
-TRANSFORMS: dict[str, Any] = {
-    "median": "median",
-    "trimmed mean": {"name": "trimmed_mean", "trim": 0.3},
-    "my median": "my_median",
-    "noise": {"name": "clipped_gaussian", "epsilon": 1e4},
-    "int8": "int8",
-    "masks": "masked_sum",
-    "three": [{"name": "clipped_gaussian", "epsilon": 1e4}, "int8", "my_median"],
-}
 """`aggregation.transforms` of a run."""
 
 
@@ -40,86 +31,27 @@ def _loaded() -> None:
         coterie.register(kind)
 
 
-@pytest.fixture(autouse=True)
-def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise and keys differ from run to run; here they do not."""
-    monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))
-
-
-@pytest.fixture(params=TRANSFORMS)
-def run(request: pytest.FixtureRequest, config: Any) -> coterie.RunConfig:
-    chosen = TRANSFORMS[request.param]
-    transforms = chosen if isinstance(chosen, list) else [chosen]
-    return config(
-        rounds=2,
-        evaluation={"every": 1},
-        deployment={"quorum": 3, "deadline": 60},
-        aggregation={"transforms": transforms, "largest_change": None},
-    )
-
-
-class Stop(Callback):
-    """Interrupts a run after its first round."""
-
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
-
-
-class Killed(Exception):
-    """The server's process ends."""
-
-
-def kill(loop: Loop) -> None:
-    raise Killed
-
-
-def test_every_engine_ends_in_the_same_bits_killed_or_not(run, tmp_path) -> None:
-    local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    session = Session(run)
-    description = session.description(run, session.participants(run))
-    stopped = RunFolder.create(tmp_path / "stopped", description)
-    with pytest.raises(KeyboardInterrupt):
-        session.start(run, stopped, [Stop()]).run()
-    coterie.resume(stopped.path)
-    assert_same_states(stopped, local)
-
-    def killed(loop: Loop) -> None:
-        loop.reconnect("poet", Worker(site(run, "poet", tmp_path)))
-
-    clients = clients_of(run, tmp_path)
-    with pytest.raises(Killed):
-        server(run, tmp_path / "server", Loop(clients, {3: kill})).rounds()
-    server(run, tmp_path / "server", Loop(clients, {2: killed})).rounds()
-    assert_as_local(run, tmp_path, local)
+def shortened(reply: Reply, body: bytes) -> bytes:
+    """Return a reply with one element of each tensor, and no values."""
+    message = Message.decode(body)
+    groups = {g: {n: t.flatten()[:1] for n, t in ts.items()} for g, ts in message.groups.items()}
+    return seal(reply, Message(message.exchange, groups).encode())
 
 
 @pytest.mark.parametrize(("transform", "round"), [("int8", 1), ("masked_sum", 0)])
-def test_whoever_is_not_asked_again_counts_as_in_the_first_attempt(
-    transform, round, config, tmp_path, monkeypatch
-) -> None:
+def test_a_bad_reply_repeats_the_exchange(transform, round, config, tmp_path, monkeypatch) -> None:
     """One reply is spoilt, so that the exchange begins again with the uploads of the others."""
     monkeypatch.setattr("coterie.deployment.seats.RETRY", 0.0)
+    monkeypatch.setattr(secrets, "draw", lambda: bytes(secrets.KEY_BYTES))  # noise and keys
     run = config(
         rounds=2,
         deployment={"quorum": 3, "deadline": 60},
         aggregation={"transforms": [transform], "largest_change": None},
     )
     local = RunFolder(coterie.run(run, out=tmp_path / "local").path)
-    spoilt: list[str] = []
-
-    def spoil(name: str, data: bytes) -> bytes:
-        reply, body = unseal(Reply, data)
-        if (name, reply.kind, reply.turn) != ("poet", "step", round) or spoilt:
-            return data
-        spoilt.append(name)
-        message = Message.decode(body)
-        groups = {
-            g: {n: t.flatten()[:1] for n, t in ts.items()} for g, ts in message.groups.items()
-        }
-        return seal(reply, Message(message.exchange, groups).encode())
-
-    deploy(run, tmp_path, change=spoil)
-    assert spoilt
+    spoilt = Spoilt(shortened, round)
+    deploy(run, tmp_path, change=spoilt)
+    assert spoilt.count
     assert_as_local(run, tmp_path, local)
 
 
@@ -174,8 +106,7 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
     def traffic(*transforms: Any) -> dict[str, int]:
         run = config(rounds=2, aggregation={"transforms": list(transforms)})
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        result = RunFolder(coterie.run(run, out=out).path).result
-        assert result is not None
+        result = result_of(RunFolder(coterie.run(run, out=out).path))
         return result["traffic"]
 
     plain, small = traffic(), traffic("int8")
@@ -184,54 +115,39 @@ def test_bytes_on_the_wire_are_what_transforms_declare(config, tmp_path) -> None
     assert small["down"] < plain["down"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"transforms": ["median", "trimmed_mean"]}, "several transforms that replace the mean"),
-        ({"transforms": ["int8", "median", "int8"]}, "has 'int8' twice; keep one of them"),
-        ({"transforms": ["median", "median"]}, "has 'median' twice"),
-        ({"transforms": ["bounds"]}, r"no transform 'bounds'\. Bounds, .* keys of the section"),
-        (
-            {"transforms": ["masked_sum", "phased"]},
-            "Two phases have the name 'keys'",
-        ),
-        ({"transforms": ["trained"]}, "Two phases have the name 'train'.* rename the phase"),
-        ({"transforms": ["failing"]}, "The transform 'failing' failed: check raised KeyError"),
-        (
-            {"transforms": [{"name": "failing", "hook": "schema"}]},
-            "The transform 'failing' failed: schema raised KeyError: 'epsilon'",
-        ),
-        ({"transforms": ["medain"]}, "There is no transform 'medain'. Did you mean 'median'?"),
-        ({"transforms": [{"name": "trimmed_mean", "trim": 0.7}]}, r"transforms\[0\].trim"),
-        ({"transforms": [{"name": "median", "trim": 0.2}]}, r"Unknown key .*transforms\[0\].trim"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes, why, config) -> None:
-    def checked() -> None:
-        run = config(aggregation=changes)
-        Session(run).check(run)
-
-    with pytest.raises(CoterieError, match=why):
-        checked()
+SCHEMA = {"name": "failing", "hook": "schema"}
+TRIM = {"name": "trimmed_mean", "trim": 0.7}
+EXACT = {"name": "fedavg", "exact": True}
 
 
 @pytest.mark.parametrize(
-    ("method", "transform", "why"),
+    ("method", "transforms", "why"),
     [
-        ("local", "median", "has no effect with the method 'local'"),
-        ("pcl-2", "clipped_gaussian", "encodes. Remove it"),
-        ("fedamole", "masked_sum", "also uploads 'tokens' \\(mean token embedding"),
-        (
-            {"name": "fedavg", "exact": True},
-            "median",
-            "method.exact needs the mean of uploads, which",
-        ),
+        (None, ["median", "trimmed_mean"], "several transforms that replace the mean"),
+        (None, ["int8", "median", "int8"], "has 'int8' twice; keep one of them"),
+        (None, ["median", "median"], "has 'median' twice"),
+        (None, ["bounds"], r"no transform 'bounds'\. Bounds, .* keys of the section"),
+        (None, ["masked_sum", "phased"], "Two phases have the name 'keys'"),
+        (None, ["trained"], "Two phases have the name 'train'.* rename the phase"),
+        (None, ["failing"], "The transform 'failing' failed: check raised KeyError"),
+        (None, [SCHEMA], "The transform 'failing' failed: schema raised KeyError: 'epsilon'"),
+        (None, ["medain"], "There is no transform 'medain'. Did you mean 'median'?"),
+        (None, [TRIM], r"transforms\[0\].trim"),
+        (None, [{"name": "median", "trim": 0.2}], r"Unknown key .*transforms\[0\].trim"),
+        ("local", ["median"], "has no effect with the method 'local'"),
+        ("pcl-2", ["clipped_gaussian"], "encodes. Remove it"),
+        ("fedamole", ["masked_sum"], "also uploads 'tokens' \\(mean token embedding"),
+        (EXACT, ["median"], "method.exact needs the mean of uploads, which"),
     ],
 )
-def test_a_method_that_a_transform_cannot_have_is_refused(method, transform, why, config) -> None:
-    run = config(method=method, aggregation={"transforms": [transform]})
+def test_what_cannot_be_is_refused(method, transforms, why, config) -> None:
+    changes = {} if method is None else {"method": method}
     with pytest.raises(CoterieError, match=why):
-        Session(run).check(run)
+        check(config(aggregation={"transforms": transforms}, **changes))
+
+
+def check(run: coterie.RunConfig) -> None:
+    Session(run).check(run)
 
 
 def test_median_and_trimmed_mean_are_their_definitions() -> None:

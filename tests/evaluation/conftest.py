@@ -1,5 +1,6 @@
 import random
 from importlib.resources import files
+from typing import Any
 
 import pytest
 from naive_near import changed
@@ -14,3 +15,12 @@ def passages() -> list[str]:
     book = (files("coterie") / "assets" / "demo-writers" / "whaler.txt").read_text(encoding="utf-8")
     own = list(pieces(book[:36_000], 600))[:50]
     return own + [changed(text, n % 25 + 1, draw) for n, text in enumerate(own)]
+
+
+@pytest.fixture(scope="session")
+def answering(questions) -> dict[str, Any]:
+    """The settings of a run in which three writers answer questions with yes or no."""
+    instructions = {"template": "{{ instruction }}?", "choices": ["yes", "no"]}
+    clients = [{"name": n, "path": f"{n}.jsonl"} for n in ("diarist", "poet", "whaler")]
+    data = {"window": 48, "instructions": instructions}
+    return {"data_root": str(questions), "data": data, "clients": clients}

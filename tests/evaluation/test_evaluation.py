@@ -16,8 +16,7 @@ from coterie.testing.small import TOKENS
 @pytest.mark.parametrize("count", [5, 64, 203])
 def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -> None:
     base = load_base(str(bases / family), "fp32", 16)
-    chance = torch.Generator().manual_seed(count)
-    ids = torch.randint(1, TOKENS, (count,), generator=chance)
+    ids = torch.randint(1, TOKENS, (count,), generator=torch.Generator().manual_seed(count))
     size = len(str(base.tokenizer.decode(ids)).encode())
     score = evaluate(base, base.model, Tokens(ids.int(), size), window=16, batch=3)
     # The slow way: one window at a time, every token predicted from those before it in its window.
@@ -26,9 +25,7 @@ def test_the_score_is_transformers_loss_on_the_bare_base(bases, family, count) -
     with torch.no_grad():
         for start in range(0, count, 16):
             window = stream[start : start + 17][None]
-            loss = base.model(window, labels=window).loss
-            assert loss is not None
-            nats.append(loss.item() * (window.shape[1] - 1))
+            nats.append(base.model(window, labels=window).loss.item() * (window.shape[1] - 1))
             predicted.append(window.shape[1] - 1)
     assert score.items() == {"nats": pytest.approx(nats, rel=1e-4), "tokens": predicted}
     assert score.tokens == sum(predicted) == count
@@ -90,8 +87,7 @@ def test_the_top_logits_are_those_after_the_last_token_of_each_sample(bases, fam
     assert batch.real is not None
     rows = [row[: int(real.sum())] for row, real in zip(batch.ids, batch.real, strict=True)]
     for samples, read in ((batch, rows), (Batch(batch.ids), list(batch.ids[:, :-1]))):
-        last = torch.stack([base.model(row[None]).logits[0, -1] for row in read])
-        best = last.topk(3)
+        best = torch.stack([base.model(row[None]).logits[0, -1] for row in read]).topk(3)
         values, places = top_logits(base, samples, 3, at_once=2)
         order = best.indices.argsort(-1)
         assert torch.equal(places, best.indices.gather(-1, order))

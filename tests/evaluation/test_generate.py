@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
+from test_answers import adapted as randomly_adapted
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AddedToken
 
-from coterie.adapters import Adapter, Layout
 from coterie.bases import Base, context_token, load_base
 from coterie.data.chat import ChatTemplate, chat_template
 from coterie.data.examples import Encoding, Examples
@@ -30,13 +30,7 @@ def prompts() -> list[Tensor]:
 
 def adapted(folder: str) -> Base:
     """A base with an adapter whose values make texts differ."""
-    base = load_base(folder, "fp32", 16)
-    adapter = Adapter(base.model, Layout(), seed=0, client="ada", common=lambda _: False)
-    chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.5, generator=chance)
-    adapter.attach(base.model)
-    return base
+    return randomly_adapted(folder, seed=5, std=0.5)
 
 
 def encoding(encoder: Tokenizer, template: ChatTemplate) -> Encoding:
@@ -103,7 +97,6 @@ def test_what_the_base_would_rather_do_is_set_aside(bases) -> None:
     base = adapted(str(bases / "gpt2"))
     plain = continuations(base, base.model, prompts(), 6, 4)
     config = base.model.generation_config
-    assert config is not None
     config.repetition_penalty, config.do_sample, config.temperature = 5.0, True, 9.0
     assert continuations(base, base.model, prompts(), 6, 4) == plain
 
@@ -169,8 +162,7 @@ def test_an_answer_ends_with_the_marker_of_its_template(bases, marker) -> None:
     found = continuations(base, base.model, prompts, 6, 3, [stop])
     assert found == [text.split(stop)[0] for text in whole]
     assert len(found[0]) < len(whole[0])
-    texts = generate_answers(base, base.model, samples, 6, 2)
-    assert texts == [text.strip() for text in whole]
+    assert generate_answers(base, base.model, samples, 6, 2) == [text.strip() for text in whole]
 
 
 def test_a_token_of_its_own_ends_an_answer(bases) -> None:

@@ -32,8 +32,7 @@ def test_what_suits_every_score_is_shown(scores, asked, key) -> None:
 
 
 def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
-    assert PERPLEXITY.cell(12.3456) == "12.35"
-    assert ACCURACY.cell(0.83064) == "83.06"
+    assert (PERPLEXITY.cell(12.3456), ACCURACY.cell(0.83064)) == ("12.35", "83.06")
     assert (PERPLEXITY.label, metric_named("rouge_l").label) == ("perplexity", "ROUGE-L (%)")
     assert sorted([0.2, 0.9, 0.5], key=ACCURACY.order) == [0.9, 0.5, 0.2]
     assert sorted([2, 9, 5], key=PERPLEXITY.order) == [2, 5, 9]
@@ -41,17 +40,11 @@ def test_shares_are_per_cent_and_more_of_them_is_better() -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "note"),
-    [(TEXT, "test perplexity 12.35  "), (CHOSEN, "test accuracy 83.06 %  ")],
+    ("score", "note"), [(TEXT, "test perplexity 12.35  "), (CHOSEN, "test accuracy 83.06 %  ")]
 )
 def test_progress_tells_the_same_figure(score, note, config) -> None:
     run = config(method="fedavg")
-    line = {
-        "round": 0,
-        "client": "poet",
-        "name": f"test/{run.method.reports}",
-        "value": score,
-    }
+    line = {"round": 0, "client": "poet", "name": f"test/{run.method.reports}", "value": score}
     assert progress_note(run, 0, [line, {"name": "seconds", "value": 3}]) == note
     assert progress_note(run, 0, []) == ""
     late = f"{note.strip()} after round 1  "  # scored at the start of the second

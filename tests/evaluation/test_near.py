@@ -26,8 +26,7 @@ SHIPPED = ["alpaca", "plain", "chat"]
 
 def test_near_pairs_are_those_of_the_definition(passages: list[str]) -> None:
     draw = random.Random(1)
-    versions = [changed(passages[0], 2, draw) for _ in range(6)]
-    records = [[text] for text in passages + versions]
+    records = [[text] for text in passages + [changed(passages[0], 2, draw) for _ in range(6)]]
     wanted = naive_pairs(records)
     assert len(wanted) > 30  # all versions of the first text, and some of the changed ones
     assert near_pairs(records) == wanted
@@ -37,9 +36,8 @@ def test_near_pairs_are_those_of_the_definition(passages: list[str]) -> None:
 
 
 def test_space_case_and_a_final_stop_make_texts_nearly_the_same(passages: list[str]) -> None:
-    assert near_pairs([[passages[0]], [passages[1]], [passages[0].upper().replace(" ", "\n")]]) == [
-        (0, 2)
-    ]
+    upper = passages[0].upper().replace(" ", "\n")
+    assert near_pairs([[passages[0]], [passages[1]], [upper]]) == [(0, 2)]
     assert near_pairs([["A sea"], ["A lake"], ["a  sea."]]) == [(0, 2)]
 
 
@@ -53,14 +51,9 @@ def answered(instruction: str, words: Any = WORDS) -> list[dict[str, Any]]:
 
 
 def said(system: str, user: str, words: Any = WORDS) -> list[dict[str, Any]]:
-    return [
-        {
-            "messages": [
-                {"role": r, "content": c} for r, c in zip(ROLES, (system, user + a, b), strict=True)
-            ]
-        }
-        for a, b in zip(words, reversed(words), strict=True)
-    ]
+    talks = [(system, user + a, b) for a, b in zip(words, reversed(words), strict=True)]
+    turns = [[{"role": r, "content": c} for r, c in zip(ROLES, t, strict=True)] for t in talks]
+    return [{"messages": each} for each in turns]
 
 
 ROLES = ("system", "user", "assistant")
@@ -86,14 +79,8 @@ UNLIKE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a header": ({}, [{"text": f"{NOTICE}A {w} is no {w[::-1]} at all."} for w in WORDS]),
     "a signature": ({}, [{"text": f"The {w}. {NOTICE}"} for w in WORDS]),
     "few headers": ({}, [{"text": f"{NOTICE}The {w}."} for w in WORDS[:5]]),
-    "a Japanese header": (
-        {},
-        [{"text": HINWEIS + a + b} for a, b in zip(SIGNS, SIGNS[::-1], strict=True)],
-    ),
-    "numbers": (
-        {},
-        [{"text": f"Your bill of {n} pounds has been paid in full."} for n in (17, 18)],
-    ),
+    "a Japanese header": ({}, [{"text": HINWEIS + a + SIGNS[-1 - n]} for n, a in enumerate(SIGNS)]),
+    "numbers": ({}, [{"text": f"Your bill of {n} pounds is paid in full."} for n in (17, 18)]),
 }
 
 

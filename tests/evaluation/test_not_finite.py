@@ -38,18 +38,8 @@ def breaking(monkeypatch, value: float, when=lambda: True) -> None:
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
 @pytest.mark.parametrize("kind", ["text", "instructions"])
-def test_scores_are_the_worst_there_are(kind, value, values, questions, monkeypatch) -> None:
-    changes: dict[str, Any] = {}
-    if kind == "instructions":
-        changes = {
-            "data_root": str(questions),
-            "data": {
-                "window": 48,
-                "instructions": {"template": "{{ instruction }}?", "choices": ["yes", "no"]},
-            },
-            "clients": [{"name": WHO, "path": f"{WHO}.jsonl"}],
-        }
-    session = Session(parse(values(**changes)))
+def test_scores_are_the_worst_there_are(kind, value, values, answering, monkeypatch) -> None:
+    session = Session(parse(values(**answering if kind == "instructions" else {})))
     [who] = [p for p in session.participants(session.config) if p.name == WHO]
     assert who.base is not None
     breaking(monkeypatch, value)
@@ -58,15 +48,12 @@ def test_scores_are_the_worst_there_are(kind, value, values, questions, monkeypa
         found = score.as_dict()
         json.dumps(found, allow_nan=False)
         json.dumps(score.items(), allow_nan=False)
-        assert found["loss"] == WORST
-        assert found["perplexity"] == math.exp(700)
+        assert (found["loss"], found["perplexity"]) == (WORST, math.exp(700))
         assert found.get("accuracy", 0) == 0
 
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
-def test_a_run_whose_models_score_nothing_comes_to_a_result(
-    value, config, tmp_path, monkeypatch
-) -> None:
+def test_a_run_with_infinite_losses_has_a_result(value, config, tmp_path, monkeypatch) -> None:
     """Its training is sound, so its uploads count, in one process and in a deployment."""
     original, scoring = Tokens.measured, []
 

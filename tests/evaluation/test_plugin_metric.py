@@ -33,21 +33,12 @@ def loaded(monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def run(values, questions):
+def run(values, answering):
     """Make a run that generates answers and shows the metric."""
 
     def make(**changes):
-        chosen = {
-            "rounds": 1,
-            "data_root": str(questions),
-            "data": {
-                "window": 48,
-                "instructions": {"template": "{{ instruction }}?", "choices": ["yes", "no"]},
-            },
-            "clients": [{"name": n, "path": f"{n}.jsonl"} for n in NAMES],
-            "evaluation": {"generate": 6, "metric": "distinct-2", "keep": "last"},
-        }
-        return parse(values(**chosen | changes))
+        evaluation = {"generate": 6, "metric": "distinct-2", "keep": "last"}
+        return parse(values(**{**answering, "rounds": 1, "evaluation": evaluation, **changes}))
 
     return make
 
@@ -90,8 +81,7 @@ def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> 
     table = done.table()
     assert "distinct-2 (%)" in table.title
     assert table.rows[0] == [clients[0], f"{100 * scores[clients[0]]['distinct-2']:.2f}"]
-    plugin = RunFolder(done.path).description["plugins"]["metric distinct-2"]
-    assert plugin["file"] == str(EXAMPLE)
+    assert RunFolder(done.path).description["plugins"]["metric distinct-2"]["file"] == str(EXAMPLE)
 
     comparison = Comparison("c", {"local": [outcome], "again": [outcome]}, asked="distinct-2")
     assert "distinct-2 (%)" in comparison.table().title

@@ -12,28 +12,21 @@ from coterie.data.spec import PIECE, DataSpec, InstructionSpec
 from coterie.data.texts import Texts
 from coterie.data.tokens import ClientData, tokenise
 from coterie.errors import CoterieError
-from coterie.evaluation.quality import (
-    Copy,
-    Kind,
-    Place,
-    Quality,
-    find_copies,
-    quality,
-    sentences,
-    without_held_out,
-)
+from coterie.evaluation import quality
+from coterie.evaluation.quality import Copy, Kind, Place, Quality, find_copies, without_held_out
 from coterie.evaluation.survey import Survey
 
 WRITERS = Path(__file__).parents[2] / "src" / "coterie" / "assets" / "demo-writers"
 Splits = dict[tuple[str, str], list[str]]
 
 
+def naive_near(texts: set[str]) -> set[tuple[str, str]]:
+    pairs = [(a, b) for a in texts for b in texts if a.strip() != b.strip()]
+    return {(a, b) for a, b in pairs if naive_pairs([[a], [b]])}
+
+
 def naive_copies(splits: Splits) -> list[Copy]:
-    every = sorted({text for texts in splits.values() for text in texts})
-    near = {
-        (a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([[a], [b]])
-    }
-    copies = []
+    near, copies = naive_near({text for texts in splits.values() for text in texts}), []
     for place, text in places(splits):
         found: dict[Kind, Copy] = {}
         for exact in (True, False):
@@ -67,9 +60,8 @@ def test_copies_are_found_where_they_are(passages: list[str]) -> None:
     assert {c.kind for c in wanted} == {"repeats", "in_training", "in_others"}
     assert {c.exact for c in wanted} == {True, False}
     # Of several near copies, any may be named.
-    assert [(c.kind, c.exact, c.place, c.text) for c in found] == [
-        (c.kind, c.exact, c.place, c.text) for c in wanted
-    ]
+    facts = [[(c.kind, c.exact, c.place, c.text) for c in copies] for copies in (found, wanted)]
+    assert facts[0] == facts[1]
     assert all(kind_of(c.place, c.original) == c.kind for c in found)
     assert find_copies(splits) == found
 
@@ -82,7 +74,7 @@ def test_near_copies_are_looked_for_in_the_start_alone(passages: list[str]) -> N
 
 
 def found_in(own: Texts, tokens: ClientData, most: int, empty: int = 0) -> Quality:
-    return quality({"ann": own}, {"ann": tokens}, most, Survey(empty, {}, {}), [])
+    return quality.quality({"ann": own}, {"ann": tokens}, most, Survey(empty, {}, {}), [])
 
 
 def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
@@ -103,10 +95,9 @@ def test_what_is_compared_is_what_the_run_reads(tokenizer) -> None:
     assert sum(test.exact.values()) == 0
     assert found.compared is None
     assert found_in(own, tokens, 300).compared == 100
-    first, last = sentences(found)
-    assert first.startswith(
-        "Data: validation or test texts duplicated in the same client's training text: "
-    )
+    first, last = quality.sentences(found)
+    copies = "validation or test texts duplicated in the same client's training text: "
+    assert first.startswith(f"Data: {copies}")
     assert last == "Data: empty records, excluded: 2; run `coterie data FILE` for details"
 
 
@@ -123,34 +114,23 @@ def naively_without(own: Texts[str], near: set[tuple[str, str]]) -> str:
     """The training text that is left, piece by piece."""
     held_out = [part for text in own.validation + own.test for part in pieces(text, PIECE)]
     again = {part.strip() for part in held_out}
-    return "".join(
-        part
-        for text in own.train
-        for part in pieces(text, PIECE)
-        if part.strip() not in again and not any((part, other) in near for other in held_out)
-    )
+    parts = [part for text in own.train for part in pieces(text, PIECE)]
+    kept = [p for p in parts if not any((p, other) in near for other in held_out)]
+    return "".join(part for part in kept if part.strip() not in again)
 
 
 def test_what_is_held_out_leaves_training() -> None:
     draw = random.Random(2)
-    books = [
-        (WRITERS / f"{w}.txt").read_text(encoding="utf-8")[:30_000] for w in ("poet", "whaler")
-    ]
+    files = [WRITERS / f"{writer}.txt" for writer in ("poet", "whaler")]
+    books = [file.read_text(encoding="utf-8")[:30_000] for file in files]
     some = list(pieces(books[0], PIECE))
     own = Texts(
         train=[books[0], "A record, and no more.", books[1], some[5]],
         validation=[some[2] + some[3], "A record, and no more. "],
         test=[changed(some[8], 3, draw), changed(some[9], 200, draw)],
     )
-    every = {
-        part
-        for split in (own.train, own.validation, own.test)
-        for text in split
-        for part in pieces(text, PIECE)
-    }
-    near = {
-        (a, b) for a in every for b in every if a.strip() != b.strip() and naive_pairs([[a], [b]])
-    }
+    every = own.train + own.validation + own.test
+    near = naive_near({part for text in every for part in pieces(text, PIECE)})
     left, _ = without_held_out(own, "Ann")
     assert (left.validation, left.test) == (own.validation, own.test)
     assert "".join(left.train) == naively_without(own, near)
@@ -162,7 +142,5 @@ def test_instructions_that_are_held_out_leave_training() -> None:
     one, two, three = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
     left, removed = without_held_out(Texts([one, two, three, two], [two], [three]), "Ann")
     assert (left.train, removed) == ([one], 3)
-    with pytest.raises(
-        CoterieError, match=r"^Ann: data\.deduplicate removes the whole train .*\(2 "
-    ):
+    with pytest.raises(CoterieError, match=r"^Ann: data\.dedup.* removes the whole train .*\(2 "):
         without_held_out(Texts([two, three], [two], [three]), "Ann")

@@ -58,8 +58,7 @@ def test_streams_what_the_plain_loop_writes_and_remembers_it(base) -> None:
         assert talk.turns == tuple(turns)
     talk.reset()
     assert talk.turns == (turns[0],)
-    again = talk.answer("Name a sea.", lambda piece: None)
-    assert again == turns[2].content
+    assert talk.answer("Name a sea.", lambda piece: None) == turns[2].content
 
 
 def test_behind_a_soft_prompt() -> None:
@@ -69,8 +68,7 @@ def test_behind_a_soft_prompt() -> None:
         task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
     )
     model: Any = get_peft_model(base.model, tuning).eval()
-    talk = speaker(base, model=model)
-    said = talk.answer("Name a sea.", lambda piece: None)
+    said = speaker(base, model=model).answer("Name a sea.", lambda piece: None)
     assert said == slowly(base, [Turn("user", "Name a sea.")], model)
 
 
@@ -93,8 +91,7 @@ class Scripted:
 
 def test_the_model_reads_the_templates_opening_and_nothing_else(base) -> None:
     model = Scripted([ids_of(base, " A sea.<|over|>"), ids_of(base, " It is.")])
-    template = ChatTemplate(base.tokenizer, TAGS, "a test's")
-    talk = speaker(base, model=model, template=template)
+    talk = speaker(base, model=model, template=ChatTemplate(base.tokenizer, TAGS, "a test's"))
     pieces: list[str] = []
     assert talk.answer("What?", pieces.append) == "".join(pieces) == "A sea."
     talk.answer("Is it?", pieces.append)
@@ -123,8 +120,7 @@ def test_a_model_stops_at_a_marker_of_several_tokens(base, monkeypatch) -> None:
 
 
 def test_nothing_is_shown_that_later_tokens_change(base) -> None:
-    text = " a dash \u2014 and \U0001f40b, <|ov or <|over|> gone"
-    model = Scripted([ids_of(base, text)])
+    model = Scripted([ids_of(base, " a dash \u2014 and \U0001f40b, <|ov or <|over|> gone")])
     talk = speaker(base, model=model, template=ChatTemplate(base.tokenizer, TAGS, "a test's"))
     pieces: list[str] = []
     assert talk.answer("What?", pieces.append) == "a dash \u2014 and \U0001f40b, <|ov or"
@@ -152,17 +148,13 @@ def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_came(base) -> None
 
 
 def test_an_answer_without_a_word_is_not_remembered(base) -> None:
-    end = base.tokenizer.eos_token_id
-    talk = speaker(base, model=Scripted([[end], ids_of(base, " Yes.")]))
-    assert talk.answer("Well?", pytest.fail) == ""
-    assert talk.turns == ()
-    assert talk.answer("Well?", lambda piece: None) == "Yes."
-    assert len(talk.turns) == 2
+    talk = speaker(base, model=Scripted([[base.tokenizer.eos_token_id], ids_of(base, " Yes.")]))
+    assert (talk.answer("Well?", pytest.fail), talk.turns) == ("", ())
+    assert (talk.answer("Well?", lambda piece: None), len(talk.turns)) == ("Yes.", 2)
 
 
 def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
-    reply = ids_of(base, " Yes, it is so.")
-    model = Scripted([reply] * 9, context=90)
+    model = Scripted([ids_of(base, " Yes, it is so.")] * 9, context=90)
     talk = speaker(base, model=model, system="Be brief.")
     template = chat_template(base.tokenizer, None)
     for number in range(9):
@@ -174,8 +166,7 @@ def test_the_oldest_exchanges_are_left_out_where_the_context_ends(base) -> None:
             if len(ids_of(base, *template.opening_and_answer([system, *said[n:]])[:-1])) + 12 <= 91
         ]
         expected = template.opening_and_answer([system, *said[fits[0] :]])[:-1]
-        assert model.read[-1] == ids_of(base, *expected)
-        assert talk.left_out == fits[0] // 2
+        assert (model.read[-1], talk.left_out) == (ids_of(base, *expected), fits[0] // 2)
     assert talk.left_out > 2
     assert len(talk.turns) == 19  # all is remembered
     with pytest.raises(CoterieError, match=r"exceed the base's context of 90 tokens; ask a short"):
@@ -192,8 +183,7 @@ def test_chance_is_that_of_the_seed_and_the_place_in_the_conversation(base) -> N
 
     torch.manual_seed(0)
     state = torch.get_rng_state()
-    first = said(1)
-    assert first == said(1) != said(2)
+    assert said(1) == said(1) != said(2)
     torch.set_rng_state(state)
     assert torch.equal(torch.rand(3), torch.manual_seed(0) and torch.rand(3))
 
@@ -202,6 +192,5 @@ def test_with_thinking_the_model_reads_what_stands_before_it(base) -> None:
     model = Scripted([ids_of(base, "<think>Hm.</think>Yes.")])
     talk = speaker(base, Sampling(9, 0, 1, 0, thinking=True), model)
     assert talk.answer("Well?", lambda piece: None) == "<think>Hm.</think>Yes."
-    assert model.read == [
-        ids_of(base, *talk.template.opening_and_answer([Turn("user", "Well?")], True)[:-1])
-    ]
+    opening = talk.template.opening_and_answer([Turn("user", "Well?")], True)[:-1]
+    assert model.read == [ids_of(base, *opening)]

@@ -62,11 +62,7 @@ class Ends:
         return turn
 
     def down(
-        self,
-        number: int,
-        message: Message,
-        phase: str = TRAIN,
-        clients: Iterable[str] | None = None,
+        self, number: int, message: Message, phase: str = TRAIN, clients: Any = None
     ) -> dict[str, Message]:
         turn = self.begin(number, phase, clients)
         return {

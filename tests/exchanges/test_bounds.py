@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from both_ends import exchange_of
+from tensors import Tensors
 
 from coterie.exchanges.bounds import (
     Bound,
@@ -33,13 +34,16 @@ SCHEMA = Schema(
 
 def trained(times: float = 1.0, seed: int = 0) -> Message:
     """An upload whose change has `times` the size of others'."""
-    chance = torch.Generator().manual_seed(seed)
-    own = {n: 0.002 * torch.randn(t.shape, generator=chance) for n, t in STEP.items()}
-    return moved({n: times * (STEP[n] + own[n]) for n in STEP})
+    return moved({n: times * t for n, t in plus_noise(0.002, seed, STEP).items()})
 
 
 def moved(change: dict[str, torch.Tensor]) -> Message:
     return Message(0, {"adapter": {n: START["adapter"][n] + t for n, t in change.items()}})
+
+
+def plus_noise(size: float, seed: int, tensors: Tensors) -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return {n: t + size * torch.randn(t.shape, generator=chance) for n, t in tensors.items()}
 
 
 def times(message: Message, factor: float, only: str = "") -> Message:
@@ -47,15 +51,13 @@ def times(message: Message, factor: float, only: str = "") -> Message:
     return Message(0, {"adapter": {n: factor * t if only in n else t for n, t in tensors}})
 
 
-def noisy(message: Message) -> Message:
-    chance = torch.Generator().manual_seed(1)
-    noise = {n: torch.randn(t.shape, generator=chance) for n, t in message["adapter"].items()}
-    return Message(0, {"adapter": {n: t + noise[n] for n, t in message["adapter"].items()}})
-
-
 def bounds(uploads: list[Message], **keys: Any) -> tuple[dict[str, str], dict[str, Bound]]:
     """Return why uploads of the clients a, b, c and so on are excluded, and others' limits."""
-    measures = {n: measured(u, START, 1) for n, u in zip("abcdefg", uploads, strict=False)}
+    return between(uploads, START, **keys)
+
+
+def between(uploads: list[Message], start: Groups, **keys: Any) -> Any:
+    measures = {n: measured(u, start, 1) for n, u in zip("abcdefg", uploads, strict=False)}
     return exclusions_and_limits(AggregationSpec(**keys), measures, Memory())
 
 
@@ -66,7 +68,7 @@ HOSTILE = {
     "x-1": times(trained(), -1),
     "only B x9": times(trained(), 9, "B"),
     "only A x1.1": times(trained(), 1.1, "A"),
-    "noise": noisy(trained()),
+    "noise": Message(0, {"adapter": plus_noise(1, 1, trained()["adapter"])}),
     "change x9": trained(9),
     "reversed change x9": trained(-9),
     "change x4": trained(4),
@@ -212,12 +214,7 @@ def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
     uploads = {n: trained(seed=s) for s, n in enumerate("abc")} | {"d": trained(-2)}
     measures = {n: measured(u, START, 1) for n, u in uploads.items()}
     metrics = figures_of(measures)
-    assert {n: round(f["ratio"] or 0) for n, f in metrics.items()} == {
-        "a": 1,
-        "b": 1,
-        "c": 1,
-        "d": 2,
-    }
+    assert [round(metrics[n]["ratio"] or 0) for n in "abcd"] == [1, 1, 1, 2]
     assert all((metrics[n]["cosine"] or 0) > 0.5 for n in "abc")
     assert (metrics["d"]["cosine"] or 0) < -0.9
     assert figures_of({"a": measures["a"]}) == {"a": {"ratio": 1.0, "cosine": None}}
@@ -229,26 +226,17 @@ def test_figures_have_the_ratio_and_the_cosine_to_the_others() -> None:
 def test_clients_of_different_ranks_are_no_outliers(counts: tuple[int, ...], grows: bool) -> None:
     """Whether norms grow with the number of parameters, as AdamW's do, or not."""
     start: Groups = {"adapter": {"A": torch.zeros(64, 8)}}
-    uploads = {
-        name: {"adapter": {"A": torch.full((count, 8), 1.0 if grows else 1 / count**0.5)}}
-        for name, count in zip("abcd", counts, strict=True)
-    }
-    measures = {n: measured(Message(0, groups), start, 1) for n, groups in uploads.items()}
-    assert exclusions_and_limits(AggregationSpec(largest_change=1.01), measures, Memory()) == (
-        {},
-        {},
-    )
-    assert {round(f["ratio"] or 0, 6) <= 1 for f in figures_of(measures).values()} == {True}
+    sizes = [(count, 1.0 if grows else count**-0.5) for count in counts]
+    uploads = [Message(0, {"adapter": {"A": torch.full((n, 8), x)}}) for n, x in sizes]
+    assert between(uploads, start, largest_change=1.01) == ({}, {})
+    figures = figures_of({str(i): measured(u, start, 1) for i, u in enumerate(uploads)})
+    assert all(round(f["ratio"] or 0, 6) <= 1 for f in figures.values())
 
 
 def test_bounds_are_of_each_group_by_itself() -> None:
-    parts: dict[str, Groups] = {
-        name: {"p": {"w": torch.full((4,), a)}, "q": {"w": torch.full((4,), b)}}
-        for name, a, b in (("a", 1.0, 1.0), ("b", 1.0, 9.0), ("c", 9.0, 1.0), ("d", 1.0, 1.0))
-    }
-    zero: Groups = {group: {"w": torch.zeros(4)} for group in "pq"}
-    measures = {n: measured(Message(0, groups), zero, 1) for n, groups in parts.items()}
-    excluded, _ = exclusions_and_limits(AggregationSpec(), measures, Memory())
+    sizes = ((1.0, 1.0), (1.0, 9.0), (9.0, 1.0), (1.0, 1.0))
+    uploads = [Message(0, {g: {"w": torch.full((4,), x)} for g, x in zip("pq", s)}) for s in sizes]  # noqa: B905
+    excluded, _ = between(uploads, {group: {"w": torch.zeros(4)} for group in "pq"})
     assert excluded == {
         "b": "the change of its q is 9 times the round's median",
         "c": "the change of its p is 9 times the round's median",

@@ -1,6 +1,6 @@
 """Bounds over several rounds: clients that still learn, and clients that become hostile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -21,20 +21,17 @@ def server() -> Exchange:
     return exchange
 
 
-def upload(name: str, size: float) -> Message:
-    """An upload with a change of a norm, in a direction that no other client has."""
-    change = torch.zeros(64)
-    change["abcd".index(name)] = size
-    return Message(0, {"p": {"w": change}})
-
-
 def take(running: Exchange, number: int, sizes: Mapping[str, float], count: int = 64) -> set[str]:
-    """Take changes of these sizes to the first parameters; return the clients that are excluded."""
+    """Take changes of these sizes to the first parameters; return the clients that are excluded.
+
+    No two clients' changes have the same direction.
+    """
     running.open(Turn(number, number, number), sizes)
     running.begin()
     for name, size in sizes.items():
-        cut = Message(0, {"p": {"w": upload(name, size)["p"]["w"][:count]}})
-        running.put(name, cut, lambda *_: START)
+        change = torch.zeros(count)
+        change["abcd".index(name)] = size
+        running.put(name, Message(0, {"p": {"w": change}}), lambda *_: START)
     running.settle()
     return set(running.refused)
 
@@ -65,12 +62,14 @@ LEARNS = [1.38, 1.05, 0.98, 0.72, 0.60, 0.50, 0.40]
 """The same with preferences for long answers, which take longer."""
 
 
+def rounds_of(learners: str) -> list[dict[str, float]]:
+    pairs = zip(LEARNT, LEARNS, strict=True)
+    return [{n: large if n in learners else small for n in "abcd"} for small, large in pairs]
+
+
 @pytest.mark.parametrize("learners", ["d", "cd"])
 def test_who_still_learns_is_not_excluded_by_those_who_have_learnt(learners: str) -> None:
-    rounds = [
-        {n: large if n in learners else small for n in "abcd"}
-        for small, large in zip(LEARNT, LEARNS, strict=True)
-    ]
+    rounds = rounds_of(learners)
     running = server()
     for number, sizes in enumerate(rounds):
         assert not exchange(running, number, sizes)
@@ -83,11 +82,9 @@ def test_who_still_learns_is_not_excluded_by_those_who_have_learnt(learners: str
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.parametrize("shrinks", [1.0, 0.9, 0.5])
 def test_a_client_that_becomes_hostile_is_excluded_at_once(turns: int, shrinks: float) -> None:
-    sizes = [shrinks**number for number in range(8)]
-    rounds = [
-        {"a": s, "b": s, "c": s, "d": s * (1 if number < turns else 9)}
-        for number, s in enumerate(sizes)
-    ]
+    rounds = [dict.fromkeys("abcd", shrinks**number) for number in range(8)]
+    for sizes in rounds[turns:]:
+        sizes["d"] *= 9
     assert excluded(*rounds) == [set() if number < turns else {"d"} for number in range(8)]
 
 
@@ -115,11 +112,7 @@ def test_after_an_exclusion_only_the_median_counts() -> None:
 
 def test_a_repeated_exchange_uses_what_was_remembered_before_it() -> None:
     once, again = server(), server()
-    rounds: Sequence[Mapping[str, float]] = [
-        {n: large if n == "d" else small for n in "abcd"}
-        for small, large in zip(LEARNT, LEARNS, strict=True)
-    ]
-    for number, sizes in enumerate(rounds):
+    for number, sizes in enumerate(rounds_of("d")):
         exchange(once, number, sizes)
         take(again, number, {n: 100 * size for n, size in sizes.items()})
         exchange(again, number, sizes)

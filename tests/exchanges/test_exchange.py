@@ -76,12 +76,11 @@ def test_a_repeated_aggregation_ends_in_the_state_of_one(method, started) -> Non
         opened(local, names)
         if repeats:
             local.exchange.settle()
-            again = local.schema.send("up", step(local, first, 0))
+        again = local.schema.send("up", step(local, first, 0))
+        if repeats:
             assert local.exchange.ask_again(first)
             local.exchange.repeat()
-            local.take(first, again)
-        else:
-            local.take(first, local.schema.send("up", step(local, first, 0)))
+        local.take(first, again)
         local.exchange.settle()
         local.close()
         states.append(b"".join(state.encode() for _, state in local.states()))

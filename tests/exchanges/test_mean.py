@@ -10,6 +10,7 @@ import torch
 from both_ends import exchange_of
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import mean_of
 from torch import Tensor
 
 from coterie.errors import CoterieError
@@ -51,25 +52,23 @@ def put(exchange: Exchange, **uploads: Message) -> None:
     exchange.settle()
 
 
-def upload(seed: int = 0, **values: Any) -> Message:
-    chance = torch.Generator().manual_seed(seed)
-    groups = {
-        group: {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
-        for group, shapes in (SHAPES | {"update": {"u": (5,)}}).items()
+def drawn(shapes: Any, chance: torch.Generator) -> dict[str, dict[str, Tensor]]:
+    return {
+        group: {name: torch.randn(shape, generator=chance) for name, shape in named.items()}
+        for group, named in shapes.items()
     }
+
+
+def upload(seed: int = 0, **values: Any) -> Message:
+    groups = drawn(SHAPES | {"update": {"u": (5,)}}, torch.Generator().manual_seed(seed))
     return Message(4, groups, {"note": "hello"} | values)
 
 
 def naive(contributions: list[Contribution]) -> dict[tuple[str, str], Tensor]:
-    """By group and name: `sum_k w_k x_k / sum_k w_k` over those who hold it, in float64."""
-    keys = {(g, n) for one in contributions for g, tensors in one.groups.items() for n in tensors}
-    means = {}
-    for group, name in keys:
-        held = [one for one in contributions if name in one.groups.get(group, {})]
-        total = sum(one.weight for one in held)
-        parts = [one.weight / total * one.groups[group][name].double() for one in held]
-        means[group, name] = torch.stack(parts).sum(0)
-    return means
+    """By group and name: the weighted mean over those who hold the tensor."""
+    tensors = [{"/".join(k): t for k, t in flat(each.groups).items()} for each in contributions]
+    means = mean_of(tensors, [each.weight for each in contributions])
+    return {(name[0], name[2:]): mean for name, mean in means.items()}
 
 
 def flat(groups: Groups) -> dict[tuple[str, str], Tensor]:
@@ -86,12 +85,8 @@ HELD = st.dictionaries(
 def test_each_tensor_is_averaged_over_those_who_hold_it(clients, seed) -> None:
     chance = torch.Generator().manual_seed(seed)
     contributions = [
-        Contribution(
-            f"client {i}",
-            {g: {n: torch.randn(s, generator=chance) for n, s in t.items()} for g, t in h.items()},
-            weight,
-        )
-        for i, (h, weight) in enumerate(clients)
+        Contribution(f"client {i}", drawn(held, chance), weight)
+        for i, (held, weight) in enumerate(clients)
     ]
     before = [{key: t.clone() for key, t in flat(one.groups).items()} for one in contributions]
     found, expected = flat(weighted_mean(iter(contributions))), naive(contributions)
@@ -99,8 +94,8 @@ def test_each_tensor_is_averaged_over_those_who_hold_it(clients, seed) -> None:
     for key, mean in found.items():
         assert mean.dtype == torch.float32
         torch.testing.assert_close(mean.double(), expected[key], rtol=1e-6, atol=1e-7)
-    for one, old in zip(contributions, before, strict=True):  # nothing that arrived is changed
-        assert all(torch.equal(t, old[key]) for key, t in flat(one.groups).items())
+    after = [flat(each.groups) for each in contributions]  # nothing that arrived is changed
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_no_contributions_no_means() -> None:
@@ -112,10 +107,8 @@ def test_no_contributions_no_means() -> None:
 def test_sums_are_in_float64() -> None:
     """In float32, 1e8 + 1 is 1e8."""
     values = [1e8, 1.0, -1e8, 1.0]
-    found = weighted_mean(
-        Contribution("c", {"g": {"x": torch.tensor([value])}}) for value in values
-    )
-    assert found["g"]["x"].item() == 0.5
+    groups = ({"g": {"x": torch.tensor([value])}} for value in values)
+    assert weighted_mean(Contribution("c", each) for each in groups)["g"]["x"].item() == 0.5
     half = {"g": {"x": torch.tensor([1.0, 3.0]).bfloat16()}}
     mean = weighted_mean([Contribution("a", half), Contribution("b", half, 2.0)])["g"]["x"]
     assert (mean.dtype, mean.tolist()) == (torch.float32, [1.0, 3.0])
@@ -203,11 +196,8 @@ def test_a_field_that_the_schema_does_not_declare_so_is_refused(form, name, decl
 
 def test_a_mean_tells_how_many_held_each_tensor() -> None:
     exchange = aggregation("tokens")
-    some = {"adapter": {"A": torch.ones(2)}}
-    all_of_it = {
-        "adapter": {"A": torch.zeros(2), "B": torch.ones(1)},
-        "router": {"w": torch.ones(1)},
-    }
+    some, both = {"adapter": {"A": torch.ones(2)}}, {"A": torch.zeros(2), "B": torch.ones(1)}
+    all_of_it = {"adapter": both, "router": {"w": torch.ones(1)}}
     uploads: dict[str, tuple[Groups, int]] = {"a": (some, 3), "b": (all_of_it, 1), "c": ({}, 1)}
     for name, (_, tokens) in uploads.items():
         exchange.join(name, with_tokens(Message(), tokens))
@@ -247,15 +237,9 @@ def test_means_of_rows_are_weighted_twice(data) -> None:
         for c in clients
     }
     some = [k for k in clients if data.draw(st.booleans())]
-    parts = {
-        k: {
-            "g": {
-                "x": torch.randn(3),
-                **({"y": torch.randn(2)} if data.draw(st.booleans()) else {}),
-            }
-        }
-        for k in some
-    }
+    chance = torch.Generator().manual_seed(0)
+    shapes = {k: data.draw(st.sampled_from([{"x": 3}, {"x": 3, "y": 2}])) for k in some}
+    parts = {k: drawn({"g": each}, chance) for k, each in shapes.items()}
     sizes = {k: float(data.draw(st.integers(1, 50))) for k in some}
     least = data.draw(st.integers(1, 3))
     means = means_in_memory([Contribution(k, parts[k], sizes[k]) for k in some], rows, least)
@@ -266,15 +250,11 @@ def test_means_of_rows_are_weighted_twice(data) -> None:
 
     for c, row in rows.items():
         used = [Contribution(k, parts[k], row[k] * sizes[k]) for k in some if row.get(k)]
-        expected = {
-            (group, name): tensor
-            for (group, name), tensor in naive(used).items()
-            if may_receive(c, {one.client for one in used if name in one.groups[group]})
-        }
+        holders = {n: {one.client for one in used if n in one.groups["g"]} for n in "xy"}
+        permitted = {key: t.float() for key, t in naive(used).items()}
+        expected = {k: t for k, t in permitted.items() if may_receive(c, holders[k[1]])}
         assert (c in means) == bool(used)
-        assert {(g, n) for g, ts in means.get(c, {}).items() for n in ts} == expected.keys()
-        for (group, name), tensor in expected.items():
-            torch.testing.assert_close(means[c][group][name], tensor.float())
+        torch.testing.assert_close(flat(means.get(c, {})), expected)
 
 
 def test_a_mean_of_too_few_clients_is_not_computed() -> None:
@@ -282,13 +262,8 @@ def test_a_mean_of_too_few_clients_is_not_computed() -> None:
     rows = torch.randn(3, 2)
     for least, names in ((1, {"x", "y"}), (2, {"x"}), (3, set())):
         exchange = aggregation(least_others=least)
-        put(
-            exchange,
-            **{
-                f"c{i}": Message(0, {"adapter": {"x": row, **({"y": row.clone()} if i else {})}})
-                for i, row in enumerate(rows)
-            },
-        )
+        sent = [{"x": row, "y": row.clone()} if i else {"x": row} for i, row in enumerate(rows)]
+        put(exchange, **{f"c{i}": Message(0, {"adapter": each}) for i, each in enumerate(sent)})
         mean = exchange.mean("adapter")
         assert mean.keys() == exchange.holders("adapter").keys() == names
         assert not names or torch.allclose(mean["x"], rows.mean(0))
@@ -364,10 +339,8 @@ def test_weights_are_bounded_by_the_hello_and_are_whole_numbers() -> None:
         with pytest.raises(MessageError, match="'ada' did not send its number of training tokens"):
             exchange.join("ada", Message(values={} if wrong is None else {"tokens": wrong}))
     exchange.join("ada", with_tokens(Message(), 1000))
-    with pytest.raises(
-        MessageError,
-        match="'ada' claims 1,001 training tokens in its upload, but declared 1,000",
-    ):
+    why = "'ada' claims 1,001 training tokens in its upload, but declared 1,000"
+    with pytest.raises(MessageError, match=why):
         put(exchange, ada=upload(tokens=1001))
     put(exchange, ada=upload(tokens=999))
     assert exchange.weight("ada") == 999.0

@@ -1,7 +1,6 @@
 """Server optimisers against the papers' algorithms, written out number by number; and in runs."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,13 +8,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from both_ends import exchange_of
+from tensors import close_to, mean_of
 from torch import Tensor
 
 import coterie
 from coterie import CoterieError
 from coterie.config.plugins import load_plugin
 from coterie.config.run import parse
-from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.exchanges.codec import EXCHANGE
 from coterie.exchanges.exchange import Exchange
@@ -26,8 +25,9 @@ from coterie.messages import Field, Message, Schema, State, Tensors
 from coterie.messages.envelope import Reply, seal, unseal
 from coterie.methods.adapter import AdapterServer
 from coterie.methods.averaging import FedAvg
-from coterie.runs import Callback, RunFolder
-from coterie.testing.loop import assert_as_local, assert_equal, deploy
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
+from coterie.testing.loop import assert_as_local, assert_equal, assert_same_states, deploy
 from coterie.testing.rounds import joined, one_round
 from coterie.transforms.context import Contribution, Memory
 from coterie.turn import Turn
@@ -146,15 +146,6 @@ def run_with(config: Any, optimiser: Any = "fedyogi", **changes: Any) -> coterie
     return config(**small | {"aggregation": {"optimiser": optimiser}} | changes)
 
 
-def means_of(uploads: Mapping[str, Message], group: str = "adapter") -> dict[str, Tensor]:
-    """The mean of each tensor over those who hold it, in float64."""
-    names = {name for upload in uploads.values() for name in upload[group]}
-    return {
-        n: torch.stack([u[group][n].double() for u in uploads.values() if n in u[group]]).mean(0)
-        for n in names
-    }
-
-
 @pytest.mark.parametrize("method", [SMALL, {"name": "fedamole", "attention": {"rank": 2}}],
                          ids=["fedavg", "fedamole"])  # fmt: skip
 def test_rounds_of_a_method(config, method) -> None:
@@ -164,7 +155,7 @@ def test_rounds_of_a_method(config, method) -> None:
     x = {n: t.double().clone() for n, t in sides.value.adapter.items()}
     m = {n: torch.zeros_like(t) for n, t in x.items()}
     for round in range(3):
-        for n, mean in means_of(one_round(sides, round)).items():
+        for n, mean in mean_of(u["adapter"] for u in one_round(sides, round).values()).items():
             m[n] = 0.9 * m[n] + mean - x[n]
             x[n] = x[n] + 0.5 * m[n]
         for n, tensor in sides.value.adapter.items():
@@ -176,9 +167,8 @@ def test_control_variates_stay_a_plain_mean(config) -> None:
     [scaffold] = load_plugin(EXAMPLES / "scaffold.py")
     training = {"steps": 2, "batch": 2, "precision": "fp32", "optimiser": "sgd"}
     sides: Any = joined(run_with(config, method=scaffold(), training=training))
-    change = means_of(one_round(sides, 0), "change")
-    for name, control in sides.value.control.items():
-        torch.testing.assert_close(control.double(), change[name], rtol=1e-5, atol=1e-8)
+    change = mean_of(u["change"] for u in one_round(sides, 0).values())
+    assert close_to(sides.value.control, change, atol=1e-8)
 
 
 def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
@@ -205,35 +195,21 @@ def test_a_resumed_run_and_a_deployment_with_a_repeated_round_step_once(
     deployed = RunFolder(tmp_path / "deployed" / "server")
     assert_equal(deployed.load("transforms"), whole.load("transforms"), "transforms")
 
-    class Stopped(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            raise KeyboardInterrupt
-
-    session = Session(run)
-    people = session.participants(run)
-    cut = RunFolder.create(tmp_path / "cut", session.description(run, people))
     with pytest.raises(KeyboardInterrupt):
-        local_run(run, session.base, people, cut, [Stopped()]).run()
-    local_run(run, session.base, people, cut).run()
-    for side in ("server", "transforms", "client-poet"):
-        assert_equal(cut.load(side), whole.load(side), side)
+        coterie.run(run, out=tmp_path / "cut", callbacks=[Stop()])
+    coterie.resume(tmp_path / "cut")
+    assert_same_states(RunFolder(tmp_path / "cut"), whole)
 
 
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        (
-            "local",
-            "has no effect with the method 'local', whose server computes no mean over all clients",
-        ),
+        ("local", "with the method 'local', whose server computes no mean over all clients"),
         ("pcl-2", "has no effect with the method 'pcl-2'"),
         ({"name": "hetlora", "attention": None}, "because no parameter is replaced by a mean"),
         ({"name": "flexlora", "attention": None}, "because no parameter is replaced by a mean"),
         ("fdlora", "'fdlora' has a server optimiser of its own"),
-        (
-            {"name": "fedavg", "exact": True},
-            "`exact: true` and aggregation.optimiser are incompatible",
-        ),
+        ({"name": "fedavg", "exact": True}, "`exact: true` and aggregation.optimiser are incomp"),
     ],
 )
 def test_where_it_cannot_act_it_is_refused(config, method, sentence) -> None:
@@ -292,7 +268,6 @@ def test_compared_methods_without_a_mean_have_no_server_optimiser(config) -> Non
 def test_exchanges_without_a_mean_are_not_refused(teachers, tmp_path) -> None:
     """FedMKT-FedAvg averages adapters in every second exchange."""
     method, aggregation = {"name": "fedmkt-fedavg"}, {"optimiser": "fedadam"}
-    done = coterie.run(
-        teachers(rounds=1, method=method, aggregation=aggregation), out=tmp_path / "run"
-    )
+    run = teachers(rounds=1, method=method, aggregation=aggregation)
+    done = coterie.run(run, out=tmp_path / "run")
     assert RunFolder(done.path).load("transforms").parts["own"].parts[EXCHANGE]["m.adapter"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from both_ends import exchange_of
 from pydantic import BaseModel
+from tensors import equal
 
 from coterie.exchanges.exchange import Exchange
 from coterie.exchanges.spec import AggregationSpec
@@ -26,10 +27,10 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
     "aggregation.largest_weight": ({"weights": "tokens"}, 1.1),
     "aggregation.weights": ({}, "tokens"),
     "aggregation.optimiser.name": (ADAM, "fedyogi"),
-    "aggregation.optimiser.learning_rate": (ADAM, 0.5),
-    "aggregation.optimiser.momentum": (ADAM, 0.5),
-    "aggregation.optimiser.beta2": (ADAM, 0.5),
-    "aggregation.optimiser.tau": (ADAM, 0.5),
+    **{
+        f"aggregation.optimiser.{setting}": (ADAM, 0.5)
+        for setting in ("learning_rate", "momentum", "beta2", "tau")
+    },
     "aggregation.least_others": ({}, 5),
     "aggregation.transforms": ({}, [{"name": "median"}]),
     "trimmed_mean.trim": ({}, 0.4),
@@ -119,6 +120,5 @@ def test_every_row_is_of_a_setting() -> None:
 
 
 def same(one: Groups, other: Groups) -> bool:
-    return {g: {*named} for g, named in one.items()} == {g: {*n} for g, n in other.items()} and all(
-        torch.equal(t, other[g][n]) for g, named in one.items() for n, t in named.items()
-    )
+    names = [{g: {*tensors} for g, tensors in each.items()} for each in (one, other)]
+    return names[0] == names[1] and all(equal(one[g], other[g]) for g in one if one[g])

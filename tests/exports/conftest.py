@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sources import FAR
 from torch import Tensor
 
 import coterie
@@ -30,11 +31,10 @@ def finished(values, bases, tmp_path_factory) -> Callable[..., Path]:
 
     def run(method: str, base: str = "llama", **changes: Any) -> Path:
         if (method, base) not in made:
-            training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.05}
             run = values(
                 base=base if base.startswith("tiny") else str(bases / base),
                 method=METHODS.get(method, {"name": method}),
-                **{"training": training, "evaluation": {"keep": "last"}, "rounds": 2} | changes,
+                **FAR | {"rounds": 2} | changes,
             )
             path = tmp_path_factory.mktemp("runs") / "run"
             made[method, base] = coterie.run(run, out=path).path

@@ -13,6 +13,11 @@ from coterie.config.run import RunConfig
 from coterie.exports.source import Source
 from coterie.runs import RunFolder
 
+FAR: dict[str, Any] = {
+    "training": {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.05},
+    "evaluation": {"keep": "last"},
+}
+"""Settings of a run that moves far from its base."""
 IDS = torch.tensor([[5, 9, 33, 71, 20, 6, 41, 100, 3, 77]])
 
 

@@ -42,6 +42,14 @@ def check(source: Source, model: Any, expected: torch.Tensor) -> None:
     assert difference < 1e-3 * change
 
 
+def check_merged(source: Source, folder: Path, expected: torch.Tensor) -> None:
+    """Check that a source's merged model computes what the source computes."""
+    assert MERGED.refusal(source) is None
+    MERGED.write(source, folder)
+    written = AutoModelForCausalLM.from_pretrained(folder)
+    assert (logits(written) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
 def loaded(source: Source, folder: Path) -> Any:
     """The model of a PEFT folder, on a copy of the base that Coterie has not touched."""
     detach(source.base.model)
@@ -62,21 +70,19 @@ def test_lora_as_a_peft_adapter_and_merged(base: str, layout: str, config, tmp_p
     assert written["base_model_name_or_path"] == "somebody/base"
     assert written["use_rslora"] == (PLAIN[layout].scale == "sqrt")
     assert written["fan_in_fan_out"] == (base == "gpt2")
-    assert MERGED.refusal(source) is None
-    MERGED.write(source, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert (logits(merged) - expected).abs().max() < 2e-5 * expected.abs().max()
+    check_merged(source, tmp_path / "merged", expected)
 
 
-def test_a_pair_with_a_residual_keeps_its_scale(config, tmp_path) -> None:
+def test_a_pair_with_a_residual_keeps_its_scale_and_is_restored(config, tmp_path) -> None:
     """PEFT would divide alpha by the larger rank of this pair."""
     source = random_source("llama", ONE, config())
     [(_, first), *_] = adapted(source.attach())
     first.residual_A, first.residual_B = torch.randn(3, 32) / 3, torch.randn(32, 3) / 3
-    expected = logits(source.attach())
+    expected, model = logits(source.attach()), source.base.model
+    assert source.adapter is not None
+    assert torch.equal(logits(unpacked(packed(source.adapter), model).attach(model)), expected)
     PEFT.write(source, tmp_path)
-    written = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert len(written["rank_pattern"]) > 0
+    assert len(json.loads((tmp_path / "adapter_config.json").read_text())["rank_pattern"]) > 0
     check(source, loaded(source, tmp_path), expected)
 
 
@@ -107,10 +113,7 @@ def test_full_fine_tuning_is_merged_once_into_tied_weights(config, tmp_path) -> 
     source = source_of(model, adapter, config())
     expected = logits(source.attach())
     assert "one LoRA pair" in (PEFT.refusal(source) or "")
-    assert MERGED.refusal(source) is None
-    MERGED.write(source, tmp_path)
-    written = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert (logits(written) - expected).abs().max() < 2e-5 * expected.abs().max()
+    check_merged(source, tmp_path, expected)
 
 
 def test_the_untrained_base_is_merged_as_it_is(config, tmp_path) -> None:
@@ -163,20 +166,8 @@ def test_an_adapter_is_rebuilt_from_its_state(kind: str) -> None:
     adapter: Trainable = ADAPTERS[kind](model)
     randomise(adapter)
     expected = logits(adapter.attach(model))
-    state = State.decode(packed(adapter).encode())
-    again = unpacked(state, model)
+    again = unpacked(State.decode(packed(adapter).encode()), model)
     assert type(again) is type(adapter)
     assert torch.equal(logits(again.attach(model)), expected)
     detach(model)
     assert not torch.allclose(logits(model), expected, atol=1e-3)
-
-
-def test_residuals_are_part_of_a_state() -> None:
-    model = small_model("llama")
-    adapter = Adapter(model, ONE, 0, "", bool)
-    randomise(adapter)
-    [(_, first), *_] = adapted(adapter.attach(model))
-    first.residual_A, first.residual_B = torch.randn(3, 32) / 3, torch.randn(32, 3) / 3
-    expected = logits(adapter.attach(model))
-    again = unpacked(packed(adapter), model)
-    assert torch.equal(logits(again.attach(model)), expected)

@@ -19,8 +19,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def fields(file: Path) -> dict[str, Any]:
-    reader = gguf.GGUFReader(file)
-    return {name: field.contents() for name, field in reader.fields.items()}
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
 @pytest.fixture
@@ -41,9 +40,7 @@ def written(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_flags_say_what_the_tokenizer_adds_and_the_rest_is_kept(
-    begins, written, other, tmp_path
-) -> None:
+def test_tokenizer_flags_are_set_and_the_rest_is_kept(begins, written, other, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(other)
     if begins:
         special = [("<end>", tokenizer.bos_token_id)]
@@ -91,9 +88,7 @@ def test_a_missing_converter_is_said_in_a_sentence(monkeypatch, tmp_path) -> Non
         ("pass", "failed: it was killed"),
     ],
 )
-def test_a_failed_conversion_is_said_in_a_sentence(
-    program, words, bases, monkeypatch, tmp_path
-) -> None:
+def test_a_failed_conversion_is_one_sentence(program, words, bases, monkeypatch, tmp_path) -> None:
     (tmp_path / "convert_hf_to_gguf.py").write_text(program)
     monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
     with pytest.raises(CoterieError, match=words):

@@ -64,7 +64,6 @@ def compare(checkpoint: Path, file: Path, new: int = 24) -> None:
         with torch.no_grad():
             expected = model(whole).logits[0]
         actual = gguf_logits(file, whole[0].tolist())
-        assert actual is not None
         assert actual.tool.startswith("llama.cpp (llama-cpp-python 0.")
         difference = (actual.logits - expected).abs().max().item()
         print(f"{checkpoint.name}: {difference:.2g} of {expected.abs().max():.3g}")
@@ -105,7 +104,6 @@ def test_without_llama_cpp_python_transformers_reads_the_file(tmp_path, monkeypa
     plain = small(tmp_path / "llama", "llama")
     to_gguf(plain, tmp_path / "llama.gguf")
     read = gguf_logits(tmp_path / "llama.gguf", range(30))
-    assert read is not None
     assert read.tool.startswith("transformers ")
     model: Any = AutoModelForCausalLM.from_pretrained(plain)
     with torch.no_grad():
@@ -124,10 +122,8 @@ def test_a_run_s_model_is_exported(method, values, tmp_path) -> None:
     run = values(base=str(base), method=method, training=training, evaluation={"keep": "last"})
     path = coterie.run(run, out=tmp_path / "run").path
     done = coterie.export(path, "poet", tmp_path / "exported", format="gguf")
-    assert done.tool is not None
     assert done.tool.startswith("llama.cpp (llama-cpp-python 0.")
     print(f"{method}: {done.difference:.2g} of {done.largest:.3g}")
-    assert done.difference is not None
     assert done.difference < 5e-5 * done.largest
     card = (done.path / "README.md").read_text(encoding="utf-8")
     assert "logits of this folder, loaded with llama.cpp" in card

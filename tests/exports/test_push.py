@@ -77,9 +77,7 @@ def hub(monkeypatch) -> Iterator[Hub]:
     thread.join()
 
 
-def test_an_export_is_uploaded_as_a_private_repository(
-    hub: Hub, finished, in_this_process, tmp_path
-) -> None:
+def test_an_upload_is_a_private_repository(hub: Hub, finished, in_this_process, tmp_path) -> None:
     done = coterie.export(finished("fedit"), "poet", tmp_path / "out", push="anna/model")
     assert done.url == f"{constants.ENDPOINT}/anna/model"
     [created] = hub.created
@@ -88,9 +86,7 @@ def test_an_export_is_uploaded_as_a_private_repository(
     assert "adapter_model.safetensors" in hub.files
 
 
-def test_an_upload_that_fails_keeps_the_folder(
-    hub: Hub, finished, in_this_process, tmp_path
-) -> None:
+def test_a_failed_upload_keeps_the_folder(hub: Hub, finished, in_this_process, tmp_path) -> None:
     hub.is_open = False
     with pytest.raises(CoterieError, match=r"The export is in .*out, but could not be uploaded to"):
         coterie.export(finished("fedit"), "poet", tmp_path / "out", push="anna/model")

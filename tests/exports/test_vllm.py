@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import small_model
+from sources import FAR
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import coterie
@@ -68,9 +69,8 @@ def test_vllm_computes_what_transformers_computes(base, method, target, values, 
     run = values(
         base=str(small(base, tmp_path / base)),
         method=top_1 if method == "top-1" else {"name": method},
-        training={"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.05},
-        evaluation={"keep": "last"},
         rounds=2,
+        **FAR,
     )
     coterie.run(run, out=tmp_path / "run")
     done = coterie.export(tmp_path / "run", "poet", tmp_path / "out", format="moe")

@@ -1,7 +1,8 @@
 """The message sizes that are computed before the first round, compared with sent messages."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,13 @@ PCL: dict[str, Any] = {"name": "pcl-2", "warmup": 2, "every": 1, "validation_bat
 LEASE: dict[str, Any] = {"name": "fedlease", "warmup": 2, "max_clusters": 3}
 
 
-def sent(
-    run: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[dict[str, Size], list[Any]]:
+def parameters_of(run: RunConfig) -> Mapping[str, Any]:
+    """Return the parameters of a client's adapter."""
+    assert isinstance(run.method, AdapterMethod)
+    return run.method.adapter(load_skeleton(run.base, run.root), run.seed, "poet").parameters()
+
+
+def sent(run: RunConfig, out: Path, monkeypatch) -> tuple[dict[str, Size], list[MessageSizes]]:
     """Execute a run, and return the sizes of its largest messages and the computed sizes."""
     largest = {"up": Size(0, 0), "down": Size(0, 0), "hello": Size(0, 0)}
     computed: list[MessageSizes] = []
@@ -49,7 +54,7 @@ def sent(
 
 
 @pytest.mark.parametrize("method", each_method())
-def test_no_message_is_larger_than_was_computed(
+def test_no_message_is_larger_than_computed(
     method, values, teachers, tmp_path, monkeypatch
 ) -> None:
     run = run_of(method, values, teachers)
@@ -63,31 +68,24 @@ def test_no_message_is_larger_than_was_computed(
         assert largest[way].total - largest[way].header <= size.total - size.header
 
 
+AUTO = {"name": "auto", "every": 1}
+
+
 @pytest.mark.parametrize(
     "method",
-    [
-        {"name": "fedavg"},
-        {"name": "hetlora"},
-        PCL,
-        {"name": "cobo"},
-        {"name": "auto", "every": 1},
-        {"name": "auto", "every": 1, "peers": 1},
-    ],
+    [{"name": "fedavg"}, {"name": "hetlora"}, PCL, {"name": "cobo"}, AUTO, {**AUTO, "peers": 1}],
     ids=lambda method: "-".join(map(str, method.values())),
 )
-def test_the_tensors_of_the_largest_messages_have_the_computed_size(
-    method, config, tmp_path, monkeypatch
-) -> None:
+def test_tensors_of_the_largest_messages(method, config, tmp_path, monkeypatch) -> None:
     largest, computed = sent(config(method=method, rounds=4), tmp_path / "run", monkeypatch)
     for way in ("up", "down"):
         size = max(s.largest(way) for s in computed)
         assert largest[way].total - largest[way].header == size.total - size.header
 
 
-def test_residuals_grow_up_to_the_width_of_the_layer(config, bases) -> None:
+def test_residuals_grow_up_to_the_width_of_the_layer(config) -> None:
     run = config(method={"name": "fedavg", "exact": True, "mlp": None, "attention": {"rank": 2}})
-    assert isinstance(run.method, AdapterMethod)
-    parameters = run.method.adapter(load_skeleton(str(bases / "gpt2")), 0, "poet").parameters()
+    parameters = parameters_of(run)
     names = {n: p.tensor.shape for n, p in parameters.items()}
     pairs = sum(math.prod(shape) for shape in names.values())
     sizes = message_sizes(run, parameters, 3)
@@ -106,15 +104,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the configuration of Llama-3.1-8B, without weights."""
     folder = tmp_path_factory.mktemp("llama")
     write_tokenizer(folder)
-    LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
+    shape = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    names = {"vocab_size": 128_256, "architectures": ["LlamaForCausalLM"]}
+    LlamaConfig(**shape, **heads, **names).save_pretrained(folder)
     return str(folder)
 
 
@@ -124,33 +117,29 @@ def eight_billion(llama: str, method: Any, clients: int) -> RunConfig:
     return parse({"base": llama, "method": method, "rounds": 20, "clients": names})
 
 
+TOO_LARGE = (
+    "A download of a client may have 1,125.4 MB, but the limit is 1,073.7 MB; it fits with at most "
+    "4 clients instead of 5, or with a LoRA rank of at most 7 instead of 8."
+)
+EXACT = {"name": "fedavg", "exact": True}
+
+
 @pytest.mark.parametrize(
     ("method", "clients", "reason"),
     [
-        (
-            "pcl-2",
-            5,
-            "A download of a client may have 1,125.4 MB, but the limit is 1,073.7 MB; it fits with "
-            "at most 4 clients instead of 5, or with a LoRA rank of at most 7 instead of 8.",
-        ),
+        ("pcl-2", 5, TOO_LARGE),
         ("pcl-2", 4, ""),
         ("pcl-2", 10, "2,532.0 MB, .* at most 4 clients instead of 10"),
-        ({"name": "fedavg", "exact": True}, 5, "14,191.7 MB, .* at most 1 round instead of 20"),
+        (EXACT, 5, "14,191.7 MB, .* at most 1 round instead of 20"),
         ("auto", 50, ""),
     ],
 )
-def test_a_base_of_eight_billion_weights(
-    method, clients, reason, llama, tmp_path, monkeypatch
-) -> None:
+def test_eight_billion_weights(method, clients, reason, llama, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(message, "LARGEST_MESSAGE", 2**30)
     run = eight_billion(llama, method, clients)
     names = [client.name for client in run.clients]
-    skeleton = load_skeleton(llama)
-    if not reason:
-        check_run(run, skeleton, names, tmp_path)
-        return
-    with pytest.raises(CoterieError, match=reason):
-        check_run(run, skeleton, names, tmp_path)
+    with pytest.raises(CoterieError, match=reason) if reason else nullcontext():
+        check_run(run, load_skeleton(llama), names, tmp_path)
 
 
 def test_names_of_tensors_are_limited_too(llama, tmp_path, monkeypatch) -> None:
@@ -167,10 +156,7 @@ def too_small(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunConfig, int], Non
     """A function that sets the limit to the size of a download with a given number of clients."""
 
     def limit(run: RunConfig, clients: int) -> None:
-        base = load_skeleton(run.base, run.root)
-        assert isinstance(run.method, AdapterMethod)
-        parameters = run.method.adapter(base, run.seed, "poet").parameters()
-        size = message_sizes(run, parameters, clients).largest("down").total
+        size = message_sizes(run, parameters_of(run), clients).largest("down").total
         monkeypatch.setattr(message, "LARGEST_MESSAGE", size)
         monkeypatch.setattr(message, "LARGEST_HEADER", size)
 
@@ -194,10 +180,7 @@ def test_a_run_is_refused_before_its_folder_is_written(engine, config, tmp_path,
 
 def test_the_uploads_of_a_round_fit_on_the_disk(config, tmp_path, monkeypatch) -> None:
     run = config(method="fedavg", rounds=1)
-    skeleton = load_skeleton(run.base, run.root)
-    assert isinstance(run.method, AdapterMethod)
-    parameters = run.method.adapter(skeleton, run.seed, "poet").parameters()
-    needed = 3 * message_sizes(run, parameters, 3).largest("up").total
+    needed = 3 * message_sizes(run, parameters_of(run), 3).largest("up").total
     for free, reason in [
         (needed, ""),
         (needed - 1, r"The uploads of a round may need .* \(TMPDIR"),
@@ -205,15 +188,14 @@ def test_the_uploads_of_a_round_fit_on_the_disk(config, tmp_path, monkeypatch) -
         space = SimpleNamespace(free=free)
         monkeypatch.setattr("coterie.federation.sizes.disk_usage", lambda _, space=space: space)
         if not reason:
-            check_run(run, skeleton, ["diarist", "poet", "whaler"], tmp_path)
+            check_run(run, load_skeleton(run.base, run.root), list("abc"), tmp_path)
             continue
         with pytest.raises(CoterieError, match=reason):
             coterie.run(run, out=tmp_path / "run")
 
 
-def test_a_method_whose_parameters_only_clients_know_is_refused_before_training(
-    config, tmp_path, monkeypatch
-) -> None:
+def test_a_run_is_refused_before_training(config, tmp_path, monkeypatch) -> None:
+    """The parameters of this method are known only to clients."""
     monkeypatch.setattr(message, "LARGEST_MESSAGE", 80_000)
     monkeypatch.setattr(NO_TRAINING, None)
     with pytest.raises(CoterieError, match="A download of a client may have"):
@@ -229,20 +211,17 @@ def test_a_server_refuses_a_run_before_clients_join(config, tmp_path, too_small)
     assert not network.orders
 
 
-def test_a_server_names_the_setting_that_limits_uploads(config, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("coterie.deployment.joins.MiB", 100)
-    monkeypatch.setattr("coterie.federation.sizes.MiB", 100)
-    run = config(method=PCL, rounds=4, deployment={"largest_message": 1000})
-    with pytest.raises(CoterieError, match=r"An upload .* or with deployment.largest_message: \d+"):
-        server(run, tmp_path / "server", Loop(workers(run, tmp_path)))
-
-
-def test_a_network_can_limit_downloads(config, tmp_path) -> None:
+def test_uploads_and_downloads_can_be_limited(config, tmp_path, monkeypatch) -> None:
     run = config(method="fedavg", rounds=4)
     network = Loop(workers(run, tmp_path))
     network.largest = 1000
     with pytest.raises(CoterieError, match=r"A download .* the limit is 0\.0 MB"):
         server(run, tmp_path / "server", network)
+    monkeypatch.setattr("coterie.deployment.joins.MiB", 100)
+    monkeypatch.setattr("coterie.federation.sizes.MiB", 100)
+    run = config(method=PCL, rounds=4, deployment={"largest_message": 1000})
+    with pytest.raises(CoterieError, match=r"An upload .* or with deployment.largest_message: \d+"):
+        server(run, tmp_path / "server", Loop(workers(run, tmp_path)))
 
 
 def test_a_client_with_less_memory_leaves_before_the_first_round(

@@ -15,6 +15,7 @@ from torch import Tensor
 from coterie.messages import Field, Message, MessageError, Schema, State
 from coterie.messages.formats import FORMAT, FormatError
 from coterie.messages.message import LARGEST_HEADER
+from coterie.testing.loop import flat
 
 WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2}
 WIDTHS |= {"I16": 2, "U16": 2, "U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -59,15 +60,14 @@ def originals() -> list[bytes]:
     }
     # Nothing can be saved twice, so whatever is here again is a copy.
     copies = [{g: {n: t.clone() for n, t in ts.items()} for g, ts in several.items()} for _ in "12"]
+    odd_name = {"g": {"é:/": torch.zeros(2, 2)}}
     inner = State({"exp_avg": copies[0]["adapter"]}, nested, {"joint": State(copies[1], {"n": 1})})
     return [
         Message().encode(),
         Message(7, {"g": {"x": torch.arange(3.0)}}, {"tokens": 12}).encode(),
         Message(2**31, {}, nested).encode(),
         Message(3, several, nested).encode(),
-        Message(
-            3, {"g": {"é:/": torch.zeros(2, 2)}}, {}, {"bob": several, "ann": copies[0]}
-        ).encode(),
+        Message(3, odd_name, {}, {"bob": several, "ann": copies[0]}).encode(),
         State(several, nested).encode(),
         State({}, {"ranks": [1, 2]}).encode(),
         State(several, {}, {"training": inner, "empty": State()}).encode(),
@@ -177,12 +177,7 @@ def contents(found: Message | State) -> dict[tuple[Any, str, str], Tensor]:
         return {(peer, group, name): t for peer, group, name, t in found.tensors()}
     states = dict(found.walk())
     assert all(isinstance(state.values, dict) for state in states.values())
-    return {
-        (path, group, name): t
-        for path, state in states.items()
-        for group, tensors in state.groups.items()
-        for name, t in tensors.items()
-    }
+    return {(path, *key): t for path, state in states.items() for key, t in flat(state).items()}
 
 
 def check_inputs(seed: int, count: int) -> None:
@@ -271,11 +266,8 @@ def test_floats_of_8_bits_are_checked_for_finite_values(dtype: str) -> None:
 def test_a_header_cannot_take_much_more_memory_than_its_bytes() -> None:
     tensors = ",".join(entry("U8", "[0]", 0).replace("x", f"x{n}") for n in range(5_000))
     lists, mappings = ("[" + f"{part}," * 50_000 + "0]" for part in ("[]", '{"":[]}'))
-    for data in (
-        message(tensors)[:-4],
-        message(values=f'{{"a":{lists}}}'),
-        message(values=f'{{"a":{mappings}}}'),
-    ):
+    values = (message(values=f'{{"a":{each}}}') for each in (lists, mappings))
+    for data in (message(tensors)[:-4], *values):
         tracemalloc.start()
         Message.decode(data)
         _, peak = tracemalloc.get_traced_memory()

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from turns import nth
 
 from coterie.messages import Message
-from coterie.testing.rounds import close, step
+from coterie.methods.tensors import copied, copy
+from coterie.testing.rounds import close, joined, step
 
 NAMES: tuple[str, ...] = ("diarist", "poet", "whaler")
 AUTO: dict[str, Any] = {"name": "auto", "router": {"every": 2, "steps": 1}}
@@ -23,6 +24,13 @@ Change = Callable[[Message], Message]
 def auto(**settings: Any) -> dict[str, Any]:
     """Return the key `method` of a run file, with some settings."""
     return AUTO | settings
+
+
+def started(config: Any, texts: Mapping[str, str], **changes: Any) -> Any:
+    """Return a run, before its first exchange, whose clients have the texts of some writers."""
+    clients = [{"name": name, "path": f"{text}.txt"} for name, text in texts.items()]
+    training = {"steps": 1, "batch": 1, "precision": "fp32"}
+    return joined(config(**{"clients": clients, "rounds": 6, "training": training} | changes))
 
 
 def chosen(upload: Message, **choice: Any) -> Message:
@@ -64,15 +72,6 @@ def whole(client: Any, tensors: Tensors, round: int = 1, **more: Any) -> Message
     return Message(round, {"adapter": {name: tensors[name] for name in names}}, **more)
 
 
-def copies(tensors: Tensors) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def equal(one: Tensors, other: Tensors) -> bool:
-    assert one.keys() == other.keys() != set()
-    return all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
-
-
 def noise(tensors: Tensors, size: float, seed: int) -> dict[str, Tensor]:
     chance = torch.Generator().manual_seed(seed)
     return {n: size * torch.randn(t.shape, generator=chance) for n, t in tensors.items()}
@@ -94,6 +93,17 @@ def window_losses(client: Any, windows: list[Tensor]) -> list[Tensor]:
     return [F.cross_entropy(model(input_ids=w[None, :-1]).logits[0], w[1:]) for w in windows]
 
 
+def along_gradient(client: Any, windows: list[Tensor], initial: Tensors, by: float) -> Tensors:
+    """Return the pairs after a step along the gradient of the loss, at a small change."""
+    tensors = {n: client.adapter.tensors()[n].requires_grad_() for n in initial}
+    before = copied(tensors)
+    copy({n: t + 0.02 * torch.ones_like(t) for n, t in initial.items()}, tensors)
+    loss = torch.stack(window_losses(client, windows)).mean()
+    gradients = torch.autograd.grad(loss, [*tensors.values()])
+    copy(before, tensors)
+    return {n: initial[n] + by * g for n, g in zip(tensors, gradients, strict=True)}
+
+
 @dataclass
 class Trial:
     """A slow version of the first step of the module docstring of `auto`."""
@@ -110,7 +120,36 @@ class Trial:
     noisy: int
     """The number of ignored clients whose slope differs from the mean slope by more than 0.01."""
     dropped: list[str]
-    fell_back: bool
+
+
+def naive_row(
+    shares: Mapping[str, float], slopes: list[list[float]], trust: float, own: str
+) -> tuple[dict[str, float], list[float], list[tuple[float, float]]]:
+    """Compute the weights of a client from slopes, with Python's numbers.
+
+    Args:
+        shares: The clients' shares, by name; they need not sum to 1.
+        slopes: The slopes of each sample, for every client, in the order of the names.
+        trust: The setting of this name.
+        own: The client that judges.
+
+    Returns:
+        The weights by name, the evidence, and the means and standard errors of the slopes.
+    """
+    prior = [*shares.values(), fmean(shares.values())]  # the last direction is zero
+    prior = [share / sum(prior) for share in prior]
+    averages = [sum(p * s for p, s in zip(prior, row, strict=False)) for row in slopes]
+    evidence, figures = [], []
+    for column in zip(*slopes, strict=True):
+        relative = [slope - average for slope, average in zip(column, averages, strict=True)]
+        s, error = fmean(relative), stdev(relative) / math.sqrt(len(relative))
+        figures.append((s, error))
+        evidence.append(math.copysign(min(max(abs(s) - max(error, 0.01), 0) / error, 3), s))
+    weights = [s * math.exp(-trust * e) for s, e in zip(prior, evidence, strict=False)]
+    row = {n: w / sum(weights) for n, w in zip(shares, weights, strict=True)}
+    kept = {name: weight for name, weight in row.items() if weight >= 0.02}
+    kept = kept if kept.keys() - {own} else dict(shares)
+    return {name: w / sum(kept.values()) for name, w in kept.items()}, evidence, figures
 
 
 def trial(
@@ -120,7 +159,7 @@ def trial(
     pairs: Mapping[str, Tensors],
     tokens: Mapping[str, int],
 ) -> Trial:
-    """Compute the weights of a client, with Python's numbers.
+    """Compute the weights of a client.
 
     Args:
         client: The client; its own pairs are in `pairs`, too.
@@ -129,51 +168,31 @@ def trial(
         pairs: The pairs of all clients.
         tokens: The number of training tokens of all clients.
     """
-    method, own = client.method, client.context.name
     most = 3 * median_low(tokens.values())
     prior = {name: float(min(tokens[name], most)) for name in sorted(pairs)}
-    shares = [*prior.values(), fmean(prior.values())]  # the last direction is zero
-    shares = [share / sum(shares) for share in shares]
+    total = sum(prior.values()) * (1 + 1 / len(prior))  # a client without a change has a share
     changes = [{n: pairs[name][n] - t for n, t in initial.items()} for name in prior]
-    changes.append({n: torch.zeros_like(t) for n, t in initial.items()})
     judged = {n: client.adapter.tensors()[n] for n in initial}
-    before = copies(judged)
+    before = copied(judged)
     for name, tensor in judged.items():
         tensor.requires_grad_()
-        mean = sum(s * change[name].double() for s, change in zip(shares, changes, strict=True))
+        terms = zip(prior.values(), changes, strict=True)
+        mean = sum(share / total * change[name].double() for share, change in terms)
         tensor.data.copy_(initial[name] + mean)
-    slopes: list[list[float]] = [[] for _ in changes]
+    slopes = []
     for loss in window_losses(client, windows):
         gradients = dict(zip(judged, torch.autograd.grad(loss, [*judged.values()]), strict=True))
-        for j, change in enumerate(changes):
-            products = [(gradients[n].double() * change[n].double()).sum() for n in judged]
-            slopes[j].append(float(sum(products)))
+        g = {n: gradient.double() for n, gradient in gradients.items()}
+        slopes.append([sum(float((g[n] * c[n].double()).sum()) for n in g) for c in changes])
     for name, tensor in judged.items():
         tensor.data.copy_(before[name])
-    averages = [
-        sum(s * row[i] for s, row in zip(shares, slopes, strict=True)) for i in range(len(windows))
-    ]
-    means, errors, evidence = [], [], []
-    for row in slopes:
-        relative = [slope - average for slope, average in zip(row, averages, strict=True)]
-        s, error = fmean(relative), stdev(relative) / math.sqrt(len(relative))
-        means.append(s)
-        errors.append(error)
-        evidence.append(math.copysign(min(max(abs(s) - max(error, 0.01), 0) / error, 3), s))
-    weights = [s * math.exp(-method.trust * e) for s, e in zip(shares, evidence, strict=True)][:-1]
-    row = {n: w / sum(weights) for n, w in zip(prior, weights, strict=True)}
-    kept = {name: weight for name, weight in row.items() if weight >= 0.02}
-    fell_back = not kept.keys() - {own}
-    if fell_back:
-        kept = prior
-    row = {name: weight / sum(kept.values()) for name, weight in kept.items()}
-    sizes = [*zip(map(abs, means[:-1]), errors[:-1], strict=True)]
+    row, evidence, figures = naive_row(prior, slopes, client.method.trust, client.context.name)
+    sizes = [(abs(s), error) for s, error in figures]
     return Trial(
         row,
-        limited=sum(abs(e) == 3 for e in evidence[:-1]),
-        ignored=sum(e == 0 for e in evidence[:-1]),
+        limited=sum(abs(e) == 3 for e in evidence),
+        ignored=sum(e == 0 for e in evidence),
         small=sum(2 * error < s < 0.01 for s, error in sizes),
         noisy=sum(0.01 < s < error for s, error in sizes),
         dropped=sorted(prior.keys() - row.keys()),
-        fell_back=fell_back,
     )

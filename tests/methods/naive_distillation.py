@@ -3,30 +3,14 @@
 import math
 
 import torch
+from naive_transfer import in_dictionary
 from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge
-from coterie.alignment.transfer import SoftTargets
-from coterie.bases import Base
 from coterie.methods.fedmkt.distillation import NO_TEACHER, Distiller
 
 TOP = 4
 """Tokens that are sent per position."""
-
-
-def as_dict(
-    theirs: Knowledge, place: int, ids: Tensor | None, temperature: float
-) -> dict[int, float]:
-    """A prediction in the distiller's tokens: the first of equal ones is kept."""
-    kept: dict[int, float] = {}
-    for token, logprob in zip(
-        theirs.tokens[place, :TOP].tolist(), theirs.logprobs[place, :TOP].tolist(), strict=True
-    ):
-        mine = token if ids is None else int(ids[token])
-        if mine >= 0:
-            kept.setdefault(mine, logprob)
-    total = sum(math.exp(value / temperature) for value in kept.values())
-    return {token: math.exp(value / temperature) / total for token, value in kept.items()}
 
 
 def counterpart(distiller: Distiller, sample: int, end: int, theirs: Knowledge) -> int | None:
@@ -49,12 +33,15 @@ def naive(
     """What is to be learnt at each position, (p, vocabulary)."""
     rows = []
     method, size = distiller.settings, len(distiller.context.base.tokenizer)
+    same = list(range(size))
 
-    def said(by: Knowledge, sample: int, place: int, ids: Tensor | None) -> Tensor:
+    def said(by: Knowledge, sample: int, place: int, ids: list[int]) -> Tensor:
         there = counterpart(distiller, sample, int(distiller.positions.ends[place]), by)
-        found = {} if there is None else as_dict(by, there, ids, method.temperature)
-        found = found or {int(distiller.labels[place]): 1.0}
-        return spread(found, size)
+        probs: dict[int, float] = {}
+        if there is not None:
+            tokens, logprobs = (t[there, :TOP].tolist() for t in (by.tokens, by.logprobs))
+            probs, _ = in_dictionary(tokens, logprobs, ids, method.temperature)
+        return spread(probs or {int(distiller.labels[place]): 1.0}, size)
 
     keys = own.samples.tolist()
     for sample, teacher in enumerate(teachers):
@@ -62,25 +49,20 @@ def naive(
         loss = own.losses[keys.index(key)].item() if key in keys else math.inf
         for place in range(*distiller.positions.starts[sample : sample + 2].tolist()):
             label = spread({int(distiller.labels[place]): 1.0}, size)
-            mine = label if method.own == "labels" else said(own, sample, place, None)
+            mine = label if method.own == "labels" else said(own, sample, place, same)
             if teacher == NO_TEACHER:
                 rows.append(mine)
                 continue
-            theirs = said(offers[teacher], sample, place, ids)
+            wanted = said(offers[teacher], sample, place, same if ids is None else ids.tolist())
             if method.own == "mean":
                 a, b = math.exp(-loss), math.exp(-distiller.best_losses[sample].item())
-                theirs = (a * mine + b * theirs) / (a + b)
-            rows.append(theirs)
+                wanted = (a * mine + b * wanted) / (a + b)
+            rows.append(wanted)
     return torch.stack(rows)
 
 
-def spread(found: dict[int, float], size: int) -> Tensor:
+def spread(probs: dict[int, float], size: int) -> Tensor:
     row = torch.zeros(size)
-    for token, share in found.items():
+    for token, share in probs.items():
         row[token] = share
     return row
-
-
-def dense(shares: SoftTargets, base: Base) -> Tensor:
-    size = len(base.tokenizer)
-    return torch.zeros(len(shares.mass), size).scatter_add_(1, shares.tokens, shares.probs)

@@ -1,23 +1,24 @@
 """Auto: trials and means equal a slow version."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from auto_runs import (
     NAMES,
+    Trial,
+    along_gradient,
     auto,
-    copies,
-    equal,
     judging_windows,
     noise,
     trial,
     whole,
-    window_losses,
 )
+from tensors import close_to, equal, mean_of
 from torch import Tensor
 
+from coterie.methods.tensors import copied, copy
 from coterie.testing.rounds import down, joined, one_round
 
 TRAINING = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.01}
@@ -31,65 +32,29 @@ SIZES = {"random": 0.03, "noisy": 0.2}
 def judged(client: Any, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return copies of the tensors by which clients judge one another."""
     names = [n for n, p in client.parameters().items() if client.method.judges(p)]
-    return copies({n: (client.adapter.tensors() if tensors is None else tensors)[n] for n in names})
+    return copied({n: (client.adapter.tensors() if tensors is None else tensors)[n] for n in names})
 
 
-def along_gradient(client: Any, windows: list[Tensor], initial: Mapping[str, Tensor], by: float):
-    """Return the pairs after a step along the gradient of the loss, at a small change."""
-    start = {n: t + 0.02 * torch.ones_like(t) for n, t in initial.items()}
-    tensors = {n: client.adapter.tensors()[n].requires_grad_() for n in initial}
-    before = copies(tensors)
-    for name, tensor in tensors.items():
-        tensor.data.copy_(start[name])
-    loss = torch.stack(window_losses(client, windows)).mean()
-    gradients = torch.autograd.grad(loss, [*tensors.values()])
-    for name, tensor in tensors.items():
-        tensor.data.copy_(before[name])
-    return {n: initial[n] + by * g for n, g in zip(tensors, gradients, strict=True)}
+HELPS, LITTLE = "helps hurts", "helps-little hurts-little"
+CASES: dict[str, tuple[str, dict[str, Any], Callable[[Trial], Any]]] = {
+    "random changes": ("random random", {}, lambda t: len(t.row) > 1),
+    "prior alone": ("random random", {"trust": 0.0}, lambda t: t.row["whaler"] > 0.67),
+    "more trust": (HELPS, {"trust": 1.5, "samples": 4}, lambda t: t.limited == 3 and t.dropped),
+    "less trust": (HELPS, {"trust": 0.2, "samples": 4}, lambda t: t.limited == 3 and not t.dropped),
+    "both hurt": ("hurts hurts", {"trust": 3.0}, lambda t: not t.dropped),
+    "certain but small": (LITTLE, {}, lambda t: t.small == 2 and t.ignored == 3),
+    "large but uncertain": ("noisy noisy", {}, lambda t: t.noisy > 0),
+    "by experts": ("helps-much random", {"attention": None}, lambda t: t.ignored == 2),
+}
+"""Kinds of the others' changes, settings, and a condition that the expected trial meets."""
 
 
-@pytest.mark.parametrize(
-    ("kinds", "settings", "covers"),
-    [
-        pytest.param("random random", {}, lambda t: not t.fell_back, id="random changes"),
-        pytest.param(
-            "random random",
-            {"trust": 0.0},
-            lambda t: t.row["whaler"] == pytest.approx(6000 / 8900),
-            id="prior alone",
-        ),
-        pytest.param(
-            "helps hurts",
-            {"trust": 1.5, "samples": 4},
-            lambda t: t.limited == 3 and t.dropped,
-            id="one helps, one hurts",
-        ),
-        pytest.param(
-            "helps hurts",
-            {"trust": 0.2, "samples": 4},
-            lambda t: t.limited == 3 and not t.dropped,
-            id="one helps, one hurts, little trust",
-        ),
-        pytest.param(
-            "hurts hurts", {"trust": 3.0}, lambda t: t.fell_back and not t.dropped, id="both hurt"
-        ),
-        pytest.param(
-            "helps-little hurts-little",
-            {},
-            lambda t: t.small == 2 and t.ignored == 3,
-            id="certain but small",
-        ),
-        pytest.param("noisy noisy", {}, lambda t: t.noisy > 0, id="large but uncertain"),
-        pytest.param(
-            "helps-much random", {"attention": None}, lambda t: t.ignored == 2, id="by experts"
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "settings", "covers"), CASES.values(), ids=CASES)
 def test_a_trial_follows_the_equations(kinds, settings, covers, config) -> None:
     local: Any = joined(config(method=auto(**settings)))
     poet = local.clients["poet"]
     windows = judging_windows(local, "poet", settings.get("samples", 16))
-    initial, shared = judged(poet), copies(poet.shared)
+    initial, shared = judged(poet), copied(poet.shared)
     peers = {
         name: along_gradient(poet, windows, initial, STEPS[kind])
         if kind in STEPS
@@ -97,8 +62,7 @@ def test_a_trial_follows_the_equations(kinds, settings, covers, config) -> None:
         for seed, (name, kind) in enumerate(zip(("diarist", "whaler"), kinds.split(), strict=True))
     }
     own = {n: initial[n] + t for n, t in noise(initial, 0.03, 9).items()}
-    for name, tensor in own.items():
-        poet.adapter.tensors()[name].data.copy_(tensor)
+    copy(own, {n: poet.adapter.tensors()[n] for n in own})
     tokens = TOKENS | {"poet": len(poet.context.data.train.ids)}
     expected = trial(poet, windows, initial, {"poet": own, **peers}, tokens)
     sizes = {name: tokens[name] for name in peers}
@@ -135,9 +99,8 @@ def test_each_client_receives_the_mean_with_its_own_weights(config) -> None:
     initial = {name: judged(client) for name, client in local.clients.items()}
     uploads = one_round(local, 0)
     for name in NAMES:  # before any trial, every client receives the mean over all
-        for tensor, value in down(local, name)["adapter"].items():
-            terms = [upload["adapter"][tensor].double() for upload in uploads.values()]
-            assert torch.allclose(value.double(), torch.stack(terms).mean(0), atol=1e-6)
+        mean = down(local, name)["adapter"]
+        assert close_to(mean, mean_of(u["adapter"] for u in uploads.values()))
     expected = {}
     for name, client in local.clients.items():
         download = down(local, name)
@@ -154,6 +117,5 @@ def test_each_client_receives_the_mean_with_its_own_weights(config) -> None:
         assert uploads[name].values["choice"]["row"] == pytest.approx(row, rel=5e-3)
         mean = down(local, name)["adapter"]
         assert mean.keys() == local.clients[name].shared.keys()
-        for tensor, value in mean.items():
-            terms = [weight * uploads[c]["adapter"][tensor].double() for c, weight in row.items()]
-            assert torch.allclose(value.double(), torch.stack(terms).sum(0), atol=1e-4)
+        expected_mean = mean_of((uploads[c]["adapter"] for c in row), row.values())
+        assert close_to(mean, {n: expected_mean[n] for n in mean}, atol=1e-4)

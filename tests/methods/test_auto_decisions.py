@@ -9,18 +9,18 @@ from auto_runs import (
     altered,
     auto,
     chosen,
-    copies,
-    equal,
     forged_round,
     judging_windows,
     noise,
     whole,
     window_losses,
 )
+from tensors import equal
 from turns import nth
 
 from coterie.messages import Message, State
 from coterie.messages.names import TRUST
+from coterie.methods.tensors import copied
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, one_round
 
@@ -86,38 +86,42 @@ def branch(client: Any, download: Message, start: str) -> list[tuple[str, Any]]:
     Returns:
         The metrics of the training.
     """
-    round, tensors = download.exchange, {**client.shared}
-    tensors |= download["adapter"] if start == "mean" else {}
+    tensors = {**client.shared, **(download["adapter"] if start == "mean" else {})}
     client.row = {client.context.name: 1.0}  # the client then does not compare
-    client.receive(whole(client, copies(tensors), round))
+    client.receive(whole(client, copied(tensors), download.exchange))
     client.stage = ""
     trainings, metrics = observed(client)
-    client.train(nth(round))
-    assert trainings == [round]
+    client.train(nth(download.exchange))
+    assert trainings == [download.exchange]
     return metrics
 
 
+STARTS: dict[str, tuple[Any, str, bool]] = {
+    "own is better": (("mean", 8, "poet", 0.2), "own", True),
+    "mean is better": (("mean", 8, "diarist", 0.03), "mean", True),
+    "mean is better at once": (("own", 5, "poet", 0.2), "mean", False),
+}
+"""What `before_decision` damages, the better start, and whether a client trains from both."""
+
+
 @pytest.mark.parametrize("every", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "size", "better"), [("poet", 0.2, "own"), ("diarist", 0.03, "mean")]
-)
+@pytest.mark.parametrize(("start", "better", "twice"), STARTS.values(), ids=STARTS)
 def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
-    name, size, better, every, config
+    start, better, twice, every, config
 ) -> None:
-    """In both cases, the mean is worse before training. With `every` 3, it lacks an expert."""
-    start: Any = ("mean", 8, name, size)
+    """If it trains twice, the mean is worse before training. With `every` 3, it lacks an expert."""
     client, download = before_decision(config, *start, every=every)
     trainings, metrics = observed(client)
-    own, row = copies(client.adapter.tensors()), dict(client.row)
+    own, row, name = copied(client.adapter.tensors()), dict(client.row), start[2]
     assert len(row) > 1
     assert (len(download["adapter"]) == len(client.shared)) == (every == 2)
     client.receive(download)
-    assert client.stage == "undecided"
-    assert equal(client.adapter.tensors(), own)
-    assert metrics == []
+    assert client.stage == ("undecided" if twice else "")
+    assert metrics == ([] if twice else [(TRUST, row)])
+    assert equal(client.adapter.tensors(), own if twice else {**own, **download["adapter"]})
     client.train(nth(2))
     alone = better == "own"
-    assert trainings == [2, 2]
+    assert trainings == ([2, 2] if twice else [2])
     assert client.row == ({name: 1.0} if alone else row)
     assert client.upload(nth(2)).values["choice"]["row"] == client.row
     kept, other = (before_decision(config, *start, every=every) for _ in range(2))
@@ -130,30 +134,10 @@ def test_a_client_keeps_the_training_whose_loss_is_clearly_lower(
     assert [metric for metric in metrics if metric[0] != TRUST] == expected != []
 
 
-@pytest.mark.parametrize("every", [2, 3])
-def test_a_client_whose_mean_is_better_at_once_trains_once(every, config) -> None:
-    client, download = before_decision(config, "own", 5, every=every)
-    trainings, metrics = observed(client)
-    own, row = copies(client.shared), dict(client.row)
-    assert len(row) > 1
-    assert (len(download["adapter"]) == len(client.shared)) == (every == 2)
-    client.receive(download)
-    assert client.stage == ""
-    assert metrics == [(TRUST, row)]
-    assert equal(client.shared, {**own, **download["adapter"]})
-    client.train(nth(2))
-    assert trainings == [2]
-    assert client.row == row == client.upload(nth(2)).values["choice"]["row"]
-    other = before_decision(config, "own", 5, every=every)
-    expected = branch(*other, "mean")
-    assert_equal(private(client.state()), private(other[0].state()), "client")
-    assert metrics[1:] == expected
-
-
 def test_a_client_whose_mean_is_equally_good_trains_twice_and_keeps_the_mean(config) -> None:
     client, _ = before_decision(config, "mean", 5)
     (trainings, metrics), row = observed(client), dict(client.row)
-    client.receive(whole(client, copies(client.shared), round=2))
+    client.receive(whole(client, copied(client.shared), round=2))
     assert client.stage == "undecided"
     client.train(nth(2))
     assert trainings == [2, 2]
@@ -218,7 +202,7 @@ def test_a_worse_mean_is_replaced_if_the_download_has_all_parameters_or_is_the_l
     local = after(config, complete, rounds, every=every)
     client = local.clients["diarist"]
     assert client.row.keys() != {"diarist"}
-    own = copies(client.shared)
+    own = copied(client.shared)
     wrong = noise(own, 0.5, 4)
     download = altered(down(local, "diarist"), lambda n, t: t + wrong[n])
     client.receive(download)
@@ -235,7 +219,7 @@ def test_a_worse_mean_is_replaced_if_the_download_has_all_parameters_or_is_the_l
 
 def test_a_mean_whose_loss_is_not_a_number_is_replaced(config) -> None:
     local = after(config, 2)
-    client, own = local.clients["poet"], copies(local.clients["poet"].shared)
+    client, own = local.clients["poet"], copied(local.clients["poet"].shared)
     client.receive(altered(down(local, "poet"), lambda _, t: t * math.nan))
     assert equal(client.shared, own)
     assert client.stage == "undecided"
@@ -267,7 +251,7 @@ def test_a_client_that_stays_alone_keeps_its_parameters(config) -> None:
     assert len(poet.row) > 1
     _, uploads = forged_round(local, 2)
     assert uploads["poet"].values["choice"]["row"] == {"poet": 1.0}
-    before, download = copies(poet.adapter.tensors()), down(local, "poet")
+    before, download = copied(poet.adapter.tensors()), down(local, "poet")
     assert set(download["adapter"]) < poet.shared.keys()  # the second expert is not due
     poet.receive(download)
     assert equal(poet.adapter.tensors(), before)
@@ -281,7 +265,7 @@ def test_a_worse_mean_is_not_the_model_that_is_scored_but_is_trained_from(config
     download = down(runs[0], "diarist")
     wrong = noise(download["adapter"], 0.2, 6)
     download = altered(download, lambda n, t: t + wrong[n])
-    own = copies(client.adapter.tensors())
+    own = copied(client.adapter.tensors())
     client.receive(download)
     assert client.stage == ""
     assert equal(client.adapter.tensors(), own)

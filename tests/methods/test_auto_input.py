@@ -6,30 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from auto_runs import NAMES, auto, chosen, copies, equal, forged_round
+from auto_runs import NAMES, auto, chosen, forged_round, started
+from tensors import equal
 from turns import nth
 
-from coterie.config.run import parse
 from coterie.errors import CoterieError
 from coterie.messages import Message, MessageError
+from coterie.methods.tensors import copied
 from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import down, joined, one_round, take
 
-TRAINING = {"steps": 1, "batch": 1, "precision": "fp32"}
-
 
 @pytest.fixture
-def make(values):
+def make(config):
     """A run of `auto` whose clients have joined."""
 
-    def started(names=NAMES, validation: int = 80, **method: Any) -> Any:
-        limits = {"train": 2000, "validation": validation, "test": 400}
-        clients = [{"name": name, "path": f"{name}.txt"} for name in names]
-        changes: dict[str, Any] = {"data": {"window": 16, "limits": limits}, "clients": clients}
-        changes |= {"method": auto(**method), "rounds": 6, "training": TRAINING}
-        return joined(parse(values(**changes)))
+    def make(names=NAMES, validation: int = 80, **method: Any) -> Any:
+        texts = dict(zip(names, names, strict=True))
+        return started(config, texts, data=limits(validation), method=auto(**method))
 
-    return started
+    return make
 
 
 def played(local: Any, rounds: int = 4) -> dict[str, Message]:
@@ -71,11 +67,6 @@ def test_few_validation_samples_are_enough(tokens, make) -> None:
         assert client.row == pytest.approx(dict.fromkeys(NAMES, 1 / 3))
 
 
-def test_validation_text_that_is_too_short_is_refused(make) -> None:
-    with pytest.raises(CoterieError, match=r"limit of 16 validation tokens .* at least 17\.$"):
-        make(validation=16)
-
-
 @pytest.mark.parametrize(
     ("settings", "start"),
     [
@@ -99,55 +90,58 @@ def test_clients_judge_by_what_all_of_them_hold(settings, start, make) -> None:
     assert local.value.tried == dict.fromkeys(NAMES, 3)
 
 
+def limits(validation: int) -> dict[str, Any]:
+    return {"window": 16, "limits": {"train": 2000, "validation": validation, "test": 400}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("method", "changes", "match"),
     [
-        ({"method": auto(mlp={"rank": {"poet": 3, "others": 8}})}, "needs the same rank"),
-        ({"method": auto(attention=None, mlp={"generalists": 0})}, "set method.mlp or"),
-        ({"method": auto(samples=1)}, "method.samples"),
-        ({"method": auto(peers=0)}, "method.peers"),
-        ({"method": auto(set_aside=1.0)}, "method.set_aside"),
-        ({"method": auto(trust=-1)}, "method.trust"),
-        ({"method": auto(every=0)}, "method.every"),
+        ({"mlp": {"rank": {"poet": 3, "others": 8}}}, {}, "needs the same rank"),
+        ({"attention": None, "mlp": {"generalists": 0}}, {}, "set method.mlp or"),
+        ({"samples": 1}, {}, "method.samples"),
+        ({"peers": 0}, {}, "method.peers"),
+        ({"set_aside": 1.0}, {}, "method.set_aside"),
+        ({"trust": -1}, {}, "method.trust"),
+        ({"every": 0}, {}, "method.every"),
+        ({}, {"bases": {"poet": "OTHER"}}, r"needs the run's base .* remove `bases`"),
+        ({}, {"aggregation": {"weights": "tokens"}}, r"set aggregation\.weights to uniform"),
+        ({}, {"data": limits(16)}, r"limit of 16 validation tokens .* at least 17\.$"),
+        ({"peers": 1}, {"aggregation": {"least_others": 2}}, r"others \(2\) exceeds method\.peers"),
+        ({}, {"aggregation": {"least_others": 3}}, "is 3, but the run has only 3 clients"),
     ],
 )
-def test_runs_that_cannot_work_are_refused(changes, match, config) -> None:
+def test_runs_that_cannot_work_are_refused(method, changes, match, config, other) -> None:
+    changes = {k: {"poet": other} if k == "bases" else v for k, v in changes.items()}
     with pytest.raises(CoterieError, match=match):
-        joined(config(**changes))
+        joined(config(method=auto(**method), **changes))
 
 
-def test_clients_with_different_bases_are_refused(config, other) -> None:
-    with pytest.raises(CoterieError, match=r"needs the run's base .* remove `bases`"):
-        joined(config(method=auto(), bases={"poet": other}))
-
-
+ROWS: list[Any] = [
+    *({"whaler": weight} for weight in (-0.1, 1.5, 1.7e308, 2**62, True, "1", None, [1.0])),
+    {"nobody": -1.0},
+    dict.fromkeys(NAMES, 1.7e308),  # the sum of two weights would be infinite
+    [1.0],
+    None,
+]
 WRONG: list[Any] = [
-    {"row": {"whaler": -0.1}},
-    {"row": {"nobody": -1.0}},
-    {"row": {"whaler": 1.5}},
-    {"row": {"whaler": 1.7e308}},
-    {"row": {"whaler": 2**62}},
-    {"row": {"whaler": True}},
-    {"row": {"whaler": "1"}},
-    {"row": {"whaler": None}},
-    {"row": {"whaler": [1.0]}},
-    {"row": [1.0]},
-    {"row": None},
+    *({"row": row} for row in ROWS),
     *({"tokens": tokens} for tokens in (0, -1, 1.5, "1", None, True)),
     {"trial": True},
 ]
+MISSING: list[Any] = [{}, {"choice": None}, {"choice": {"row": {}}}]
 
 
-@pytest.mark.parametrize("choice", WRONG, ids=str)
+@pytest.mark.parametrize("choice", [*WRONG, *MISSING], ids=str)
 def test_an_invalid_choice_is_refused(choice, make) -> None:
     local = make(["poet", "whaler"], 17)
     local.open(nth(0), ["poet"])
     upload = local.clients["poet"].upload(nth(0))
     local.server.check(local.value, "poet", upload, local.exchange)
     before = local.value.state()
-    wrong = local.schema.receive("up", local.schema.send("up", chosen(upload, **choice)))
+    wrong = replace(upload, values=choice) if choice in MISSING else chosen(upload, **choice)
     with pytest.raises(MessageError, match="'poet' sent an invalid choice"):
-        local.server.check(local.value, "poet", wrong, local.exchange)
+        local.server.check(local.value, "poet", Message.decode(wrong.encode()), local.exchange)
     assert_equal(local.value.state(), before, "server")
 
 
@@ -158,14 +152,6 @@ def test_numbers_that_are_not_plain_are_never_sent(key, number, make) -> None:
     value = {"whaler": number} if key == "row" else number
     with pytest.raises(MessageError, match="non-finite numbers or integers beyond 64"):
         local.schema.send("up", chosen(local.clients["poet"].upload(nth(0)), **{key: value}))
-
-
-@pytest.mark.parametrize("sent", [{}, {"choice": None}, {"choice": {"row": {}}}], ids=str)
-def test_a_missing_choice_is_refused(sent, make) -> None:
-    local = make(["poet", "whaler"], 17)
-    upload = replace(local.clients["poet"].upload(nth(0)), values=sent)
-    with pytest.raises(MessageError, match="sent an invalid choice"):
-        local.server.check(local.value, "poet", upload, local.exchange)
 
 
 @pytest.mark.parametrize("row", [{"whaler": 0.0}, {"nobody": 1.0}, {"whaler": 5e-324}], ids=str)
@@ -185,18 +171,8 @@ def test_a_row_without_weight_concerns_its_sender_only(row, make) -> None:
     assert row == pytest.approx(dict.fromkeys(NAMES, 1 / 3))
 
 
-def test_huge_weights_cannot_stop_a_run(make) -> None:
-    """The sum of two weights, or the product with a tensor, would be infinite."""
-    local = make(validation=17)
-    upload = local.clients["poet"].upload(nth(0))
-    row = dict.fromkeys(NAMES, 1.7e308)
-    local.open(nth(0), ["poet"])
-    with pytest.raises(MessageError):
-        local.server.check(local.value, "poet", chosen(upload, row=row), local.exchange)
-
-
 PAIR = "dense/transformer.h.0.attn.c_attn.A"
-SIZES: list[Any] = [None, [2000], {}, {"diarist": 2000}]
+SIZES: list[Any] = ["no sizes", None, [2000], {}, {"diarist": 2000}]
 SIZES += [{"diarist": 2000, "whaler": n} for n in (0, -5, 1.5, "2000", None, True)]
 
 
@@ -216,6 +192,8 @@ def spoilt(download: Message, how: Any) -> Message:
             mean = dict(download["adapter"])
             del mean[PAIR]
             return replace(download, groups={"adapter": mean})
+        case "no sizes":
+            return replace(download, values={})
         case _:
             return replace(download, values={"sizes": how})
     return replace(download, peers={peer: {"adapter": tensors} for peer, tensors in pairs.items()})
@@ -226,35 +204,10 @@ def test_an_invalid_download_is_refused_without_effect(how, make) -> None:
     local = make(validation=34)
     one_round(local, 0)
     poet, download = local.clients["poet"], down(local, "poet")
-    before, buffers = poet.state(), {g: copies(t) for g, t in poet.buffers.items()}
+    before, buffers = poet.state(), {g: copied(t) for g, t in poet.buffers.items()}
     with pytest.raises(MessageError):
         poet.receive(spoilt(download, how))
     assert_equal(poet.state(), before, "client")
     assert all(equal(poet.buffers[group], tensors) for group, tensors in buffers.items())
     poet.receive(download)
     assert poet.stage == "proposed"
-
-
-def test_no_sizes_at_all_are_refused(make) -> None:
-    local = make(validation=34)
-    one_round(local, 0)
-    with pytest.raises(MessageError, match="no valid numbers of training tokens"):
-        local.clients["poet"].receive(replace(down(local, "poet"), values={}))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_pairs_that_are_not_finite_are_refused_by_both_sides(bad, make) -> None:
-    local = make(validation=34)
-    one_round(local, 0)
-    download = down(local, "poet")
-    pairs = {n: torch.full_like(t, bad) for n, t in download.from_peer("whaler")["adapter"].items()}
-    wrong = replace(download, peers={**download.peers, "whaler": {"adapter": pairs}})
-    with pytest.raises(MessageError, match="non-finite values"):
-        local.schema.send("down", wrong)
-    with pytest.raises(MessageError, match="non-finite values"):
-        local.schema.receive("down", wrong.encode())
-
-
-def test_weights_by_tokens_do_not_count_twice(config) -> None:
-    with pytest.raises(CoterieError, match=r"set aggregation\.weights to uniform"):
-        joined(config(method=auto(), aggregation={"weights": "tokens"}))

@@ -1,34 +1,31 @@
 """Auto: which rounds have trials, who is judged, and what is left of clients that leave."""
 
 from collections.abc import Iterable
-from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
-from auto_runs import NAMES, auto, chosen, equal, forged_round
+from auto_runs import NAMES, auto, chosen, forged_round, started
 from every_method import some
+from tensors import close_to, equal, mean_of
 
 from coterie.messages import Message, State
 from coterie.methods.auto.choice import latest_trial
+from coterie.methods.clusters import nearest
+from coterie.methods.tensors import copied
+from coterie.methods.value import PerClient
 from coterie.testing.loop import assert_equal
-from coterie.testing.rounds import down, joined, take
-
-TRAINING = {"steps": 1, "batch": 1, "precision": "fp32"}
+from coterie.testing.rounds import down, take
 
 
 @pytest.fixture
 def make(config):
     """A run of `auto` whose clients have joined; keyword arguments are settings of the method."""
 
-    def started(rounds: int = 12, names: Iterable[str] = NAMES, **settings: Any) -> Any:
-        clients = [{"name": n, "path": f"{t}.txt"} for n, t in zip(names, NAMES, strict=False)]
-        run = config(
-            method=auto(samples=2, **settings), rounds=rounds, training=TRAINING, clients=clients
-        )
-        return joined(run)
+    def make(rounds: int = 12, names: Iterable[str] = NAMES, **settings: Any) -> Any:
+        texts = dict(zip(names, NAMES, strict=False))
+        return started(config, texts, method=auto(samples=2, **settings), rounds=rounds)
 
-    return started
+    return make
 
 
 def judges(downloads: dict[str, Message]) -> list[str]:
@@ -72,7 +69,7 @@ def test_the_download_of_a_trial_has_the_others_pairs_alone(make) -> None:
 def test_a_client_that_joins_late_has_a_trial_of_its_own(make) -> None:
     local = make(12)
     hello, shared = local.clients["poet"].hello(), local.clients["poet"].shared
-    initial = {name: tensor.detach().clone() for name, tensor in shared.items()}
+    initial = copied(shared)
     local.leave("poet")
     others, seen = ["diarist", "whaler"], []
     for r in range(4):
@@ -90,21 +87,18 @@ def test_a_client_that_joins_late_has_a_trial_of_its_own(make) -> None:
     assert judges({name: down(local, name) for name in NAMES}) == []
 
 
-def test_a_client_that_was_away_has_its_trial_later(make) -> None:
-    local, seen = make(12), []
-    for r in range(5):
-        present = [n for n in NAMES if n != "poet" or r != 1]
-        seen.append(judges(forged_round(local, r, present=present)[0]))
-    assert seen == [[], ["diarist", "whaler"], ["poet"], [*NAMES], []]
-
-
-def test_a_client_that_takes_part_in_every_second_round_has_trials(make) -> None:
+@pytest.mark.parametrize(
+    ("away", "trials", "others"),
+    [([1], [2, 3], [1, 3]), ([1, 3, 5, 7], [2, 4], [1, 3])],
+    ids=["once", "in every second round"],
+)
+def test_a_client_that_was_away_has_its_trial_later(away, trials, others, make) -> None:
     local, seen = make(12), []
     for r in range(8):
-        present = [n for n in NAMES if n != "poet" or r % 2 == 0]
+        present = [n for n in NAMES if n != "poet" or r not in away]
         seen.append(judges(forged_round(local, r, present=present)[0]))
-    assert [r for r, names in enumerate(seen) if "poet" in names] == [2, 4]
-    assert [r for r, names in enumerate(seen) if "whaler" in names] == [1, 3]
+    assert [r for r, names in enumerate(seen) if "poet" in names] == trials
+    assert [r for r, names in enumerate(seen) if "whaler" in names] == others
     assert not local.value.uploads
 
 
@@ -120,19 +114,14 @@ def test_nothing_is_left_of_a_client_that_leaves(name, make) -> None:
     assert {*value.held, *value.tokens, *value.means, *rows} == {*others}
     assert {*value.uploads} == {*others}
     assert all(row.keys() <= {*others} for row in rows.values())
-    files = dict(local.states())
-    assert not any(file.endswith(f"-{name}") for file in files)
-    assert name not in files["server"].values["means"]
     downloads, uploads = forged_round(local, 3, present=others)
     assert downloads["ann"].peers.keys() == {"whaler"}
     for client in others:
         row = local.server.rows(local.value, local.exchange)[client]
         mean = down(local, client)["adapter"]
         assert row.keys() <= {*others}
-        for n, tensor in mean.items():
-            terms = [w * uploads[c]["adapter"][n].double() for c, w in row.items()]
-            expected = torch.stack(terms).sum(0) / sum(row.values())
-            assert torch.allclose(tensor.double(), expected, atol=1e-6)
+        expected = mean_of((uploads[c]["adapter"] for c in row), row.values())
+        assert close_to(mean, {n: expected[n] for n in mean})
     forged_round(local, 4, present=others)
     assert {client.stage for n, client in local.clients.items() if n in others} == {""}
 
@@ -176,9 +165,8 @@ def test_bounds_compare_the_second_expert_with_what_was_last_received(make) -> N
     received = down(local, "poet")["adapter"]
     assert any(n.startswith("generalist.1") for n in received)
     _, uploads = forged_round(local, 2)
-    reference = local.server.reference(local.value, "poet", uploads["poet"], local.exchange)[
-        "adapter"
-    ]
+    references = local.server.reference(local.value, "poet", uploads["poet"], local.exchange)
+    reference = references["adapter"]
     expert = {n: t for n, t in received.items() if n.startswith("generalist.1")}
     assert equal(expert, {n: reference[n] for n in expert})
     latest = down(local, "poet")["adapter"]
@@ -187,28 +175,14 @@ def test_bounds_compare_the_second_expert_with_what_was_last_received(make) -> N
 
 
 def test_the_nearest_peers_are_forwarded(config) -> None:
-    clients = [{"name": f"c{i}", "path": f"{NAMES[i % 3]}.txt"} for i in range(5)]
-    run = config(method=auto(peers=2), rounds=6, training=TRAINING, clients=clients)
-    local: Any = joined(run)
+    local = started(config, {f"c{i}": NAMES[i % 3] for i in range(5)}, method=auto(peers=2))
     start = {n: t.clone() for n, t in local.value.adapter.items() if n.startswith("dense/")}
     _, uploads = forged_round(local, 0)
-    changes = {
-        name: [(u["adapter"][n] - t).flatten().double() for n, t in start.items()]
-        for name, u in uploads.items()
-    }
-    choices: dict[str, list[str]] = {}
-    for name, change in changes.items():
-        cosines = {
-            peer: fmean(
-                float(a @ b / (a.norm() * b.norm())) for a, b in zip(change, other, strict=True)
-            )
-            for peer, other in changes.items()
-            if peer != name
-        }
-        nearest = sorted(sorted(cosines, key=lambda peer: -cosines[peer])[:2])
+    sent = {name: {n: u["adapter"][n] for n in start} for name, u in uploads.items()}
+    choices = nearest(PerClient(sent), start, 2)
+    for name, peers in choices.items():
         download = down(local, name)
-        choices[name] = list(download.peers)
-        assert choices[name] == nearest == list(download.values["sizes"])
+        assert list(download.peers) == peers == list(download.values["sizes"])
     assert len({*map(tuple, choices.values())}) > 2
     forged_round(local, 1)
     assert all(c.row.keys() <= {*choices[n], n} for n, c in local.clients.items())
@@ -228,13 +202,3 @@ def test_clients_with_equal_weights_share_a_mean_in_a_checkpoint(make) -> None:
     assert_equal(local.value.state(), state, "server")
     for name in NAMES:
         assert equal(down(local, name)["adapter"], before[name]["adapter"])
-
-
-def test_means_that_share_tensors_are_saved(make) -> None:
-    """At first, all clients have one mean; later, only the second expert's tensors are shared."""
-    local = make(12)
-    for r in range(5):
-        forged_round(local, r)
-        state = local.value.state()
-        assert_equal(State.decode(state.encode()), state, "server")
-    assert {f"means-{name}" for name in NAMES} <= {*local.value.state().parts}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from auto_runs import naive_row
 
 from coterie.methods.auto.choice import row_from_slopes, shares_of, standard_error, with_no_change
 
@@ -52,16 +53,9 @@ def test_evidence_is_relative_to_the_mean_slope_and_no_change_has_a_weight() -> 
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     prior = [0.5 / (4 / 3), 0.3 / (4 / 3), 0.2 / (4 / 3), 0.25]
     assert with_no_change(shares).tolist() == pytest.approx(prior)
-    means, spread = [-0.06, -0.08, -0.02, 0.0], [0.01, 0.02, -0.015, 0.0]
-    mean, deviation = (sum(p * v for p, v in zip(prior, x, strict=True)) for x in (means, spread))
-    weights = []
-    for p, m, d in zip(prior[:-1], means[:-1], spread[:-1], strict=True):
-        s, error = m - mean, abs(d - deviation)
-        e = math.copysign(min(max(abs(s) - max(error, 0.01), 0) / error, 3), s)
-        weights.append(p * math.exp(-0.7 * e))
-    row = row_from_slopes(shares, slopes_of(means[:-1], spread[:-1]), 0.7, "a")
-    expected = {n: w / sum(weights) for n, w in zip(shares, weights, strict=True)}
-    assert row == pytest.approx(expected, rel=1e-9)
+    slopes = slopes_of([-0.06, -0.08, -0.02], [0.01, 0.02, -0.015])
+    expected, _, _ = naive_row(shares, slopes.tolist(), 0.7, "a")
+    assert row_from_slopes(shares, slopes, 0.7, "a") == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_single_sample_is_no_evidence() -> None:

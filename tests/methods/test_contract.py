@@ -1,31 +1,21 @@
 """What every method must keep, whatever it does: the contract that engines rely on."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
-from every_method import each_method, run_of
+from tensors import close_to, mean_of
 
 import coterie
-from coterie.adapters import detach
-from coterie.config.run import parse
 from coterie.messages import Message, MessageError
 from coterie.methods import contract
 from coterie.methods.averaging import FedAvg
 from coterie.methods.contract import Method, Server
 from coterie.methods.pretrained import PretrainedClient
-from coterie.methods.registry import METHODS
 from coterie.testing import MethodContract
 from coterie.testing.rounds import joined, one_round, take
 
 REFUSED = r"must stay on its client|may not be sent"
-
-
-@pytest.fixture(params=each_method())
-def each_run(request, values, teachers):
-    """A run of every method."""
-    return run_of(request.param, values, teachers)
 
 
 class TestEveryMethod(MethodContract):
@@ -81,18 +71,9 @@ class FirstFactor(FedAvg):
         return parameter.factor == "A"
 
 
-@pytest.fixture
-def registered(monkeypatch):
+def test_a_method_that_shares_one_factor_is_one_line(config, install) -> None:
     """A package that is installed beside this one has registered the method."""
-    entry = SimpleNamespace(name="first-factor", load=lambda: FirstFactor)
-    monkeypatch.setattr("coterie.registry.entry_points", lambda group: [entry])
-    monkeypatch.setattr(METHODS, "registered", {})
-    vars(METHODS).pop("entries", None)
-    yield
-    vars(METHODS).pop("entries", None)
-
-
-def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registered) -> None:
+    install(**{"first-factor": lambda: FirstFactor})
     run = config(method="first-factor", rounds=2)
     local = joined(run)
     uploads = one_round(local, 0)
@@ -101,13 +82,10 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
         parts, sent = client.parameters(), uploads[name]["adapter"]
         assert sent.keys() == {n for n, p in parts.items() if p.factor == "A"}
         assert len(parts) == 2 * len(sent)
+        mean = mean_of(u["adapter"] for u in uploads.values())
+        assert close_to({n: parts[n].tensor for n in sent}, mean)
         for tensor, part in parts.items():
-            if part.factor == "A":
-                mean = torch.stack([u["adapter"][tensor].double() for u in uploads.values()]).mean(
-                    0
-                )
-                torch.testing.assert_close(part.tensor.detach().double(), mean)
-            else:
+            if part.factor == "B":
                 assert part.tensor.any()  # B was trained, and is this client's own
                 message = Message(0, {"adapter": {tensor: part.tensor}})
                 with pytest.raises(MessageError, match="must stay on its client"):
@@ -116,11 +94,3 @@ def test_a_method_that_shares_one_factor_is_one_line(config, tmp_path, registere
     for tensor, part in poet.items():
         alike = torch.equal(part.tensor, whaler[tensor].tensor)
         assert alike == (part.factor == "A")
-
-
-def test_both_families_of_bases_run(values, bases, tmp_path) -> None:
-    run = parse(values(base=str(bases / "llama"), rounds=1))
-    done = coterie.run(run, out=tmp_path / "llama")
-    model = coterie.load(done.path, "poet")
-    assert type(model).__name__ == "LlamaForCausalLM"
-    detach(model)

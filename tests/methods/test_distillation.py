@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Callable
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from every_method import some
-from naive_distillation import TOP, counterpart, dense, naive
+from naive_distillation import TOP, counterpart, naive
+from naive_transfer import dense
+from tensors import fill
 from torch import Tensor
 
 from coterie.alignment.knowledge import Knowledge, Positions
@@ -63,18 +65,13 @@ def distiller_of(
     values: dict[str, Any] = {"attention": {"rank": 4}, "logits": TOP}
     chosen = FedMKT.model_validate(values | method)
     adapter = chosen.adapter(base.model, 0, "ada")
-    chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.1, generator=chance)
+    fill(adapter.tensors(), 0.1, 5)
     return Distiller(chosen, context, adapter)
 
 
 @pytest.fixture
 def make(base: Base) -> Make:
-    def one(items: list[Instruction] = ITEMS, **changes: Any) -> Distiller:
-        return distiller_of(base, items, **changes)
-
-    return one
+    return lambda items=ITEMS, **changes: distiller_of(base, items, **changes)
 
 
 def made_up(
@@ -95,34 +92,31 @@ def made_up(
     )  # fmt: skip
 
 
-def test_of_each_sample_the_best_teaches_if_it_is_better(base, make) -> None:
-    """Whatever the order of offers; an equal loss is not better."""
+@pytest.mark.parametrize(
+    ("losses", "teachers"),
+    [
+        ({0: [1.0, 3.0, 1.5, 2.0, 2.5], 1: [1.1, 2.1, 1.4, 2.0, 0.5], 2: [0.9, 2.2, 1.6, 3.0, 0.4]},
+         [2, NO_TEACHER, 1, NO_TEACHER, 2]),
+        ({0: [1.0] * 5, 1: [1.0] * 5}, None),
+    ],
+    ids=["different losses", "equal losses"],
+)  # fmt: skip
+def test_of_each_sample_the_best_teaches_if_it_is_better(base, make, losses, teachers) -> None:
+    """In any order of offers. An equal loss is not better; of equals, the first teaches."""
     distiller = make()
-    own = made_up(base, 0, [2.0, 2.0, 2.0, 2.0, 2.0])
-    offers = {
-        0: made_up(base, 1, [1.0, 3.0, 1.5, 2.0, 2.5]),
-        1: made_up(base, 2, [1.1, 2.1, 1.4, 2.0, 0.5]),
-        2: made_up(base, 3, [0.9, 2.2, 1.6, 3.0, 0.4]),
-    }
+    own = made_up(base, 0, [2.0] * 5)
+    offers = {number: made_up(base, number + 1, each) for number, each in losses.items()}
     for order in permutations(offers):
         distiller.begin(own)
         for number in order:
             distiller.offer(number, offers[number])
-        assert distiller.teachers.tolist() == [2, NO_TEACHER, 1, NO_TEACHER, 2]
-        assert distiller.best_losses.tolist() == pytest.approx([0.9, 2.0, 1.4, 2.0, 0.4])
+        expected = teachers or [order[0]] * 5
+        best = [2.0 if n < 0 else losses[n][i] for i, n in enumerate(expected)]
+        assert distiller.teachers.tolist() == expected
+        assert distiller.best_losses.tolist() == pytest.approx(best)
         assert distiller.own_losses.tolist() == [2.0] * 5
-        expected = naive(distiller, [2, NO_TEACHER, 1, NO_TEACHER, 2], offers, own)
-        torch.testing.assert_close(dense(distiller.targets, base), expected)
-
-
-def test_of_equals_the_first_teaches(base, make) -> None:
-    distiller = make()
-    offers = [made_up(base, seed, [1.0] * 5) for seed in (1, 2)]
-    for order in ((0, 1), (1, 0)):
-        distiller.begin(made_up(base, 0, [2.0] * 5))
-        for number in order:
-            distiller.offer(number, offers[number])
-        assert distiller.teachers.tolist() == [order[0]] * 5
+        targets = naive(distiller, expected, offers, own)
+        torch.testing.assert_close(dense(distiller.targets, len(base.tokenizer)), targets)
 
 
 def test_teachers_may_know_other_samples_in_another_order(base, make) -> None:
@@ -135,7 +129,7 @@ def test_teachers_may_know_other_samples_in_another_order(base, make) -> None:
     distiller.offer(0, other)
     assert distiller.teachers.tolist() == [0, NO_TEACHER, 0, NO_TEACHER, NO_TEACHER]
     expected = naive(distiller, distiller.teachers.tolist(), {0: other}, own)
-    torch.testing.assert_close(dense(distiller.targets, base), expected)
+    torch.testing.assert_close(dense(distiller.targets, len(base.tokenizer)), expected)
 
 
 def test_a_sample_that_stands_twice_is_taught_twice(base, make) -> None:
@@ -144,7 +138,7 @@ def test_a_sample_that_stands_twice_is_taught_twice(base, make) -> None:
     distiller.begin(made_up(base, 0, [2.0, 2.0], items[:2]))
     distiller.offer(0, made_up(base, 1, [1.0, 3.0], items[:2]))
     assert distiller.teachers.tolist() == [0, NO_TEACHER, 0]
-    learns, starts = dense(distiller.targets, base), distiller.positions.starts
+    learns, starts = dense(distiller.targets, len(base.tokenizer)), distiller.positions.starts
     assert torch.equal(learns[: starts[1]], learns[starts[2] :])
 
 
@@ -168,7 +162,7 @@ def test_targets_are_those_of_each_position_alone(base, make, own, temperature, 
     assert distiller.teachers.tolist() == teachers
     expected = naive(distiller, teachers, offers, mine, ids if mapped else None)
     torch.testing.assert_close(
-        dense(distiller._mixed_targets(), base), expected, rtol=1e-4, atol=1e-5
+        dense(distiller._mixed_targets(), len(base.tokenizer)), expected, rtol=1e-4, atol=1e-5
     )
     torch.testing.assert_close(distiller._mixed_targets().probs.sum(-1), torch.ones(len(expected)))
 
@@ -201,23 +195,20 @@ def test_what_a_side_knows_is_what_its_model_predicts(make) -> None:
     """Losses per byte of the answer; of a sample that stands twice, once."""
     items = [ITEMS[0], ITEMS[3], ITEMS[0], ITEMS[1]]
     distiller = make(items)
-    known = distiller.knowledge()
+    known, samples = distiller.knowledge(), distiller.samples
     assert torch.equal(known.samples, distiller.positions.samples[[0, 1, 3]])
-    Knowledge.received(
-        known.tensors(), len(distiller.context.base.tokenizer), distiller.settings.logits
-    )
+    size = len(distiller.context.base.tokenizer)
+    Knowledge.received(known.tensors(), size, distiller.settings.logits)
     model = distiller.model()
     for n, number in enumerate((0, 1, 3)):
-        start, answer, end = (int(t[m]) for t, m in (
-            (distiller.samples.starts, number), (distiller.samples.answers, number),
-            (distiller.samples.starts, number + 1),
-        ))  # fmt: skip
-        ids = distiller.samples.ids[start:end].long()
+        places = (samples.starts[number], samples.answers[number], samples.starts[number + 1])
+        start, answer, end = map(int, places)
+        ids = samples.ids[start:end].long()
         with torch.no_grad():
             logprobs = model(ids[None, :-1]).logits[0, answer - start - 1 :].log_softmax(-1)
         nats = -logprobs.gather(1, ids[answer - start :, None]).sum().item()
-        size = len(items[number].answer.encode())
-        assert known.losses[n].item() == pytest.approx(nats / size, rel=1e-4)
+        length = len(items[number].answer.encode())
+        assert known.losses[n].item() == pytest.approx(nats / length, rel=1e-4)
         rows = slice(*known.starts[n : n + 2].tolist())
         values, tokens = logprobs.topk(TOP)
         assert torch.equal(known.tokens[rows].long(), tokens)
@@ -276,14 +267,7 @@ def test_a_loss_that_is_not_finite_stops_the_distillation(poisoned) -> None:
 @pytest.mark.parametrize("clip", some({0.05}, [None, 0.05]))
 @pytest.mark.parametrize(
     ("task", "temperature", "own"),
-    [
-        (1.0, 1.0, "labels"),
-        (0.3, 1.0, "labels"),
-        (0.3, 2.0, "labels"),
-        (0.3, 1.0, "none"),
-        (0.3, 2.0, "none"),
-        (0.0, 1.0, "none"),
-    ],
+    [(1.0, 1, "labels"), *product([0.3], [1, 2], ["labels", "none"]), (0.0, 1, "none")],
 )
 def test_distillation_is_plain_training_on_both_losses(
     base, make, task, temperature, own, clip
@@ -302,7 +286,7 @@ def test_distillation_is_plain_training_on_both_losses(
     distiller.offer(0, made_up(base, 1, [1.0, 3.0, 1.0, 3.0, 1.0]))
     loss = distiller.distil(1)
     other = make(training=training)
-    model, wanted = other.model(), dense(distiller.targets, base)
+    model, wanted = other.model(), dense(distiller.targets, len(base.tokenizer))
     parameters = list(other.adapter.tensors().values())
     other.adapter.require_grad(lambda _: True)
     optimiser = torch.optim.AdamW(
@@ -333,10 +317,8 @@ def test_distillation_is_plain_training_on_both_losses(
             optimiser.zero_grad()
             losses.append(found.item())
     assert loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    for name, parameter in other.adapter.tensors().items():
-        torch.testing.assert_close(
-            distiller.adapter.tensors()[name], parameter, rtol=1e-3, atol=1e-4
-        )
+    tensors = (each.adapter.tensors() for each in (distiller, other))
+    torch.testing.assert_close(*tensors, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("own", ["labels", "mean"])

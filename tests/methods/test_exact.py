@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from naive_mixture import WithPair, naive_mixture
+from tensors import equal
 from torch import Tensor, nn
 
 import coterie
 from coterie.adapters import detach, pairs_of
+from coterie.adapters.layout import Layout
 from coterie.bases import Base
 from coterie.engines.local import LocalRun
 from coterie.messages import Message, MessageError
@@ -27,10 +30,11 @@ IDS = ["averaged", "routed", "two generalists", "top 2 of 4"]
 GAIN = 16 / 8**0.5
 
 
+Start = Callable[..., tuple[LocalRun, Base]]
+
+
 @pytest.fixture(params=["gpt2", "llama"])
-def start(
-    request: pytest.FixtureRequest, bases: Path, config: Callable[..., coterie.RunConfig]
-) -> Callable[..., tuple[LocalRun, Base]]:
+def start(request: pytest.FixtureRequest, bases: Path, config) -> Start:
     """Joined sides and their base."""
 
     def make(method: dict[str, Any]) -> tuple[LocalRun, Base]:
@@ -72,74 +76,40 @@ def dense_means(run: LocalRun, held: dict[str, Tensor]) -> dict[str, Tensor]:
     for client in run.clients.values():
         assert isinstance(client, AdapterClient)
         for pair, names in pairs(client).items():
-            if not client.shared.keys() >= {*names}:
-                continue
-            A, B = (client.shared[name].detach().double() for name in names)
-            found.setdefault(pair, []).append(B @ A + held.get(pair, 0))
+            if client.shared.keys() >= {*names}:
+                A, B = (client.shared[name].detach().double() for name in names)
+                found.setdefault(pair, []).append(B @ A + held.get(pair, 0))
     return {pair: torch.stack(updates).mean(0) for pair, updates in found.items()}
 
 
-class Whole(nn.Module):
-    """A linear layer with a dense addition to its weight."""
+class Experts(nn.Module):
+    """The MLPs of all experts."""
 
-    def __init__(self, base: nn.Module, update: Tensor) -> None:
+    def __init__(self, path: str, mlp: nn.Module, layout: Layout, p: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.base, self.update = base, update
+        self.path, self.mlp, self.layout, self.p = path, mlp, layout, p
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + GAIN * x @ self.update.to(x.dtype).t()
+        return naive_mixture(self.mlp, self.layout, self.path, self.p, x)
 
 
 def naive(client: AdapterClient, base: Base, means: dict[str, Tensor], ids: Tensor) -> Tensor:
     """Logits of the base with shared pairs replaced by dense updates, one full MLP per expert."""
-    adapter, model = client.adapter, base.model
-    detach(model)
-    parameters = adapter.tensors()
-
-    def update(pair: str) -> Tensor:
-        if pair in means:
-            return means[pair]
-        return parameters[f"{pair}.B"].detach().double() @ parameters[f"{pair}.A"].detach().double()
-
-    class Experts(nn.Module):
-        def __init__(self, path: str, mlp: nn.Module) -> None:
-            super().__init__()
-            self.path, self.mlp = path, mlp
-            linears = [n for n, m in mlp.named_children() if hasattr(m, "weight")]
-            names = [n.split("/")[0] for n in parameters if n.endswith(f"/{path}.{linears[0]}.A")]
-            self.names = sorted(names)  # generalists, then specialists
-            self.linears = linears
-
-        def expert(self, name: str, x: Tensor) -> Tensor:
-            plain = {linear: getattr(self.mlp, linear) for linear in self.linears}
-            for linear, module in plain.items():
-                whole = Whole(module, update(f"{name}/{self.path}.{linear}"))
-                setattr(self.mlp, linear, whole)
-            y = self.mlp(x)
-            for linear, module in plain.items():
-                setattr(self.mlp, linear, module)
-            return y
-
-        def forward(self, x: Tensor) -> Tensor:
-            outputs = torch.stack([self.expert(name, x) for name in self.names])
-            router = parameters.get(f"router/{self.path}.weight")
-            if router is None:
-                return outputs.mean(0)
-            best, chosen = (x @ router.detach().t()).topk(min(2, len(self.names)), dim=-1)
-            weights = torch.zeros(*x.shape[:-1], len(self.names)).scatter(
-                -1, chosen, best.softmax(-1)
-            )
-            return (outputs * weights.movedim(-1, 0).unsqueeze(-1)).sum(0)
-
-    replaced = {}
+    adapter: Any = client.adapter
+    detach(base.model)
+    parameters = {name: tensor.detach() for name, tensor in adapter.tensors().items()}
+    for pair, mean in means.items():  # the dense update is the product of itself and 1
+        parameters |= {f"{pair}.A": mean.float(), f"{pair}.B": torch.eye(len(mean))}
+    model, before = base.model, {}
     for path, module in list(model.named_modules()):
+        A, B = (parameters.get(f"dense/{path}.{factor}") for factor in "AB")
         if path.endswith("mlp"):
-            replaced[path] = Experts(path, module)
-        elif f"dense/{path}" in means:
-            replaced[path] = Whole(module, means[f"dense/{path}"])
-    before = {path: model.get_submodule(path) for path in replaced}
-    for path, module in replaced.items():
-        model.set_submodule(path, module)
+            model.set_submodule(path, Experts(path, module, adapter.layout, parameters))
+        elif A is not None and B is not None:
+            model.set_submodule(path, WithPair(module, A, B, GAIN))
+        else:
+            continue
+        before[path] = module
     logits = model(ids).logits
     for path, module in before.items():
         model.set_submodule(path, module)
@@ -148,9 +118,7 @@ def naive(client: AdapterClient, base: Base, means: dict[str, Tensor], ids: Tens
 
 @pytest.mark.parametrize("method", METHODS, ids=IDS)
 @torch.no_grad()
-def test_models_have_the_mean_of_the_updates(
-    method: dict[str, Any], start: Callable[..., tuple[LocalRun, Base]]
-) -> None:
+def test_models_have_the_mean_of_the_updates(method: dict[str, Any], start: Start) -> None:
     run, base = start(method)
     held: dict[str, Tensor] = {}
     for round in range(2):
@@ -173,9 +141,7 @@ def test_models_have_the_mean_of_the_updates(
             held[pair] = mean - B @ A
 
 
-def test_residuals_do_not_move_and_have_no_gradient(
-    config: Callable[..., coterie.RunConfig], tmp_path: Path
-) -> None:
+def test_residuals_do_not_move_and_have_no_gradient(config, tmp_path: Path) -> None:
     run = config(method={"name": "comigs-1g1s", "exact": True}, rounds=2)
     done = coterie.run(run, out=tmp_path / "run")
     folder = RunFolder(done.path)
@@ -183,8 +149,7 @@ def test_residuals_do_not_move_and_have_no_gradient(
     residual = states[0]["residual"]
     parts = joined(run).clients["poet"].parameters()
     assert {parts[name].role for name in residual} == {"dense", "generalist"}
-    assert residual.keys() == states[1]["residual"].keys()
-    assert all(torch.equal(tensor, states[1]["residual"][n]) for n, tensor in residual.items())
+    assert equal(residual, states[1]["residual"])
     # No optimiser has moments of it.
     for _, state in states[0].parts["training"].walk():
         for kind, tensors in state.groups.items():
@@ -197,7 +162,7 @@ def test_residuals_do_not_move_and_have_no_gradient(
     assert torch.equal(loaded, done.model("poet")(ids).logits)
 
 
-def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, Base]]) -> None:
+def test_one_client_alone_has_no_residual(start: Start) -> None:
     run, _ = start({"name": "fedavg"})
     run.open(run.config.turn(0), ["poet"])
     client = run.clients["poet"]
@@ -207,9 +172,7 @@ def test_one_client_alone_has_no_residual(start: Callable[..., tuple[LocalRun, B
     assert not run.message("poet")["residual"]
 
 
-def test_residuals_of_a_wrong_shape_are_refused(
-    start: Callable[..., tuple[LocalRun, Base]],
-) -> None:
+def test_residuals_of_a_wrong_shape_are_refused(start: Start) -> None:
     run, _ = start({"name": "fedavg"})
     close(run, 0, play(run, 0))
     client = run.clients["poet"]
@@ -218,23 +181,10 @@ def test_residuals_of_a_wrong_shape_are_refused(
     residual = download["residual"]
     a, b = next((a.name, b.name) for a, b in pairs_of(client.parameters()) if a.role == "dense")
     A, B = residual[a], residual[b]
-
-    def told(tensors: Mapping[str, Tensor]) -> Message:
-        return Message(1, {**download.groups, "residual": tensors})
-
-    wrong = [
-        {a: A[:1]},
-        {a: A[:, :3]},
-        {b: B[:, :1]},
-        {b: B[:3]},
-        {a: A[0]},
-        {"specialist.0/x.A": A},
-    ]
-    for change in wrong:
-        with pytest.raises(MessageError, match=r"shape|expected"):
-            client.receive(told({**residual, **change}))
-    for missing in (a, b):
-        rest = {name: tensor for name, tensor in residual.items() if name != missing}
-        with pytest.raises(MessageError, match=r"missing|expected"):
-            client.receive(told(rest))
-    client.receive(told(residual))
+    changes = [{a: A[:1]}, {a: A[:, :3]}, {b: B[:, :1]}, {b: B[:3]}, {a: A[0]}]
+    wrong = [{**residual, **change} for change in (*changes, {"specialist.0/x.A": A})]
+    wrong += [{n: t for n, t in residual.items() if n != missing} for missing in (a, b)]
+    for tensors in wrong:
+        with pytest.raises(MessageError, match=r"shape|missing|expected"):
+            client.receive(Message(1, {**download.groups, "residual": tensors}))
+    client.receive(Message(1, download.groups))

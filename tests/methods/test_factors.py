@@ -1,29 +1,20 @@
 """FedSA-LoRA, Fed-ALoRA and RoLoRA: which factor is sent, averaged, trained, and kept."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
+from tensors import Tensors, close_to, mean_of
 from torch import Tensor
 
+from coterie.adapters import pairs_of
+from coterie.methods.tensors import copied
 from coterie.testing.rounds import down, joined, one_round
 
 
 def factors(client: Any, factor: str) -> dict[str, Tensor]:
     """Return copies of a client's A or B, by the name of the tensor."""
     parameters = client.parameters().items()
-    return {n: p.tensor.detach().clone() for n, p in parameters if p.factor == factor}
-
-
-def means(tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean over clients of each tensor, in float64."""
-    return {name: torch.stack([t[name].double() for t in tensors]).mean(0) for name in tensors[0]}
-
-
-def close(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    assert one.keys() == other.keys() != set()
-    return all(torch.allclose(one[n].double(), other[n].double(), atol=1e-7) for n in one)
+    return copied({n: p.tensor for n, p in parameters if p.factor == factor})
 
 
 @pytest.mark.parametrize(
@@ -34,19 +25,19 @@ def test_one_factor_is_averaged_and_the_other_stays(method, shared, private, con
     clients = list(local.clients.values())
     starts = {factor: [factors(c, factor) for c in clients] for factor in "AB"}
     for start in starts.values():
-        assert all(close(start[0], other) for other in start[1:])
+        assert all(close_to(start[0], other) for other in start[1:])
     uploads = one_round(local, 0)
     trained = {factor: [factors(c, factor) for c in clients] for factor in "AB"}
     for factor in "AB":  # every client has trained both factors
-        assert not any(map(close, starts[factor], trained[factor]))
+        assert not any(map(close_to, starts[factor], trained[factor]))
     for upload, own in zip(uploads.values(), trained[shared], strict=True):
-        assert close(upload["adapter"], own)
-    mean = means(trained[shared])
+        assert close_to(upload["adapter"], own)
+    mean = mean_of(trained[shared])
     for name, client in local.clients.items():
         client.receive(down(local, name))
-        assert close(factors(client, shared), mean)
+        assert close_to(factors(client, shared), mean)
     for client, own in zip(clients, trained[private], strict=True):
-        assert close(factors(client, private), own)
+        assert close_to(factors(client, private), own)
 
 
 def test_rolora_trains_and_averages_b_and_a_in_turn(config) -> None:
@@ -57,26 +48,23 @@ def test_rolora_trains_and_averages_b_and_a_in_turn(config) -> None:
         uploads = one_round(local, exchange)
         for client, upload in zip(clients, uploads.values(), strict=True):
             trained = factors(client, factor)
-            assert close(upload["adapter"], trained)
-            assert exchange == 0 or not close(trained, before[factor])
-        mean = means([factors(c, factor) for c in clients])
+            assert close_to(upload["adapter"], trained)
+            assert exchange == 0 or not close_to(trained, before[factor])
+        mean = mean_of([factors(c, factor) for c in clients])
         for name, client in local.clients.items():
             client.receive(down(local, name))
-            assert close(factors(client, factor), mean)
+            assert close_to(factors(client, factor), mean)
         if exchange:  # the factor that was not trained is that of the previous exchange
-            assert all(close(factors(c, other), before[other]) for c in clients)
+            assert all(close_to(factors(c, other), before[other]) for c in clients)
 
 
 def test_the_mean_of_b_is_the_mean_of_the_products(config) -> None:
     local: Any = joined(config(method="rolora", rounds=1))
     one_round(local, 0)
-    parameters = local.clients["poet"].parameters()
-    pairs = {p.path: n for n, p in parameters.items() if p.factor == "A"}
-    clients = [c.parameters() for c in local.clients.values()]
-    shared = local.value.adapter
-    for name, parameter in parameters.items():
-        if parameter.factor == "B":
-            A = pairs[parameter.path]
-            products = [c[name].tensor.double() @ c[A].tensor.double() for c in clients]
-            mean = shared[name].double() @ shared[A].double()
-            assert torch.allclose(torch.stack(products).mean(0), mean, atol=1e-8)
+    names = [(b.name, a.name) for a, b in pairs_of(local.clients["poet"].parameters())]
+
+    def products(tensors: Tensors) -> dict[str, Tensor]:
+        return {b: tensors[b].double() @ tensors[a].double() for b, a in names}
+
+    mean = mean_of(products(client.adapter.tensors()) for client in local.clients.values())
+    assert close_to(products(local.value.adapter), mean, atol=1e-8)

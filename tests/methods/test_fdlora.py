@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensors import close_to, equal, mean_of
 from turns import nth
 
 from coterie.errors import CoterieError
@@ -14,21 +15,14 @@ from coterie.losses.tokens import language_model_loss
 from coterie.messages import Message, State
 from coterie.methods.averaging import FedIT
 from coterie.methods.fdlora import FDLora
+from coterie.methods.tensors import copied
 from coterie.seeding import generator
-from coterie.testing.loop import flat
+from coterie.testing.loop import assert_equal
 from coterie.testing.rounds import close, down, joined, one_round, step, take
 
 
 def sides(run, method) -> Any:
     return joined(run.model_copy(update={"method": method}))
-
-
-def values_of(adapter) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in adapter.tensors().items()}
-
-
-def same(one, other) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.fixture
@@ -68,8 +62,7 @@ def test_the_server_takes_nesterov_steps_after_a_mean(config) -> None:
             local.open(nth(number), ["diarist", "poet"])
         aggregated(local, number, uploads)
         for name in first:
-            one, other = (sent[name].double() for sent in uploads.values())
-            mean = (one + other) / 2
+            mean = mean_of(uploads.values())[name]
             if number == 0:
                 parameter = mean.clone().requires_grad_()
                 naive[name] = (parameter, torch.optim.SGD([parameter], 0.7, 0.4, nesterov=True))
@@ -91,51 +84,46 @@ def test_the_defaults_of_the_outer_step() -> None:
 def test_round_0_trains_the_private_adapter_alone_and_uploads_it(config, monkeypatch) -> None:
     local = sides(config(), FDLora(local_steps=3))
     client = local.clients["poet"]
-    start = values_of(client.private)
-    assert same(start, values_of(client.adapter))
-    assert same(start, values_of(local.clients["whaler"].private))
+    start = copied(client.private.tensors())
+    assert equal(start, copied(client.adapter.tensors()))
+    assert equal(start, copied(local.clients["whaler"].private.tensors()))
     logged = []
     monkeypatch.setattr(local.recorder, "log", lambda *_: None)
     object.__setattr__(client.context, "log", lambda name, value: logged.append(name))
     (one,) = rounds(local, 1)
     assert logged == ["loss/alone"] * 3 + ["fusion"]
     _, first, ups = one
-    assert same(first, start)
-    assert same(ups["poet"], values_of(client.private))
-    assert not same(ups["poet"], start)
-    mean = {n: (t + ups["whaler"][n]) / 2 for n, t in ups["poet"].items()}
-    after = local.message("poet")["adapter"]
-    assert all(torch.allclose(after[n], t, atol=1e-7) for n, t in mean.items())
+    assert equal(first, start)
+    assert equal(ups["poet"], copied(client.private.tensors()))
+    assert not equal(ups["poet"], start)
+    assert close_to(local.message("poet")["adapter"], mean_of(ups.values()), atol=1e-7)
 
 
 def test_a_snapshot_is_taken_every_so_many_rounds(config, unfused) -> None:
     local = sides(config(rounds=6), FDLora(sync_every=2))
     private = local.clients["poet"].private
-    before = None
+    before: dict[str, torch.Tensor] = {}
     for number, before_it, ups in rounds(local, 6):
-        now = values_of(private)
-        assert not same(ups["poet"], before_it)
-        if number in (0, 1, 3, 5):  # alone, and then in the first round and every second
-            assert same(now, ups["poet"])
-        else:
-            assert before is not None
-            assert same(now, before)
+        now = copied(private.tensors())
+        assert not equal(ups["poet"], before_it)
+        # alone, and then in the first round and every second
+        assert equal(now, ups["poet"] if number in (0, 1, 3, 5) else before)
         before = now
 
 
 def test_a_private_adapter_can_be_trained_on_its_own(config, unfused) -> None:
     local = sides(config(rounds=6), FDLora(private="trained"))
     client = local.clients["poet"]
-    seen = [(values_of(client.private), ups["poet"]) for _, _, ups in rounds(local, 3)]
-    assert all(not same(one[0], other[0]) for one, other in pairwise(seen))
-    assert not any(same(private, upload) for private, upload in seen[1:])
+    seen = [(copied(client.private.tensors()), ups["poet"]) for _, _, ups in rounds(local, 3)]
+    assert all(not equal(one[0], other[0]) for one, other in pairwise(seen))
+    assert not any(equal(private, upload) for private, upload in seen[1:])
     # What the server sends changes nothing in it.
     again = sides(config(rounds=6), FDLora(private="trained")).clients["poet"]
     for number in range(3):
         noise = {n: torch.full_like(t, 0.01) for n, t in seen[0][0].items()}
         again.receive(Message(number, {"adapter": noise}))
         again.train(nth(number))
-    assert same(values_of(again.private), seen[-1][0])
+    assert equal(copied(again.private.tensors()), seen[-1][0])
 
 
 def cost(client, weights, round: int) -> float:
@@ -146,15 +134,13 @@ def cost(client, weights, round: int) -> float:
     drawn = torch.randint(len(client.samples.ids), (5 * size,), generator=chance)
     ids = client.samples.ids[drawn]
     sum_of = client.method.adapter(context.base.model, context.seed, context.name)
-    shared, private = values_of(client.adapter), values_of(client.private)
+    shared, private = copied(client.adapter.tensors()), copied(client.private.tensors())
     w1, w2 = weights
     with torch.no_grad():
         for name, parameter in sum_of.tensors().items():
             parameter.copy_(w1 * shared[name] + w2 * private[name])
         model = sum_of.attach(context.base.model)
-        loss = sum(
-            language_model_loss(model, ids[i * size : (i + 1) * size]).item() for i in range(5)
-        )
+        loss = sum(language_model_loss(model, part).item() for part in ids.split(size))
     return loss / 5 + 0.05 * (abs(w1) + abs(w2)) / 2
 
 
@@ -175,8 +161,8 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     assert w1 != 0 or w2 != 0
     assert cost(client, (w1, w2), 3) < cost(client, (0.0, 0.0), 3)
     model = client.model()
-    shared, private = values_of(client.adapter), values_of(client.private)
-    assert not same(shared, private)
+    shared, private = copied(client.adapter.tensors()), copied(client.private.tensors())
+    assert not equal(shared, private)
     for name, p in client.fused.tensors().items():
         assert torch.allclose(p, w1 * shared[name] + w2 * private[name], atol=1e-7)
         part = client.fused.parameters()[name]
@@ -190,9 +176,7 @@ def test_fused_parameters_are_the_weighted_sum_of_both(config) -> None:
     object.__setattr__(other.context, "data", None)
     other.restore(state)
     assert torch.equal(other.model()(input_ids=ids).logits, logits)
-    again, before = (dict(found.walk()) for found in (other.state(), state))
-    assert again.keys() == before.keys()
-    assert all(same(flat(again[path]), flat(before[path])) for path in before)
+    assert_equal(other.state(), state, "client")
 
 
 def test_weights_are_found_again_whatever_chance_was_used_for(config) -> None:
@@ -221,8 +205,8 @@ def test_a_late_client_first_trains_alone_then_as_the_others(config, unfused) ->
     upload = step(local, "diarist", 2, download)["adapter"]
     early = sides(config(rounds=6), FDLora())
     alone = step(early, "diarist", 0)["adapter"]
-    assert same(values_of(late.private), alone)
-    assert not same(upload, alone)
+    assert equal(copied(late.private.tensors()), alone)
+    assert not equal(upload, alone)
     sent = download["adapter"]
     assert all((t - sent[n]).abs().max() < 0.02 for n, t in upload.items())
 
@@ -231,7 +215,7 @@ def test_without_nevergrad_it_says_what_to_install(config, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     client = sides(config(), FDLora()).clients["poet"]
     with pytest.raises(CoterieError, match=r"coterie\[fdlora\]"):
-        client.receive(Message(0, {"adapter": values_of(client.adapter)}))
+        client.receive(Message(0, {"adapter": copied(client.adapter.tensors())}))
 
 
 def test_both_are_weighed_anew_after_the_last_round_alone(config) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from naive_lora import ONE_STEP, with_outputs
+from tensors import close_to, fill, mean_of
 from torch import Tensor
 from turns import nth
 
+from coterie.methods.tensors import copied
 from coterie.testing.rounds import close, down, joined, one_round, take, up
 
 SCALE = 32 / 8
@@ -17,14 +19,7 @@ IDS = torch.arange(3, 15)[None]
 
 
 def values(client: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in client.adapter.tensors().items()}
-
-
-def fill(client: Any) -> None:
-    """Give a client's tensors fixed values that differ from those of the other clients."""
-    chance = torch.Generator().manual_seed(sum(map(ord, client.context.name)))
-    for tensor in client.adapter.tensors().values():
-        tensor.data.normal_(std=0.1, generator=chance)
+    return copied(client.adapter.tensors())
 
 
 def mixture(tensors: Mapping[str, Tensor], path: str, x: Tensor) -> Tensor:
@@ -48,21 +43,12 @@ def of(expert: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
 
-def means(uploads: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {n: torch.stack([u[n].double() for u in uploads]).mean(0) for n in uploads[0]}
-
-
-def close_to(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    assert one.keys() == other.keys() != set()
-    return all(torch.allclose(one[n].double(), other[n].double(), atol=1e-6) for n in one)
-
-
 def test_one_exchange_follows_the_equations(config) -> None:
     local: Any = joined(config(method="fedalt", rounds=2, training=ONE_STEP))
     clients, trained, uploads = local.clients, {}, {}
     local.open(nth(0), sorted(clients))
     for name, client in clients.items():
-        fill(client)
+        fill(client.adapter.tensors(), 0.1, sum(map(ord, name)))
         start = values(client)
         leaves = {n: t.requires_grad_() for n, t in start.items() if "generalist.0" not in n}
         batch = client.training._batch(client.training.levels[0], 0, 0)
@@ -80,7 +66,7 @@ def test_one_exchange_follows_the_equations(config) -> None:
     close(local, 0, uploads)
     for name, client in clients.items():
         client.receive(down(local, name))
-        others = means([of(1, trained[c]) for c in clients if c != name])
+        others = mean_of([of(1, trained[c]) for c in clients if c != name])
         named = {f"generalist.0/{n}": t.float() for n, t in others.items()}
         expected = trained[name] | named
         assert close_to(values(client), expected)

@@ -1,7 +1,6 @@
 """FedAMoLE against naive versions: what clients tell of their samples, and what the server does."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from tensors import close_to, mean_of
 from turns import nth
 
 from coterie.config.run import parse
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
-from coterie.losses.tokens import Batch
 from coterie.messages import Message, MessageError
 from coterie.methods.contract import RunFacts
-from coterie.methods.fedamole.assignment import assign_all
+from coterie.methods.fedamole.assignment import Bounds, assign, assign_all, relevance
 from coterie.methods.fedamole.client import FedAMoLEClient
 from coterie.methods.registry import method_from
 from coterie.privacy.ledger import Ledger
@@ -58,12 +57,24 @@ def test_every_expert_chooses_its_clients_and_every_client_gets_some(start) -> N
 def test_shared_parts_are_averaged_over_all_and_experts_over_their_holders(start) -> None:
     local = start()
     before = dict(local.value.adapter)
-    uploads = one_round(local, 0)
+    uploads = [upload["adapter"] for upload in one_round(local, 0).values()]
+    assert close_to(local.value.adapter, mean_of(uploads), atol=1e-7)
     for name, value in local.value.adapter.items():
-        sent = [up["adapter"][name] for up in uploads.values() if name in up["adapter"]]
-        assert len(sent) == (2 if name.startswith("domain.") else 3)
-        assert torch.allclose(value, torch.stack(sent).mean(0), atol=1e-7)
+        holders = sum(name in upload for upload in uploads)
+        assert holders == (2 if name.startswith("domain.") else 3)
         assert name.startswith("projection/") or not torch.equal(value, before[name])
+
+
+def inputs(client: Any, path: str, rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The inputs of a layer, of which each row is read alone."""
+    model, seen = client.model(), []
+    layer = model.get_submodule(path)
+    hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0]))
+    with torch.no_grad():
+        for row in rows:
+            model(row[None])
+    hook.remove()
+    return torch.cat(seen)
 
 
 def test_an_expert_that_nobody_trained_keeps_its_value_and_embedding(start) -> None:
@@ -86,35 +97,20 @@ def test_an_expert_that_nobody_trained_keeps_its_value_and_embedding(start) -> N
 
 def test_mean_embeddings_are_those_of_a_naive_loop(start) -> None:
     local = start()
-    upload = one_round(local, 0)["poet"]
-    client = local.clients["poet"]
-    seen = {path: [] for path in PATHS}
-    model = client.model()
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(
-            lambda module, inputs, path=path: seen[path].append(inputs[0][0])
-        )
-        for path in PATHS
-    ]
-    with torch.no_grad():
-        for row in client.samples.ids:
-            model(row[None, :-1])
-    for hook in hooks:
-        hook.remove()
+    upload, client = one_round(local, 0)["poet"], local.clients["poet"]
     for path in PATHS:
-        tokens = torch.cat(seen[path])
-        W = upload["adapter"][f"projection/{path}"]
-        mean = torch.stack([W @ x for x in tokens]).mean(0)
-        assert torch.allclose(upload["tokens"][path], mean, atol=1e-5)
+        tokens = inputs(client, path, client.samples.ids[:, :-1])
+        matrices = {path: upload["adapter"][f"projection/{path}"]}
         for j in (j for j in range(6) if f"domain.{j}/{path}.A" in upload["adapter"]):
-            A = upload["adapter"][f"domain.{j}/{path}.A"]
-            mean = torch.stack([A @ x for x in tokens]).mean(0)
-            assert torch.allclose(upload["experts"][f"{path}.{j}"], mean, atol=1e-5)
+            matrices[f"{path}.{j}"] = upload["adapter"][f"domain.{j}/{path}.A"]
+        means = {n: torch.stack([M @ x for x in tokens]).mean(0) for n, M in matrices.items()}
+        sent = {**upload["tokens"], **upload["experts"]}
+        assert close_to({name: sent[name] for name in means}, means, atol=1e-5)
 
 
 @pytest.mark.parametrize(("score_scale", "dim"), [("rank", 4), ("dim", 32)])
 def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> None:
-    """Against the best of all assignments, tried one by one."""
+    """Relevance and assignments are compared with naive versions in test_assignment.py."""
     router = {"top_k": 1, "score_scale": score_scale}
     local = start(experts=3, clients_per_expert=1, min_experts=1, max_experts=1, router=router)
     given = []
@@ -125,20 +121,13 @@ def test_experts_choose_by_relevance(start, score_scale, dim, monkeypatch) -> No
     one_round(local, 0)
     local.message("poet")
     for path in PATHS:
-        scores = []
-        for j in range(3):
-            e = local.value.experts[f"{path}.{j}"].tolist()
-            tokens = [local.value.tokens[name][path].tolist() for name in WRITERS]
-            dots = [sum(a * b for a, b in zip(e, t, strict=True)) / math.sqrt(dim) for t in tokens]
-            total = sum(math.exp(dot) for dot in dots)
-            scores.append([math.exp(dot) / total for dot in dots])
-        assert given[-1][path] == pytest.approx(np.array(scores))
-        orders = [(a, b, c) for a in range(3) for b in range(3) for c in range(3)]
-        best = max(
-            (order for order in orders if len(set(order)) == 3),
-            key=lambda order: sum(scores[j][client] for j, client in enumerate(order)),
-        )
-        assert [held(local, name, path) for name in WRITERS] == [[best.index(i)] for i in range(3)]
+        experts = np.stack([local.value.experts[f"{path}.{j}"] for j in range(3)])
+        scores = relevance(experts, np.stack([local.value.tokens[n][path] for n in WRITERS]), dim)
+        assert given[-1][path] == pytest.approx(scores)
+        best = assign(scores, Bounds(1, 1, 1))
+        assert [held(local, name, path) for name in WRITERS] == [
+            np.flatnonzero(column).tolist() for column in best.T
+        ]
 
 
 def test_assignments_depend_on_round_and_participants_alone(start) -> None:
@@ -182,24 +171,18 @@ def test_bounds_relax_when_clients_are_missing(start) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        {"assignment": "random"},
-        {"assignment": "random-once"},
-        {"assignment": "homogeneous"},
+        *({"assignment": name} for name in ("random", "random-once", "homogeneous")),
         {"shared_expert": False},
         {"router": {"kind": "vanilla"}, "assignment": "random"},
     ],
 )
 def test_ablations(start, method) -> None:
-    local = start(**method)
+    local, assignment = start(**method), method.get("assignment")
     first = {n: held(local, n, PATHS[0]) for n in WRITERS if not local.open(nth(0), [*WRITERS])}
     up = one_round(local, 0)["poet"]
     second = {name: held(local, name, PATHS[0]) for name in WRITERS}
-    if method.get("assignment") == "random-once":
-        assert first == second
-    if method.get("assignment") == "random":
-        assert first != second
-    if method.get("assignment") == "homogeneous":
-        assert all(len(experts) == 4 for experts in second.values())
+    assert (first == second) == (assignment == "random-once") or assignment in (None, "homogeneous")
+    assert assignment != "homogeneous" or {len(experts) for experts in second.values()} == {4}
     assert bool(up["experts"]) == bool(up["tokens"]) == local.config.method.chooses
     assert any(n.startswith("shared/") for n in up["adapter"]) == method.get("shared_expert", True)
     assert any(n.startswith("gate/") for n in up["adapter"]) == ("router" in method)
@@ -225,8 +208,6 @@ def test_private_means_are_clipped_and_noisy(start) -> None:
     assert same > 0.5  # with this epsilon there is next to no noise
     noisy = one_round(start(embeddings=noisy_with(epsilon=0.1, clip=1e-3)), 0)["poet"]
     assert whole(noisy).norm() > 10 * whole(hidden).norm()
-    again = one_round(start(embeddings=noisy_with(epsilon=0.1, clip=1e-3)), 0)["poet"]
-    assert not torch.equal(whole(noisy), whole(again))  # the run's seed does not give it away
 
 
 def test_one_sample_moves_what_is_told_of_it_by_its_bound_and_no_adapter(
@@ -270,16 +251,6 @@ def test_nothing_is_trained_on_the_embedding_set(start) -> None:
     assert torch.equal(together.sort().values, whole_text.long().sort().values)
 
 
-def test_a_restored_client_draws_the_noise_it_would_have_drawn(start) -> None:
-    local = start(embeddings=noisy_with())
-    local.open(local.config.turn(0), [*WRITERS])
-    state, download = local.clients["poet"].state(), down(local, "poet")
-    upload = step(local, "poet", 0)
-    other = start(embeddings=noisy_with())
-    other.clients["poet"].restore(state)
-    assert step(other, "poet", 0, download).encode() == upload.encode()
-
-
 def test_a_round_that_is_opened_again_is_told_of_with_other_noise(start) -> None:
     """With equal noise, the difference of the two uploads would have none."""
     local = start(embeddings=noisy_with(epsilon=1e-3, clip=1e-6))  # as good as nothing but noise
@@ -300,21 +271,15 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
     client, tensors, values = local.clients["poet"], good["adapter"], good.values
     name = next(name for name in tensors if name.startswith("domain."))
     held = values["held"]
-    for adapter, told in (
-        (tensors, {}),
-        (tensors, {"count": 6}),
-        (tensors, {"held": held}),
-        (tensors, {**values, "count": 10**9}),
-        (tensors, {**values, "count": 1}),
-        (tensors, {**values, "count": True}),
-        (tensors, {**values, "held": {**held, PATHS[0]: [*held[PATHS[0]], 6]}}),
-        (tensors, {**values, "held": {**held, PATHS[0]: held[PATHS[0]][::-1]}}),
-        (tensors, {**values, "held": {**held, PATHS[0]: held[PATHS[0]][:-1]}}),
-        (tensors, {**values, "held": {PATHS[0]: held[PATHS[0]]}}),
-        (tensors, {**values, "held": {**held, "lm_head": [3]}}),
-        ({**tensors, name: tensors[name][:1]}, values),
-        ({**tensors, "domain.3/lm_head.A": tensors[name]}, values),
-    ):
+    first = held[PATHS[0]]
+    wrong = [{}, {"count": 6}, {"held": held}]
+    wrong += [{**values, "count": count} for count in (10**9, 1, True)]
+    experts = [{PATHS[0]: each} for each in ([*first, 6], first[::-1], first[:-1])]
+    wrong += [{**values, "held": {**held, **other}} for other in (*experts, {"lm_head": [3]})]
+    messages = [(tensors, told) for told in (*wrong, {**values, "held": {PATHS[0]: first}})]
+    messages.append(({**tensors, name: tensors[name][:1]}, values))
+    messages.append(({**tensors, "domain.3/lm_head.A": tensors[name]}, values))
+    for adapter, told in messages:
         with pytest.raises(CoterieError):
             client.receive(Message(0, {"adapter": adapter}, told))
     upload = step(local, "poet", 0, good)
@@ -328,45 +293,29 @@ def test_a_download_of_unknown_experts_is_refused(start) -> None:
         ({"experts": 30}, 3, "30 experts"),
         ({"clients_per_expert": 5}, 3, "Each expert needs 5 clients, but the run has only 3"),
         ({"experts": 2}, 10, "2 experts"),
+        ({"experts": 6, "router": {"top_k": 9}}, 3, "top_k is 9, but there are only 6 experts"),
+        ({"router": {"kind": "vanilla"}}, 3, "vanilla router has no embeddings"),
     ],
 )
 def test_what_cannot_be_assigned_is_refused_at_the_start(settings, clients, sentence) -> None:
-    method = method_from({"name": "fedamole", **settings})
-    with pytest.raises(CoterieError, match=sentence):
-        method.check(RunFacts(tuple(map(str, range(clients))), public=False))
-
-
-def test_more_experts_for_a_token_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValidationError, match="top_k is 9, but there are only 6 experts"):
-        method_from({"name": "fedamole", "experts": 6, "router": {"top_k": 9}})
-    with pytest.raises(ValidationError, match="vanilla router has no embeddings"):
-        method_from({"name": "fedamole", "router": {"kind": "vanilla"}})
+    with pytest.raises((CoterieError, ValidationError), match=sentence):
+        method_from({"name": "fedamole", **settings}).check(
+            RunFacts(tuple(map(str, range(clients))), public=False)
+        )
 
 
 def test_padding_is_in_no_mean(values, questions) -> None:
-    run = parse(
-        values(
-            method={"name": "fedamole", "experts": 6, "embeddings": {"share": 0.3}},
-            data_root=str(questions),
-            data={"window": 48, "instructions": {"template": "plain"}},
-            clients=[{"name": name, "path": f"{name}.jsonl"} for name in WRITERS],
-        )
-    )
-    local = joined(run)
+    method = {"name": "fedamole", "experts": 6, "embeddings": {"share": 0.3}}
+    data = {"window": 48, "instructions": {"template": "plain"}}
+    clients = [{"name": name, "path": f"{name}.jsonl"} for name in WRITERS]
+    run = values(method=method, data_root=str(questions), data=data, clients=clients)
+    local = joined(parse(run))
     upload = one_round(local, 0)["poet"]
-    client = local.clients["poet"]
-    assert isinstance(client, FedAMoLEClient)
+    client: Any = local.clients["poet"]
     samples = client.samples
-    assert isinstance(samples, Batch)
     assert samples.real is not None
     assert not samples.real.all()
-    model, seen = client.model(), []
-    hook = model.get_submodule(PATHS[0]).register_forward_pre_hook(
-        lambda module, inputs: seen.append(inputs[0][0])
-    )
-    with torch.no_grad():
-        for row, real in zip(samples.ids, samples.real, strict=True):
-            model(row[None, : int(real.sum())])
-    hook.remove()
-    mean = (torch.cat(seen) @ upload["adapter"][f"projection/{PATHS[0]}"].t()).mean(0)
+    rows = zip(samples.ids, samples.real, strict=True)
+    tokens = inputs(client, PATHS[0], (row[: int(real.sum())] for row, real in rows))
+    mean = (tokens @ upload["adapter"][f"projection/{PATHS[0]}"].t()).mean(0)
     assert torch.allclose(upload["tokens"][PATHS[0]], mean, atol=1e-5)

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from naive_lora import ONE_STEP, with_outputs
+from tensors import close_to, fill, mean_of
 from torch import Tensor
 from turns import nth
 
 import coterie
+from coterie.methods.tensors import copied
 from coterie.testing.rounds import close, down, joined, one_round, take, up
 
 SCALE = 16 / 8
@@ -25,14 +27,12 @@ def run_of(config: Any) -> coterie.RunConfig:
 
 
 def values(adapter: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in adapter.tensors().items()}
+    return copied(adapter.tensors())
 
 
-def fill(adapter: Any, seed: int) -> dict[str, Tensor]:
+def filled(adapter: Any, seed: int) -> dict[str, Tensor]:
     """Give an adapter's tensors fixed values, and return copies that require gradients."""
-    chance = torch.Generator().manual_seed(seed)
-    for tensor in adapter.tensors().values():
-        tensor.data.normal_(std=0.1, generator=chance)
+    fill(adapter.tensors(), 0.1, seed)
     return {name: tensor.requires_grad_() for name, tensor in values(adapter).items()}
 
 
@@ -56,11 +56,6 @@ def step(client: Any, training: Any, own: Tensors, *terms: tuple[float, Tensors]
     return {n: t.detach() - 0.1 * g for (n, t), g in zip(own.items(), grads, strict=True)}
 
 
-def close_to(one: Tensors, other: Tensors) -> bool:
-    assert one.keys() == other.keys() != set()
-    return all(torch.allclose(one[n].double(), other[n].double(), atol=1e-6) for n in one)
-
-
 def logits(model: Any) -> Tensor:
     return model(input_ids=IDS).logits
 
@@ -70,7 +65,7 @@ def test_one_exchange_follows_the_equations(config) -> None:
     clients, uploads, personal = local.clients, {}, {}
     local.open(nth(1), sorted(clients))
     for seed, (name, client) in enumerate(sorted(clients.items())):
-        g, v = fill(client.adapter, seed), fill(client.personal, 10 + seed)
+        g, v = filled(client.adapter, seed), filled(client.personal, 10 + seed)
         client.train(nth(1))
         expected = step(client, client.personal_training, v, (WEIGHT, v), (1 - WEIGHT, g))
         personal[name] = values(client.personal)
@@ -81,8 +76,8 @@ def test_one_exchange_follows_the_equations(config) -> None:
         assert close_to(uploads[name]["adapter"], alone)
         assert not close_to(uploads[name]["adapter"], g)
     close(local, 1, uploads)
-    sent = [upload["adapter"] for upload in uploads.values()]
-    mean = {n: torch.stack([u[n].double() for u in sent]).mean(0).float() for n in sent[0]}
+    means = mean_of(upload["adapter"] for upload in uploads.values())
+    mean = {n: tensor.float() for n, tensor in means.items()}
     for name, client in clients.items():
         client.receive(down(local, name))
         assert close_to(values(client.adapter), mean)

@@ -7,22 +7,16 @@ import torch
 from torch import nn
 
 from coterie.adapters import detach
-from coterie.engines.local import LocalRun
 from coterie.methods.averaging import FedIT
-from coterie.methods.registry import kind_of
-from coterie.testing.rounds import down, joined, one_round, step
+from coterie.testing.rounds import joined, step
 
 LAYERS = {"gpt2": {"c_attn"}, "llama": {"q_proj", "v_proj"}}
-
-
-def sides(run, method) -> LocalRun:
-    return joined(run.model_copy(update={"method": method}))
 
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_queries_and_values_carry_pairs_that_count_alpha_over_rank(config, bases, family) -> None:
     method = FedIT.model_validate({"attention": {"rank": 4}, "lora": {"alpha": 12.0}})
-    local = sides(config(base=str(bases / family)), method)
+    local = joined(config(base=str(bases / family), method=method))
     local.open(local.config.turn(0), ["poet"])
     client: Any = local.clients["poet"]
     upload = step(local, "poet", 0)
@@ -41,20 +35,3 @@ def test_queries_and_values_carry_pairs_that_count_alpha_over_rank(config, bases
             update = 12.0 / 4 * B @ A
             linear.weight += update if isinstance(linear, nn.Linear) else update.T
         assert torch.allclose(base(input_ids=ids).logits, expected, atol=1e-5)
-
-
-def test_the_server_averages_the_pairs(config) -> None:
-    local = sides(config(), FedIT())
-    uploads = list(one_round(local, 0).values())
-    after = down(local, "poet")["adapter"]
-    assert after.keys() == local.clients["poet"].parameters().keys()
-    for name, tensor in after.items():
-        mean = torch.stack([u["adapter"][name].double() for u in uploads]).mean(0)
-        assert torch.allclose(tensor.double(), mean, atol=1e-7)
-        assert not torch.equal(tensor, uploads[0]["adapter"][name])
-
-
-def test_which_model_is_the_result() -> None:
-    tuned = kind_of("fedit-ft")
-    assert (FedIT.reports, tuned.reports) == ("aggregated", "trained")
-    assert tuned().model_dump() == FedIT().model_dump()

@@ -1,18 +1,18 @@
 """FedLEASE: routing, clusters and averages equal naive versions; late clients join a cluster."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tensors import close_to, mean_of
 from torch import Tensor
-from torch.nn import functional as F
 
 from coterie.adapters.layout import Layout
 from coterie.adapters.lease import LeaseLinear
 from coterie.adapters.lora import pairs_in
 from coterie.methods.clusters import clusters, cosine_distances, silhouette
+from coterie.methods.tensors import copied
 from coterie.testing.rounds import down, joined, one_round, take
 
 METHOD = {"name": "fedlease", "warmup": 1}
@@ -79,41 +79,27 @@ def test_the_silhouette_of_a_known_clustering() -> None:
     assert clusters(distances, 1) == [0, 0, 0]
 
 
-def experts_of(client: Any, number: int | None) -> dict[tuple[str, Any], Tensor]:
+def experts_of(client: Any, number: int | None) -> dict[str, Tensor]:
     parameters = client.parameters().values()
-    return {(p.path, p.factor): p.tensor.detach().clone() for p in parameters if p.expert == number}
-
-
-def mean_of(tensors: list[dict[Any, Tensor]]) -> dict[Any, Tensor]:
-    return {key: torch.stack([t[key].double() for t in tensors]).mean(0) for key in tensors[0]}
-
-
-def close(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
-    assert one.keys() == other.keys()
-    return all(torch.allclose(one[key].double(), other[key].double(), atol=1e-7) for key in one)
+    return copied({f"{p.path} {p.factor}": p.tensor for p in parameters if p.expert == number})
 
 
 def test_two_exchanges_follow_the_two_phases(config) -> None:
     local: Any = joined(config(method=METHOD, rounds=2))
     names = sorted(local.clients)
     start = experts_of(local.clients["poet"], 0)
-    assert all(close(start, experts_of(c, 0)) for c in local.clients.values())
+    assert all(close_to(start, experts_of(c, 0)) for c in local.clients.values())
     one_round(local, 0)
     alone = {name: experts_of(local.clients[name], 0) for name in names}
     # Phase 1: d(i, j) is the mean of 1 - cos(B_i, B_j) over the layers.
-    Bs = [{path: t for (path, factor), t in alone[n].items() if factor == "B"} for n in names]
-    cosine = partial(F.cosine_similarity, dim=0)
-    distances = [
-        [np.mean([1 - cosine(a[p].flatten(), b[p].flatten()) for p in a]) for b in Bs] for a in Bs
-    ]
-    assert np.allclose(cosine_distances(Bs, Bs), distances, atol=1e-6)
-    labels = clusters(np.array(distances), 4)
+    Bs = [{n: t for n, t in alone[name].items() if n.endswith(" B")} for name in names]
+    labels = clusters(cosine_distances(Bs, Bs), 4)
     assert local.value.cluster == dict(zip(names, labels, strict=True))
     take(local)
     for client in local.clients.values():
         for number in (0, 1):
             members = [alone[n] for n, label in zip(names, labels, strict=True) if label == number]
-            assert close(experts_of(client, number), mean_of(members))
+            assert close_to(experts_of(client, number), mean_of(members))
     # Phase 2: a client trains its own expert and its router, which are averaged in the cluster.
     one_round(local, 1)
     cluster = local.value.cluster
@@ -122,12 +108,12 @@ def test_two_exchanges_follow_the_two_phases(config) -> None:
     for name, own in cluster.items():
         members = [n for n in names if cluster[n] == own]
         other = [alone[n] for n, label in zip(names, labels, strict=True) if label == 1 - own]
-        assert close(experts_of(local.clients[name], 1 - own), mean_of(other))  # not trained
+        assert close_to(experts_of(local.clients[name], 1 - own), mean_of(other))  # not trained
         local.clients[name].receive(down(local, name))
         client = local.clients[name]
-        assert close(experts_of(client, own), mean_of([trained[n] for n in members]))
-        assert close(experts_of(client, None), mean_of([routers[n] for n in members]))
-        assert not close(routers[name], mean_of([*routers.values()]))
+        assert close_to(experts_of(client, own), mean_of([trained[n] for n in members]))
+        assert close_to(experts_of(client, None), mean_of([routers[n] for n in members]))
+        assert not close_to(routers[name], mean_of([*routers.values()]))
 
 
 def test_a_client_that_comes_late_trains_alone_and_joins_the_nearest_cluster(config) -> None:
@@ -138,4 +124,4 @@ def test_a_client_that_comes_late_trains_alone_and_joins_the_nearest_cluster(con
     assert local.value.cluster == {"diarist": 0, "poet": 0, "whaler": 0}
     take(local)
     poet, whaler = local.clients["poet"], local.clients["whaler"]
-    assert close(experts_of(poet, 0), experts_of(whaler, 0))
+    assert close_to(experts_of(poet, 0), experts_of(whaler, 0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import close_to, equal, mean_of
 from torch import Tensor
 
 import coterie
@@ -17,9 +18,10 @@ from coterie.bases import load_tokenizer
 from coterie.data.examples import Examples
 from coterie.engines.local import LocalRun
 from coterie.errors import CoterieError
-from coterie.messages import Message, MessageError, Tensors
+from coterie.messages import Message, MessageError
 from coterie.methods.fedmkt.method import FedMKTClient, FedMKTServer
 from coterie.methods.fedmkt.vocabulary import decode_vocabulary, encode_vocabulary
+from coterie.methods.tensors import copied
 from coterie.runs import RunFolder
 from coterie.testing.rounds import down, joined, one_round, step
 
@@ -51,11 +53,7 @@ def knowing(download: Message, **changes: Tensor) -> Message:
 
 
 def values_of(side: FedMKTServer | FedMKTClient) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in side.adapter.tensors().items()}
-
-
-def equal(one: Tensors, other: Tensors) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return copied(side.adapter.tensors())
 
 
 def test_the_server_learns_of_each_sample_from_the_client_that_knows_it_best(teachers) -> None:
@@ -74,21 +72,6 @@ def test_the_server_learns_of_each_sample_from_the_client_that_knows_it_best(tea
     assert (server.distiller.teachers >= 0).any()
 
 
-def test_losses_are_nats_per_byte_of_the_answer(teachers) -> None:
-    clients = sides(teachers()).clients
-    for client in clients.values():
-        knowledge, samples = client.distiller.knowledge(), client.distiller.samples
-        model = client.model()
-        for n, item in enumerate(samples.items):
-            batch = samples.batch(range(n, n + 1))
-            assert batch.counted is not None
-            logits = model(batch.ids[:, :-1]).logits[0].float().log_softmax(-1)
-            nats = -logits.gather(1, batch.ids[0, 1:, None])[batch.counted[0]].sum()
-            assert knowledge.losses[n].item() == pytest.approx(
-                nats.item() / len(item.answer.encode()), rel=1e-4
-            )
-
-
 def test_clients_are_told_in_their_own_tokens(teachers) -> None:
     both = sides(teachers())
     server, clients = both.server, both.clients
@@ -105,9 +88,8 @@ def test_clients_are_told_in_their_own_tokens(teachers) -> None:
 
 def test_a_client_learns_from_the_server_before_it_trains(teachers, monkeypatch) -> None:
     both = sides(teachers())
-    clients = both.clients
     both.a_round()
-    client = clients["diarist"]
+    client = both.clients["diarist"]
     before = client.state()
     download = both.run.message("diarist")
     client.receive(download)
@@ -130,16 +112,15 @@ def test_no_prediction_of_a_private_sample_travels(teachers, questions, tmp_path
     run = teachers()
     data = run.data.model_copy(update={"public": str(tmp_path / "public.jsonl")})
     both = sides(run.model_copy(update={"data": data}))
-    clients = both.clients
     with caplog.at_level(logging.WARNING):
         uploads = both.a_round()
-    private = clients["poet"].context.data
+    private = both.clients["poet"].context.data
     keys = [
         sample_keys(split.instructions)
         for split in (private.train, private.validation, private.test)
         if isinstance(split, Examples)
     ]
-    shared = torch.isin(clients["poet"].distiller.positions.samples, torch.cat(keys))
+    shared = torch.isin(both.clients["poet"].distiller.positions.samples, torch.cat(keys))
     assert shared.any()
     assert f"poet has {int(shared.sum())} of the public samples in its own data" in caplog.text
     told = uploads["poet"]["knowledge"]["samples"]
@@ -156,9 +137,7 @@ def test_llm2slm_s_server_teaches_and_stays_as_it_is(teachers) -> None:
     assert knowledge
     both.a_round()
     assert equal(before, both.run.value.own)
-    assert all(
-        torch.equal(t, knowledge[n]) for n, t in both.run.message("poet")["knowledge"].items()
-    )
+    assert equal(both.run.message("poet")["knowledge"], knowledge)
     assert all(not list(upload.tensors()) for upload in uploads.values())
 
 
@@ -180,9 +159,7 @@ def test_in_the_homogeneous_setting_clients_learn_and_then_their_adapters_are_av
         assert upload.groups.keys() == {"adapter"}
     told = down(both.run, "poet")
     assert told.groups.keys() == {"adapter"}
-    for name, tensor in told["adapter"].items():
-        mean = torch.stack([values[name] for values in learnt.values()]).mean(0)
-        torch.testing.assert_close(tensor, mean)
+    assert close_to(told["adapter"], mean_of(learnt.values()))
 
 
 def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monkeypatch) -> None:
@@ -198,9 +175,8 @@ def test_clients_train_once_a_round_however_many_exchanges_it_has(teachers, monk
 def test_labels_alone_take_nothing_from_others(teachers) -> None:
     """With lambda 1 what others know makes no difference."""
     both = sides(teachers(method={"name": "fedmkt", "task_weight": 1}))
-    clients = both.clients
     both.a_round()
-    poet = clients["poet"]
+    poet = both.clients["poet"]
     before, download = poet.state(), both.run.message("poet")
     poet.receive(download)
     alone = values_of(poet)
@@ -230,36 +206,32 @@ def test_a_run_scores_and_keeps_the_server_s_model(teachers, tmp_path) -> None:
         assert 0 <= line["value"]["mass"] <= 1.001
 
 
+AVERAGED, PLAIN = {"name": "fedmkt-fedavg"}, {"template": "{{ instruction }}"}
+
+
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"server": None}, "a server that has its own model: set server.base"),
-        ({"data": {"window": 48, "instructions": {"template": "{{ instruction }}"}}}, "public"),
-        ({"data": {"window": 8, "public": "whaler.jsonl", "text": "output"}}, "instructions"),
+        ({"server": None}, "fedmkt' needs .*a server that has its own model: set server.base"),
+        ({"data": {"window": 48, "instructions": PLAIN}}, "'fedmkt' needs .*public"),
+        (
+            {"data": {"window": 8, "public": "whaler.jsonl", "text": "output"}},
+            "'fedmkt' needs .*instructions",
+        ),
+        ({"bases": {"poet": "NOWHERE"}}, r"The base of poet: .*NOWHERE"),
+        ({"method": AVERAGED, "bases": {"poet": "OTHER"}}, r"the run's base \(.*\) on all clients"),
+        (
+            {"method": AVERAGED, "bases": {"poet": "OTHER", "diarist": "OTHER"}},
+            "set `base` and remove `bases`",
+        ),
     ],
 )
-def test_what_is_missing_is_said(teachers, changes, wanted, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=f"The method 'fedmkt' needs .*{wanted}"):
-        coterie.run(teachers(**changes), out=tmp_path / "run")
-
-
-def test_a_client_s_base_that_is_not_there_is_named(teachers, tmp_path) -> None:
-    run = teachers(bases={"poet": str(tmp_path / "nowhere")})
-    with pytest.raises(CoterieError, match=r"The base of poet: .*nowhere"):
-        coterie.run(run, out=tmp_path / "run")
-
-
-def test_other_bases_cannot_average_their_adapters(teachers, other, tmp_path) -> None:
-    run = teachers(method={"name": "fedmkt-fedavg"}, bases={"poet": other})
-    with pytest.raises(CoterieError, match=r"needs the run's base \(.*\) on all clients"):
-        coterie.run(run, out=tmp_path / "run")
-
-
-def test_a_common_base_must_be_the_run_s_to_be_averaged(teachers, other, tmp_path) -> None:
-    bases = {"poet": other, "diarist": other}
-    run = teachers(method={"name": "fedmkt-fedavg"}, bases=bases)
-    with pytest.raises(CoterieError, match="set `base` and remove `bases`"):
-        coterie.run(run, out=tmp_path / "run")
+def test_what_is_missing_is_said(teachers, changes, wanted, other, tmp_path) -> None:
+    """OTHER stands for a base, and NOWHERE for a folder that does not exist."""
+    paths = {"OTHER": other, "NOWHERE": str(tmp_path / "NOWHERE")}
+    bases = {name: paths[base] for name, base in changes.get("bases", {}).items()}
+    with pytest.raises(CoterieError, match=wanted):
+        coterie.run(teachers(**changes | ({"bases": bases} if bases else {})), out=tmp_path / "run")
 
 
 def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
@@ -274,27 +246,25 @@ def test_everybody_has_pairs_of_one_rank_on_a_base_of_its_own(teachers) -> None:
 def test_tokens_that_the_model_has_no_row_for_are_not_learnt(teachers) -> None:
     """Fine-tunes often add a token to the tokenizer and not to the head."""
     both = sides(teachers())
-    clients = both.clients
     both.a_round()
     download = both.run.message("poet")
-    known, poet = dict(download["knowledge"]), clients["poet"]
+    known, poet = dict(download["knowledge"]), both.clients["poet"]
     rows = poet.distiller.vocabulary_size
     known["tokens"][:, 0] = rows
     known["losses"] = torch.zeros_like(known["losses"])
     vocabulary = poet.vocabulary  # its tokenizer has one more
     poet.vocabulary = replace(vocabulary, tokens=(*vocabulary.tokens, b"another"))
     poet.receive(knowing(download, **known))
-    assert (clients["poet"].distiller.teachers == 0).all()
+    assert (both.clients["poet"].distiller.teachers == 0).all()
 
 
 def test_another_public_text_is_noticed(teachers, caplog) -> None:
     both = sides(teachers())
-    clients = both.clients
     both.a_round()
     download = both.run.message("poet")
     others = knowing(download, samples=download["knowledge"]["samples"] ^ 1)
     with caplog.at_level(logging.WARNING):
-        clients["poet"].receive(others)
+        both.clients["poet"].receive(others)
     assert "none of which is in its public set" in caplog.text
 
 
@@ -316,6 +286,12 @@ LENGTHS = {"lengths": torch.tensor([1, -1], dtype=torch.int32)}
 SPELLING = {"spelling": torch.tensor([97], dtype=torch.uint8)}
 
 
+LONG = {
+    "lengths": torch.tensor([2000], dtype=torch.int32),
+    "spelling": torch.zeros(2000, dtype=torch.uint8),
+}
+
+
 @pytest.mark.parametrize(
     ("tensors", "roles"),
     [
@@ -327,13 +303,7 @@ SPELLING = {"spelling": torch.tensor([97], dtype=torch.uint8)}
         (LENGTHS | SPELLING, {"eos": "1"}),
         (LENGTHS | {"spelling": torch.tensor([97, 98], dtype=torch.uint8)}, {}),
         ({"lengths": LENGTHS["lengths"][None]} | SPELLING, {}),
-        (
-            {
-                "lengths": torch.tensor([2000], dtype=torch.int32),
-                "spelling": torch.zeros(2000, dtype=torch.uint8),
-            },
-            {},
-        ),
+        (LONG, {}),
     ],
 )
 def test_what_is_no_vocabulary_is_refused(tensors, roles) -> None:

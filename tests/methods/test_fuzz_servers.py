@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import each_method, run_of
 from hostile import NAMES, replace_one
 from torch import Tensor
 
@@ -139,11 +138,6 @@ def upload(local: LocalRun, data: bytes) -> None:
     local.exchange.begin()
     local.take(ROGUE, data)
     local.exchange.settle()
-
-
-@pytest.fixture(params=each_method())
-def each_run(request, values, teachers):
-    return run_of(request.param, values, teachers)
 
 
 def test_a_server_takes_or_refuses_what_clients_say(each_run) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import torch
+from tensors import close_to, equal, mean_of
 
 import coterie
 from coterie import CoterieError
@@ -28,10 +28,8 @@ def test_each_client_receives_the_mean_of_its_group(weights, config) -> None:
         shares = {c: sizes[c] if weights == "tokens" else 1 for c in group}
         mean = down(local, name)["adapter"]
         assert mean.keys() == start.keys()
-        for tensor in mean:
-            terms = [shares[c] * uploads[c]["adapter"][tensor].double() for c in group]
-            expected = torch.stack(terms).sum(0) / sum(shares.values())
-            assert torch.allclose(mean[tensor].double(), expected, atol=1e-7)
+        expected = mean_of((uploads[c]["adapter"] for c in group), shares.values())
+        assert close_to(mean, expected, atol=1e-7)
 
 
 def test_a_client_that_is_away_keeps_the_mean_of_its_group(config) -> None:
@@ -40,13 +38,10 @@ def test_a_client_that_is_away_keeps_the_mean_of_its_group(config) -> None:
     before = {name: down(local, name)["adapter"] for name in GROUPS}
     uploads = one_round(local, 1, ["diarist", "whaler"])
     poet = down(local, "poet")["adapter"]
-    assert all(torch.equal(poet[n], before["poet"][n]) for n in poet)
+    assert equal(poet, before["poet"])
     local.leave("diarist")
     whaler = down(local, "whaler")["adapter"]
-    both = [u["adapter"] for u in uploads.values()]
-    for name, tensor in whaler.items():
-        mean = torch.stack([b[name].double() for b in both]).mean(0)
-        assert torch.allclose(tensor.double(), mean, atol=1e-7)
+    assert close_to(whaler, mean_of(u["adapter"] for u in uploads.values()), atol=1e-7)
     assert "diarist" not in local.value.means
 
 
@@ -63,14 +58,9 @@ def test_a_client_with_fewer_sets_receives_only_what_it_holds(config) -> None:
     take(local)
     whaler, diarist = down(local, "whaler")["adapter"], down(local, "diarist")["adapter"]
     assert whaler.keys() == uploads["whaler"]["adapter"].keys() < diarist.keys()
-    for name, tensor in diarist.items():
-        both = [
-            u["adapter"][name].double()
-            for c, u in uploads.items()
-            if c != "poet" and name in u["adapter"]
-        ]
-        assert torch.allclose(tensor.double(), torch.stack(both).mean(0), atol=1e-7)
-        assert name not in whaler or torch.equal(whaler[name], tensor)
+    mean = mean_of(u["adapter"] for c, u in uploads.items() if c != "poet")
+    assert close_to(diarist, mean, atol=1e-7)
+    assert equal(whaler, {name: diarist[name] for name in whaler})
 
 
 @pytest.mark.parametrize("method", ["auto", "grouped"])
@@ -85,7 +75,6 @@ def test_a_reduction_that_no_mean_would_use_is_refused(method, name, config) -> 
 def test_a_client_without_a_group_may_not_join(config) -> None:
     """A deployment may admit clients that the run file does not name."""
     local: Any = joined(run_of(config))
-    hello = local.clients["poet"].hello()
     with pytest.raises(MessageError, match="no group of the client 'stranger'"):
-        local.join("stranger", hello)
+        local.join("stranger", local.clients["poet"].hello())
     assert "stranger" not in local.value.held

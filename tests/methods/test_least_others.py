@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from auto_runs import equal, forged_round
+from auto_runs import forged_round
+from tensors import equal
 
 from coterie.errors import CoterieError
 from coterie.methods.registry import available

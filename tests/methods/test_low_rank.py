@@ -74,11 +74,8 @@ def test_pairs_of_different_ranks_are_padded_with_zeros() -> None:
     chance = torch.Generator().manual_seed(0)
     ranks, weights = [2, 5, 1, 3], [1.0, 0.5, 3.0, 2.0]
     shared = torch.randn(7, 6, generator=chance), torch.randn(6, 4, generator=chance)
-    means, Bs, As = (
-        [*map(PaddedMean, shared)],
-        torch.zeros(7, 5).double(),
-        torch.zeros(5, 4).double(),
-    )
+    means, Bs = [*map(PaddedMean, shared)], torch.zeros(7, 5).double()
+    As = torch.zeros(5, 4).double()
     for rank, weight in zip(ranks, weights, strict=True):
         B, A = torch.randn(7, rank, generator=chance), torch.randn(rank, 4, generator=chance)
         before = B.clone(), A.clone()

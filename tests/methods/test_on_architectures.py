@@ -24,13 +24,8 @@ SETTINGS = {name: METHODS[name] for name in TOLD} | {
     "comigs-1g1s": {"name": "comigs-1g1s", "router": {"every": 3, "steps": 2}}
 }
 
-TRAINING = {
-    "steps": 5,
-    "batch": 4,
-    "precision": "fp32",
-    "learning_rate": 0.02,
-    "optimiser": {"name": "adamw", "weight_decay": 0},  # so that only a gradient changes a value
-}
+TRAINING = {"steps": 5, "batch": 4, "precision": "fp32", "learning_rate": 0.02}
+OPTIMISER = {"name": "adamw", "weight_decay": 0}  # so that only a gradient changes a value
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +54,10 @@ SLOW |= {case for case in CASES if case[0] in ("gpt2", "llama", "mixtral", "falc
     ("architecture", "method"), [pytest.param(*case, marks=marks(case, (), SLOW)) for case in CASES]
 )
 def test_it_trains(architecture, method, folders, config, tmp_path) -> None:
-    run = config(
-        base=str(folder_of(folders, architecture)),
-        method=SETTINGS[method],
-        rounds=2,
-        data={"window": 16, "limits": dict.fromkeys(("train", "validation", "test"), 81)},
-        training=TRAINING,
-        evaluation={"keep": "last"},
-    )
+    limits = dict.fromkeys(("train", "validation", "test"), 81)
+    changes = {"data": {"window": 16, "limits": limits}, "evaluation": {"keep": "last"}}
+    changes |= {"training": {**TRAINING, "optimiser": OPTIMISER}, "method": SETTINGS[method]}
+    run = config(base=str(folder_of(folders, architecture)), rounds=2, **changes)
     session = Session(run, threads=1)
     folder = RunFolder.create(tmp_path / "run", session.description(run, session.participants(run)))
     local = session.start(run, folder)

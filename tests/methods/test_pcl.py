@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import close_to, equal, mean_of
 from turns import nth
 
 import coterie
 from coterie.config.run import parse
 from coterie.data.windows import sample_batch
-from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.evaluation.evaluate import top_logits
 from coterie.losses.tokens import Batch, language_model_loss
+from coterie.methods.pcl.trust import sparse_distance, trust_row
+from coterie.methods.tensors import copied, copy
 from coterie.runs import RunFolder
 from coterie.seeding import generator
 from coterie.testing.rounds import down, joined, one_round, take
@@ -29,21 +31,17 @@ def started(run, rounds: int) -> Any:
     return local
 
 
-def adapter(client) -> dict:
-    return {n: p.detach().clone() for n, p in client.adapter.tensors().items()}
+def adapter(client) -> dict[str, torch.Tensor]:
+    return copied(client.adapter.tensors())
 
 
 def test_exchanges_come_after_the_warm_up_and_then_every_so_many_rounds(config, tmp_path) -> None:
     run = config(method={"name": "pcl-1", "warmup": 2, "every": 3}, rounds=6)
     coterie.run(run, out=tmp_path / "run")
-    lines = list(RunFolder(tmp_path / "run").metrics())
-    size = {
-        line["round"]: line["value"]
-        for line in lines
-        if line["name"] == "bytes/up" and line["client"] == "poet"
-    }
-    assert [round for round, bytes in size.items() if bytes > 1000] == [1, 4]
-    rows = [line for line in lines if line["name"] == "trust" and line["client"] == "poet"]
+    lines = [x for x in RunFolder(tmp_path / "run").metrics() if x["client"] == "poet"]
+    sizes = [line for line in lines if line["name"] == "bytes/up"]
+    assert [line["round"] for line in sizes if line["value"] > 1000] == [1, 4]
+    rows = [line for line in lines if line["name"] == "trust"]
     assert [line["round"] for line in rows] == [2, 5]
     for line in rows:
         assert sorted(line["value"]) == list(NAMES)
@@ -57,19 +55,14 @@ def test_clients_mix_updates_or_weights_by_their_row(config, form) -> None:
     local = started(config(method=method), 1)
     first = {n: adapter(c) for n, c in started(config(method=method), 0).clients.items()}
     trained = {name: adapter(client) for name, client in local.clients.items()}
-    alike = {
-        a: {b: sum(shares[a][t] * shares[b].get(t, 0) for t in shares[a]) for b in NAMES}
-        for a in NAMES
-    }
+    zero = {n: torch.zeros_like(t) for n, t in first["poet"].items()}
+    start = {name: zero if form == "released" else first[name] for name in NAMES}
+    moves = [{n: t - start[p][n] for n, t in trained[p].items()} for p in NAMES]
     for name, client in local.clients.items():
         client.receive(down(local, name))
-        row = {peer: v / sum(alike[name].values()) for peer, v in alike[name].items()}
-        for key, mixed in adapter(client).items():
-            expected = torch.zeros_like(mixed) if form == "released" else first[name][key]
-            for p in NAMES:
-                before = 0 if form == "released" else first[p][key]
-                expected = expected + row[p] * (trained[p][key] - before)
-            assert torch.allclose(mixed, expected, atol=1e-6)
+        row = [sum(shares[name][t] * shares[p].get(t, 0) for t in shares[name]) for p in NAMES]
+        expected = {n: start[name][n] + t for n, t in mean_of(moves, row).items()}
+        assert close_to(adapter(client), expected)
     # The second time, the updates count from the mixture, which training leaves as it is.
     poet, name = local.clients["poet"], "dense/transformer.h.0.attn.c_attn.B"
     mixed = adapter(poet)[name]
@@ -90,45 +83,36 @@ def test_validation_trust_is_the_softmax_of_minus_the_losses(config, form) -> No
         **{**poet.context.__dict__, "log": lambda name, value: seen.update({name: value})}
     )
     ids = sample_batch(poet.context.data.validation, 4, 16, generator(0, "trust", "poet", 1)).ids
-    scores = []
+    scores, model = [], poet.model()
     for name in NAMES:
-        poet.model()
-        with torch.no_grad():
-            for key, parameter in poet.adapter.tensors().items():
-                parameter.copy_(trained[name][key])
-            loss = language_model_loss(poet.context.base.model, ids).item()
-            for key, parameter in poet.adapter.tensors().items():
-                parameter.copy_(trained["poet"][key])
+        copy(trained[name], poet.adapter.tensors())
+        loss = language_model_loss(model, ids).item()
         scores.append(-loss if form == "paper" else -math.exp(loss))
+    copy(trained["poet"], poet.adapter.tensors())
     poet.receive(down(local, "poet"))
     expected = torch.tensor(scores, dtype=torch.float64).softmax(0).tolist()
     assert list(seen["trust"].values()) == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def test_prediction_trust_compares_everybody_on_the_same_public_windows(values) -> None:
+    """The distance of predictions is compared with dense logits in test_trust.py."""
     whole = values(method={"name": "pcl-3", "warmup": 1, "every": 1, "logits": 5})
     local = started(parse({**whole, "data": {**whole["data"], "public": "poet.txt"}}), 1)
-    dense = {}
+    predictions = {}
     for name, client in local.clients.items():
         batch = sample_batch(client.context.public, 8, 16, generator(0, "public", 1))
         assert isinstance(batch, Batch)
-        ids = batch.ids
         client.model()
-        values_, places = top_logits(client.context.base, batch, 5, at_once=3)
-        logits = client.context.base.model(ids[:, :-1]).logits[:, -1]
-        best = logits.topk(5)
-        assert torch.allclose(values_.sort(descending=True).values, best.values, atol=1e-4)
-        full = torch.zeros_like(logits).scatter(-1, places, values_.half().float())
-        dense[name] = full.detach()
-    expected = torch.tensor(
-        [-(dense["poet"] - dense[n]).abs().sum(-1).mean().item() for n in NAMES]
-    ).softmax(0)
+        logits, places = top_logits(client.context.base, batch, 5, at_once=3)
+        best = client.context.base.model(batch.ids[:, :-1]).logits[:, -1].topk(5)
+        assert torch.allclose(logits.sort(descending=True).values, best.values, atol=1e-4)
+        predictions[name] = logits.half().float(), places
+    scores = {n: -sparse_distance(predictions["poet"], predictions[n]) for n in NAMES}
     poet = local.clients["poet"]
     download = down(local, "poet")
     uploads = {"poet": poet.upload(nth(0))} | {n: download.from_peer(n) for n in download.peers}
-    assert sorted(uploads) == sorted(NAMES)
     row = poet.method.row(poet, 1, {name: uploads[name] for name in NAMES})
-    assert list(row.values()) == pytest.approx(expected.tolist(), abs=1e-3)
+    assert row == pytest.approx(trust_row("poet", scores), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -164,44 +148,30 @@ def test_uniform_trust_in_the_released_form_is_federated_averaging_after_a_warm_
     one_round(local, 1)
     uploads = one_round(local, 2)
     take(local)
-    for name, tensor in adapter(local.clients["poet"]).items():
-        mean = torch.stack([upload["adapter"][name] for upload in uploads.values()]).mean(0)
-        assert torch.allclose(tensor, mean, atol=1e-6)
+    assert close_to(adapter(local.clients["poet"]), mean_of(u["adapter"] for u in uploads.values()))
 
 
 def test_trust_can_be_measured_without_mixing(config, tmp_path) -> None:
     method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1, "mix": False}
     measured = coterie.run(config(method=method), out=tmp_path / "measured")
-    alone = coterie.run(config(method="local"), out=tmp_path / "alone")
     folder = RunFolder(measured.path)
     assert sum(line["name"] == "trust" for line in folder.metrics()) == 9
     mine = folder.load("client-poet")["adapter"]
-    assert measured.results["pcl-2"]["trained"].keys() == alone.results["local"]["trained"].keys()
     never = {**method, "warmup": 100}
     other = coterie.run(config(method=never), out=tmp_path / "never")
     theirs = RunFolder(other.path).load("client-poet")["adapter"]
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+    assert equal(mine, theirs)
 
 
-def test_what_is_missing_is_said(config) -> None:
-    run = config(method="pcl-3")
-    with pytest.raises(CoterieError, match="public set"):
-        Session(run).check(run)
-    run = config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 1.0}}})
-    with pytest.raises(CoterieError, match="add diarist, whaler to its setting `mixtures`"):
-        Session(run).check(run)
-    with pytest.raises(CoterieError, match=r"sum to 0\.9"):
-        config(method={"name": "pcl-theoretical", "mixtures": {"poet": {"x": 0.5, "y": 0.4}}})
-    with pytest.raises(CoterieError, match="are mutually exclusive"):
-        config(method={"name": "pcl-1", "trusted": {"top": 2, "threshold": 0.5}})
-
-
-def test_an_exchange_is_scored_once_however_often_models_are_evaluated(
-    config, tmp_path, monkeypatch
-) -> None:
-    scored = []
-    monkeypatch.setattr("coterie.methods.pcl.method.mean_loss", lambda *_: scored.append(1) or 1.0)
-    method = {"name": "pcl-2", "warmup": 1, "every": 1, "validation_batches": 1}
-    coterie.run(config(method=method, rounds=2, evaluation={"every": 1}), out=tmp_path / "run")
-    assert len(scored) == 2 * 3 * 3  # two exchanges, in which three clients score three models
+@pytest.mark.parametrize(
+    ("name", "settings", "sentence"),
+    [
+        ("pcl-3", {}, "public set"),
+        ("pcl-theoretical", {"mixtures": {"poet": {"x": 1.0}}}, "add diarist, whaler to its setti"),
+        ("pcl-theoretical", {"mixtures": {"poet": {"x": 0.5, "y": 0.4}}}, r"sum to 0\.9"),
+        ("pcl-1", {"trusted": {"top": 2, "threshold": 0.5}}, "are mutually exclusive"),
+    ],
+)
+def test_what_is_missing_is_said(name, settings, sentence, config) -> None:
+    with pytest.raises(CoterieError, match=sentence):
+        joined(config(method={"name": name, **settings}))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import close_to, equal, mean_of
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from coterie.losses.tokens import Batch, language_model_loss, token_losses
 from coterie.methods.averaging import FedIT
 from coterie.methods.contract import ServerContext
 from coterie.methods.prompts import FedPrompt, FedPTuning
-from coterie.methods.registry import kind_of
 from coterie.testing.rounds import down, joined, one_round, step
 
 METHODS = {
@@ -27,13 +27,9 @@ each_method = pytest.mark.parametrize("method", METHODS.values(), ids=list(METHO
 each_family = pytest.mark.parametrize("family", ["gpt2", "llama"])
 
 
-def sides(run, method) -> Any:
-    return joined(run.model_copy(update={"method": method}))
-
-
-def trained(run, method) -> Any:
+def trained(run) -> Any:
     """A client after a round, and its upload."""
-    local = sides(run, method)
+    local: Any = joined(run)
     local.open(local.config.turn(0), ["poet"])
     return local.clients["poet"], step(local, "poet", 0)
 
@@ -58,7 +54,7 @@ def naive_logits(model, prompt, ids) -> torch.Tensor:
 @each_family
 @each_method
 def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> None:
-    client, _ = trained(config(base=str(bases / family)), method)
+    client, _ = trained(config(base=str(bases / family), method=method))
     chance = torch.Generator().manual_seed(1)
     lengths = (9, 6, 12)
     rows = [torch.randint(3, 400, (n,), generator=chance) for n in lengths]
@@ -70,13 +66,9 @@ def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> N
     plain = AutoModelForCausalLM.from_pretrained(bases / family)
 
     def naive() -> torch.Tensor:
-        losses = [
-            F.cross_entropy(
-                naive_logits(plain, prompt_of(client), row[:-1])[3:], row[4:], reduction="none"
-            )
-            for row in rows
-        ]
-        return torch.cat(losses)
+        logits = [naive_logits(plain, prompt_of(client), row[:-1])[3:] for row in rows]
+        targets = torch.cat([row[4:] for row in rows])
+        return F.cross_entropy(torch.cat(logits), targets, reduction="none")
 
     expected = torch.autograd.grad(naive().mean(), list(parameters.values()))
     loss = language_model_loss(client.model(), *batch)
@@ -94,7 +86,7 @@ def test_loss_and_gradient_of_a_padded_batch(config, bases, method, family) -> N
 def test_a_server_without_weights_draws_the_clients_first_values(config, bases, method) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    client = sides(config(), method).clients["poet"]
+    client: Any = joined(config(method=method)).clients["poet"]
     client.model()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
@@ -104,8 +96,7 @@ def test_a_server_without_weights_draws_the_clients_first_values(config, bases, 
     server = method.server(context)
     value = server.join(server.initial(), "poet", client.hello())
     first = client.adapter.tensors()
-    assert value.adapter.keys() == first.keys()
-    assert all(torch.equal(value.adapter[name], p) for name, p in first.items())
+    assert equal(value.adapter, first)
     other = method.adapter(skeleton, client.context.seed + 1, "poet").tensors()
     drawn = [name for name, p in first.items() if not torch.equal(other[name], p)]
     assert drawn == ([] if method == METHODS["text"] else list(first))
@@ -113,7 +104,7 @@ def test_a_server_without_weights_draws_the_clients_first_values(config, bases, 
 
 def test_a_prompt_begins_as_the_embeddings_of_its_text(config) -> None:
     for text, tokens in (("Answer the question.", 20), ("Answer the question, please.", 2)):
-        client, upload = trained(config(), FedPrompt(init_text=text, virtual_tokens=tokens))
+        client, upload = trained(config(method=FedPrompt(init_text=text, virtual_tokens=tokens)))
         base = client.context.base
         ids = base.tokenizer(text)["input_ids"]
         rows = base.model.get_input_embeddings().weight[[ids[i % len(ids)] for i in range(tokens)]]
@@ -125,7 +116,7 @@ def test_a_prompt_begins_as_the_embeddings_of_its_text(config) -> None:
 
 
 def test_the_whole_encoder_travels_and_is_averaged(config) -> None:
-    local = sides(config(), METHODS["encoder"])
+    local: Any = joined(config(method=METHODS["encoder"]))
     first = down(local, "poet")["adapter"]
     uploads = one_round(local, 0)
     sizes = {"embedding.weight": (5, 32)}
@@ -136,14 +127,13 @@ def test_the_whole_encoder_travels_and_is_averaged(config) -> None:
             f"prompt/{n}": shape for n, shape in sizes.items()
         }
         assert all(not torch.equal(t, first[n]) for n, t in upload["adapter"].items())
-    for name, tensor in down(local, "poet")["adapter"].items():
-        mean = torch.stack([u["adapter"][name].double() for u in uploads.values()]).mean(0)
-        assert torch.allclose(tensor.double(), mean, atol=1e-7)
+    mean = mean_of(u["adapter"] for u in uploads.values())
+    assert close_to(down(local, "poet")["adapter"], mean, atol=1e-7)
 
 
 @each_method
 def test_clients_take_turns_on_one_base(config, method) -> None:
-    local = sides(config(), method)
+    local: Any = joined(config(method=method))
     one, other = local.clients["poet"], local.clients["whaler"]
     base = one.context.base.model
     digest, ids = one.context.base.digest, torch.arange(3, 15)
@@ -172,7 +162,7 @@ def test_clients_take_turns_on_one_base(config, method) -> None:
 @each_family
 @each_method
 def test_generation_takes_the_likeliest_token_each_time(config, bases, method, family) -> None:
-    client, _ = trained(config(base=str(bases / family)), method)
+    client, _ = trained(config(base=str(bases / family), method=method))
     base = client.context.base.model
     with torch.no_grad():
         for parameter in base.parameters():
@@ -182,14 +172,8 @@ def test_generation_takes_the_likeliest_token_each_time(config, bases, method, f
         for _ in range(6):
             logits = [naive_logits(base, prompt_of(client), row)[-1] for row in rows]
             rows = torch.cat([rows, torch.stack(logits).argmax(-1, keepdim=True)], 1)
-    found = client.model().generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=6,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    ends = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 6, "do_sample": False}
+    found = client.model().generate(input_ids=ids, attention_mask=torch.ones_like(ids), **ends)
     assert len(set(rows[:, 7:].flatten().tolist())) > 3
     assert torch.equal(found, rows)
 
@@ -197,13 +181,13 @@ def test_generation_takes_the_likeliest_token_each_time(config, bases, method, f
 @each_method
 def test_bf16_and_a_restored_model(values, config, bases, method) -> None:
     training = {**values()["training"], "precision": "bf16"}
-    client, _ = trained(config(training=training), method)
+    client, _ = trained(config(training=training, method=method))
     ids = torch.arange(3, 15)[None]
     with autocast("bf16", "cpu"):
         figures = token_losses(client.model(), ids)
     run = config()
     base = load_base(run.base, "fp32", run.data.window)
-    other = sides(run, method).clients["poet"]
+    other: Any = joined(config(method=method)).clients["poet"]
     other.restore(client.state())
     exact = token_losses(other.model(), ids)
     assert all(p.dtype == torch.float32 for p in client.adapter.tensors().values())
@@ -212,11 +196,6 @@ def test_bf16_and_a_restored_model(values, config, bases, method) -> None:
 
 
 def test_a_base_without_room_for_the_prompt_is_refused(config) -> None:
-    sides(config(), FedPrompt(virtual_tokens=48))
+    joined(config(method=FedPrompt(virtual_tokens=48)))
     with pytest.raises(CoterieError, match=r"16 tokens\) .*\(49\) exceeds .* \(64 tokens\)"):
-        sides(config(), FedPTuning(virtual_tokens=49))
-
-
-def test_which_model_is_the_result() -> None:
-    assert {m.reports for m in (FedPrompt, FedPTuning)} == {"aggregated"}
-    assert {m.reports for m in map(kind_of, ("fedprompt-ft", "fedptuning-ft"))} == {"trained"}
+        joined(config(method=FedPTuning(virtual_tokens=49)))

@@ -4,7 +4,7 @@ import linecache
 import subprocess
 import sys
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
@@ -12,16 +12,7 @@ import coterie
 from coterie import CoterieError
 from coterie.config.run import parse
 from coterie.methods.averaging import FedAvg
-from coterie.methods.registry import METHODS, OWN, kind_of, method_from, names
-
-
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch):
-    """What a test registers is forgotten after it."""
-    monkeypatch.setattr(METHODS, "registered", {})
-    vars(METHODS).pop("entries", None)
-    yield
-    vars(METHODS).pop("entries", None)
+from coterie.methods.registry import OWN, kind_of, method_from, names
 
 
 def named(name: str, **more: object) -> type[FedAvg]:
@@ -54,12 +45,13 @@ def test_every_method_of_the_package_is_in_the_table() -> None:
     assert {name for m in modules for name in getattr(m, "PRESETS", {})} <= OWN.keys()
 
 
-def test_a_preset_has_the_settings_and_code_of_its_class_but_what_it_changes() -> None:
-    fedavg, tuned = kind_of("fedavg"), kind_of("fedavg-ft")
-    assert tuned.model_fields.keys() == fedavg.model_fields.keys()
-    assert tuned().model_dump() == fedavg().model_dump()
-    assert (tuned.reports, tuned.paper) == ("trained", fedavg.paper)
-    assert {key for key in vars(tuned) if callable(vars(tuned)[key])} <= set(vars(fedavg))
+@pytest.mark.parametrize("name", ["fedavg", "fedit", "fedprompt", "fedptuning"])
+def test_a_preset_has_the_settings_and_code_of_its_class(name) -> None:
+    kind, tuned = kind_of(name), kind_of(f"{name}-ft")
+    assert tuned.model_fields.keys() == kind.model_fields.keys()
+    assert tuned().model_dump() == kind().model_dump()
+    assert (kind.reports, tuned.reports, tuned.paper) == ("aggregated", "trained", kind.paper)
+    assert {key for key in vars(tuned) if callable(vars(tuned)[key])} <= set(vars(kind))
 
 
 @pytest.mark.slow
@@ -77,10 +69,8 @@ def test_one_method_does_not_import_the_others() -> None:
 def test_a_registered_class_is_found_by_its_name(values, tmp_path) -> None:
     mine = coterie.register(named("mine", summary="as fedavg"))
     assert names()[-1] == "mine"
-    done = coterie.run(
-        {**values(method="mine", rounds=1), "clients": values()["clients"][:2]},
-        out=tmp_path / "run",
-    )
+    run = {**values(method="mine", rounds=1), "clients": values()["clients"][:2]}
+    done = coterie.run(run, out=tmp_path / "run")
     assert type(done.config.method) is mine
     assert coterie.load(done.path, "poet") is not None
 
@@ -113,18 +103,14 @@ def test_a_name_is_not_taken_from_another_class() -> None:
         coterie.register(named("mine", __module__="another"))
 
 
-def test_an_installed_package_adds_methods_and_a_broken_one_is_named(monkeypatch) -> None:
+def test_an_installed_package_adds_methods_and_a_broken_one_is_named(install) -> None:
     def broken():
         raise ImportError("no module named 'lost'")
 
-    entries = [
-        SimpleNamespace(name="theirs", value="pkg:Theirs", load=lambda: named("theirs")),
-        SimpleNamespace(name="broken", value="pkg:Broken", load=broken),
-    ]
-    monkeypatch.setattr("coterie.registry.entry_points", lambda group: entries)
+    install(theirs=lambda: named("theirs"), broken=broken)
     assert {"theirs", "broken"} <= set(names())
     assert method_from("theirs").name == "theirs"
-    with pytest.raises(CoterieError, match=r"'broken' .* \(pkg:Broken\) cannot be imported: no"):
+    with pytest.raises(CoterieError, match=r"'broken' .* \(pkg:broken\) cannot be imported: no"):
         method_from("broken")
 
 

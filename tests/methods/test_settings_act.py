@@ -48,6 +48,10 @@ def to(*values: Any, **given: Any) -> Row:
 TEACHING = ("fedmkt", "fedmkt-fedavg", "llm2slm")
 ALONE = ("comigs-2s", "local-moe", "local-moe-tr")
 """All of whose experts are specialists."""
+
+
+PLAIN = "fedit fedit-ft fedsa fed-alora rolora ditto feddpa fedalt cobo fdlora"
+"""The methods whose LoRA is scaled by alpha / r."""
 THIRDS = {"diarist": {"sea": 1.0}, "poet": {"sea": 0.5, "love": 0.5}, "whaler": {"sea": 1.0}}
 HALVES = {**THIRDS, "whaler": {"love": 1.0}}
 
@@ -55,106 +59,69 @@ PHASES: Given = {"router.every": 2, "router.steps": 1}
 EXCHANGES: Given = {"warmup": 1, "every": 1}
 """So that what comes late in a run comes in a short one."""
 
+BALANCE = {"top_k": (1,), "load_balance": ("none", "uniform"), "load_balance_weight": (1.0,)}
+
+
+CHANGED: list[tuple[str, Any]] = [
+    ("mlp attention", None),
+    ("mlp.rank mlp.sets mlp.generalists mlp.specialists attention.rank router.every logits", 3),
+    ("validation_batches public_batches local_steps sync_every clients_per_expert", 1),
+    ("embeddings.samples peers fedlease:warmup auto:every", 1),
+    ("warmup every router.steps epochs samples", 2),
+    ("virtual_tokens", 5),
+    ("experts", 6),
+    ("encoder_hidden_size", 24),
+    ("pair_share gamma outer_learning_rate task_weight embeddings.share", 0.5),
+    ("mu penalty_weight fedamole:router.load_balance_weight", 1.0),
+    ("outer_momentum", 0.0),
+    ("router.learning_rate proximity", 0.1),
+    ("weight", 0.2),
+    ("set_aside", 0.25),
+    ("lora.dropout fusion_share", 0.3),
+    ("trusted.threshold temperature", 2.0),
+    ("lora.alpha trust", 3.0),
+    ("weight_step", 5.0),
+    ("patience", -1000.0),
+    ("mix shared_expert router.renormalise", False),
+    ("router.leftover_gradients exact", True),
+    ("mlp.placement", "beside"),
+    ("attention.targets", "c_proj|o_proj"),
+    ("lora.scale", "rank"),
+    ("domain", "box"),
+    ("form", "released"),
+    ("private", "trained"),
+    ("align", "warping"),
+    ("router.score_scale", "dim"),
+    ("router.load", "first"),
+    ("mixtures", HALVES),
+    ("groups", {"diarist": "a", "poet": "a", "whaler": "b"}),
+    ("embeddings.privacy", {"epsilon": 1.0}),
+]
+"""Settings that act alone, and the value that they are changed to."""
+
 ROWS: dict[str, Row] = {
-    "mlp": to(None),
-    "mlp.rank": to(3),
-    "mlp.placement": to("beside"),
-    "mlp.sets": to(3),
-    "mlp.generalists": to(3),
-    "mlp.specialists": to(3),
-    "attention": to(None),
-    "attention.rank": to(3),
-    "attention.targets": to("c_proj|o_proj"),
-    "lora.alpha": to(3.0),
-    "lora.scale": to("rank"),
-    "lora.dropout": to(0.3),
-    "router.top_k": to(1, mlp__generalists=3),
-    "router.load_balance": to("none", "uniform", mlp__generalists=3),
-    "router.load_balance_weight": to(1.0, mlp__generalists=3),
-    "router.every": to(3),
-    "router.steps": to(2),
-    "router.learning_rate": to(0.1),
-    "router.leftover_gradients": to(True),
-    "exact": to(True),
-    "mu": to(1.0),
-    "proximity": to(0.1),
-    "weight": to(0.2),
-    "weight_step": to(5.0),
-    "pair_share": to(0.5),
-    "domain": to("box"),
+    **{name: to(value) for names, value in CHANGED for name in names.split()},
+    **{f"router.{n}": to(*values, mlp__generalists=3) for n, values in BALANCE.items()},
     "max_clusters": to(1, warmup=1),
-    "gamma": to(0.5),
-    "penalty_weight": to(1.0),
-    "warmup": to(2),
-    "every": to(2),
-    "mix": to(False),
-    "form": to("released"),
     "trusted.top": to(1, 2),
-    "trusted.threshold": to(2.0),
-    "validation_batches": to(1),
-    "public_batches": to(1),
-    "mixtures": to(HALVES),
-    "groups": to({"diarist": "a", "poet": "a", "whaler": "b"}),
-    "local_steps": to(1),
-    "private": to("trained"),
-    "sync_every": to(1),
-    "outer_learning_rate": to(0.5),
-    "outer_momentum": to(0.0),
-    "fusion_share": to(0.3),
-    "virtual_tokens": to(5),
     "init_text": to(None, "Once upon a time"),
-    "encoder_hidden_size": to(24),
-    "logits": to(3),
-    "task_weight": to(0.5),
-    "temperature": to(2.0),
-    "epochs": to(2),
     "own": to("none", "self", "mean"),
-    "align": to("warping"),
-    "experts": to(6),
-    "clients_per_expert": to(1),
     "min_experts": to(0, experts=6, clients_per_expert=1),
     "max_experts": to(2, 3, experts=6, clients_per_expert=1, min_experts=0),
     "assignment": to("homogeneous", "random", "random-once"),
-    "shared_expert": to(False),
-    "embeddings.share": to(0.5),
-    "embeddings.samples": to(1),
-    "embeddings.privacy": to({"epsilon": 1.0}),
-    "embeddings.privacy.epsilon": to(0.1, embeddings__privacy={"epsilon": 1.0}),
-    "embeddings.privacy.delta": to(1e-2, embeddings__privacy={"epsilon": 1.0}),
-    "embeddings.privacy.clip": to(0.1, embeddings__privacy={"epsilon": 1.0}),
-    "router.kind": to("vanilla", assignment="random"),
-    "router.score_scale": to("dim"),
-    "router.renormalise": to(False),
-    "router.load": to("first"),
-    # Where a method wants others.
-    **{f"{name}:router.top_k": to(1, mlp__specialists=3) for name in ALONE},
-    **{f"{name}:router.load_balance": to("none", "uniform", mlp__specialists=3) for name in ALONE},
-    **{f"{name}:router.load_balance_weight": to(1.0, mlp__specialists=3) for name in ALONE},
-    "fedlease:warmup": to(1),
-    "samples": to(2),
-    "set_aside": to(0.25),
-    "trust": to(3.0),
-    "patience": to(-1000.0),
-    "peers": to(1),
-    "auto:every": to(1),
-    "fedamole:router.top_k": to(1, 3),
-    "fedamole:router.load_balance_weight": to(1.0),
     **{
-        f"{name}:lora.scale": to("sqrt")
-        for name in (
-            "fedit",
-            "fedit-ft",
-            "fedsa",
-            "fed-alora",
-            "rolora",
-            "ditto",
-            "feddpa",
-            "fedalt",
-            "cobo",
-            "fdlora",
-            *TEACHING,
-        )
+        f"embeddings.privacy.{setting}": to(value, embeddings__privacy={"epsilon": 1.0})
+        for setting, value in {"epsilon": 0.1, "delta": 1e-2, "clip": 0.1}.items()
     },
+    "router.kind": to("vanilla", assignment="random"),
+    # Where a method wants others.
+    **{
+        f"{name}:router.{setting}": to(*values, mlp__specialists=3)
+        for name in ALONE
+        for setting, values in BALANCE.items()
+    },
+    "fedamole:router.top_k": to(1, 3),
+    **{f"{name}:lora.scale": to("sqrt") for name in (*PLAIN.split(), *TEACHING)},
 }
 """By setting, or METHOD:SETTING. A new setting needs a row here."""
 

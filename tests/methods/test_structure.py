@@ -56,14 +56,9 @@ def test_no_method_parses_names_or_keeps_a_mean(file: Path) -> None:
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = {
-        (node.module or "", alias.name)
+        (getattr(node, "module", None) or "", alias.name)
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    } | {
-        ("", alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
+        if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
     assert not used & PARSING

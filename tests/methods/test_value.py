@@ -35,19 +35,11 @@ def tensors(*values: float) -> Tensors:
 
 def example() -> Everything:
     mean = tensors(1.0)
+    other = {"cyd": {**mean, "own": torch.ones(1)}, "dan": {"other": mean["t0"]}}
     return Everything(
         shared=tensors(3.0, 4.0),
         clusters=({}, tensors(5.0), tensors(6.0)),
-        means=PerClient(
-            {
-                "eve": mean,
-                "bob": mean,
-                "cyd": {**mean, "own": torch.ones(1)},
-                "dan": {"other": mean["t0"]},
-                "fay": {},
-                "gil": {},
-            }
-        ),
+        means=PerClient({"eve": mean, "bob": mean, **other, "fay": {}, "gil": {}}),
         uploads=PerClient({"eve": {"a": tensors(7.0), "b": {}}, "bob": {}}),
         tokens=PerClient({"eve": 3, "cyd": 4}),
         rows=PerClient({"eve": PerClient({"eve": 0.5, "bob": 0.5}), "cyd": PerClient()}),
@@ -117,19 +109,19 @@ def test_a_state_without_a_client_is_that_of_the_value_without_it() -> None:
     parts = {n: _state_without(f"{PART}{n}", part, "eve", named) for n, part in whole.parts.items()}
     assert {name for name, part in parts.items() if part is None} == {"uploads-eve"}
     state = replace(top, parts={name: part for name, part in parts.items() if part is not None})
-    assert plain(vars(Everything().restored(state))) == plain(
-        vars(example().without("eve").restored(saved(example().without("eve"))))
-    ) | {"held": {}}
+    without = example().without("eve")
+    expected = plain(vars(without.restored(saved(without)))) | {"held": {}}
+    assert plain(vars(Everything().restored(state))) == expected
 
 
 def test_nothing_is_left_of_tensors_that_forgotten_clients_had_in_common() -> None:
     whole = saved(example())
     assert "means.0" in whole.parts  # of eve and bob
-    left = whole.without("eve").without("bob")
-    named = {*_texts(left.values)}
-    assert _state_without(f"{PART}means.0", whole.parts["means.0"], "bob", named) is None
-    named = {*_texts(whole.without("eve").values)}
-    assert _state_without(f"{PART}means.0", whole.parts["means.0"], "eve", named) is not None
+    one = whole.without("eve")
+    for left, name in ((one, "eve"), (one.without("bob"), "bob")):
+        named = {*_texts(left.values)}
+        state = _state_without(f"{PART}means.0", whole.parts["means.0"], name, named)
+        assert (state is None) == (name == "bob")
 
 
 def test_mappings_become_per_client() -> None:

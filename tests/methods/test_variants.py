@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import close_to, equal, mean_of
 from turns import nth
 
 from coterie.adapters import of_roles
@@ -11,58 +12,61 @@ from coterie.data.windows import sample_batch
 from coterie.engines.session import Session
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss
+from coterie.methods.tensors import copied
 from coterie.testing.rounds import down, joined, one_round
 
 
 def trained(run, monkeypatch) -> list[tuple[str, frozenset[str], str]]:
-    """Level, roles that have a gradient, and the text of every update of a client's first round."""
+    """Level, roles that have moved, and the text of every update of a client's first round."""
     local = joined(run)
     client: Any = local.clients["poet"]
-    data = {"train": client.context.data.train, "validation": client.context.data.validation}
-    seen = []
-    monkeypatch.setattr(
-        "coterie.training.local.sample_batch",
-        lambda tokens, *rest: (
-            seen.append(next(n for n, t in data.items() if t is tokens))
-            or sample_batch(tokens, *rest)
-        ),
-    )
-    found = []
-    update = client.training._update
+    data, tensors = client.context.data, client.adapter.tensors()
+    texts = {id(data.train): "train", id(data.validation): "validation"}
+    seen, updates, update = [], [], client.training._update
+
+    def sample(tokens, *rest):
+        seen.append(texts[id(tokens)])
+        return sample_batch(tokens, *rest)
 
     def watched(model, level, step, turn) -> None:
+        before = copied(tensors)
         update(model, level, step, turn)
-        roles = {part.role for part in client.parameters().values() if part.tensor.requires_grad}
-        found.append((level.name, frozenset(roles), seen[-1]))
+        assert all(parameter.grad is None for parameter in tensors.values())
+        moved = [n for n, tensor in tensors.items() if not torch.equal(tensor, before[n])]
+        roles = frozenset(client.parameters()[name].role for name in moved)
+        updates.append((level.name, roles, seen[-1]))
 
+    monkeypatch.setattr("coterie.training.local.sample_batch", sample)
     client.training._update = watched
     local.open(local.config.turn(0), ["poet"])
     client.receive(down(local, "poet"))
     client.train(nth(0))
-    return found
+    return updates
 
 
-EXPERTS = {"pfedmoe": {"generalist", "specialist"}, "fedavg-moe": {"generalist"}}
-EXPERTS["local-moe"] = {"specialist"}
+EXPERTS = {
+    "pfedmoe": {"generalist", "specialist"},
+    "fedavg-moe": {"generalist"},
+    "local-moe": {"specialist"},
+    "comigs-tr": {"generalist", "specialist"},
+    "fedavg-moe-tr": {"generalist"},
+    "local-moe-tr": {"specialist"},
+    "comigs-1g1s": {"generalist", "specialist"},
+}
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_without_levels_routers_learn_with_the_experts(config, monkeypatch, name) -> None:
-    updates = trained(config(method=name), monkeypatch)
-    everything = frozenset({"dense", "router"} | EXPERTS[name])
-    assert updates == [("joint", everything, "train")] * 2
-
-
-TR = {"comigs-tr": {"generalist", "specialist"}, "fedavg-moe-tr": {"generalist"}}
-TR["local-moe-tr"] = {"specialist"}
-
-
-@pytest.mark.parametrize("name", TR)
-def test_tr_routers_learn_apart_from_fresh_training_batches(config, monkeypatch, name) -> None:
-    run = config(method={"name": name, "router": {"every": 2, "steps": 3}})
-    updates = trained(run, monkeypatch)
-    experts = ("experts", frozenset({"dense"} | TR[name]), "train")
-    assert updates == [experts] * 2 + [("routers", frozenset({"router"}), "train")] * 3
+def test_routers_learn_with_the_experts_or_apart(config, monkeypatch, name) -> None:
+    """Those of CoMiGS learn from validation text, and those of -tr from fresh training batches."""
+    trains = frozenset({"dense"} | EXPERTS[name])
+    if name in ("pfedmoe", "fedavg-moe", "local-moe"):
+        expected, router = [("joint", trains | {"router"}, "train")] * 2, {}
+    else:
+        text, router = "train" if name.endswith("-tr") else "validation", {"every": 2, "steps": 3}
+        expected = [("experts", trains, "train")] * 2
+        expected += [("routers", frozenset({"router"}), text)] * 3
+    method = {"name": name, **({"router": router} if router else {})}
+    assert trained(config(method=method), monkeypatch) == expected
 
 
 def updates_with(config, name: str, weight: float, top_k: int = 1) -> dict[str, Any]:
@@ -97,42 +101,34 @@ def test_one_expert_per_token_teaches_the_router(config, name) -> None:
 
 
 @pytest.mark.slow
-def test_what_mixtures_share(config) -> None:
-    for name, roles in (
-        ("pfedmoe", {"dense", "generalist"}),
-        ("fedavg-moe", {"dense", "generalist"}),
-        ("local-moe", set()),
-        ("comigs-tr", {"dense", "generalist"}),
-        ("local-moe-tr", set()),
-    ):
-        local = joined(config(method=name))
-        upload = one_round(local, 0)["poet"]
-        parts = local.clients["poet"].parameters()
-        assert {parts[n].role for n in upload["adapter"]} == roles
-        assert upload.groups.keys() == ({"adapter"} if roles else set())
+@pytest.mark.parametrize("name", EXPERTS)
+def test_what_mixtures_share(config, name) -> None:
+    local = joined(config(method=name))
+    upload = one_round(local, 0)["poet"]
+    parts = local.clients["poet"].parameters()
+    roles = {"dense", "generalist"} if "generalist" in EXPERTS[name] else set()
+    assert {parts[n].role for n in upload["adapter"]} == roles
+    assert upload.groups.keys() == ({"adapter"} if roles else set())
 
 
 def test_ffa_lora_trains_b_alone_on_the_same_a(config) -> None:
     local: Any = joined(config(method="ffa-lora", rounds=1))
     poet = local.clients["poet"].adapter
-    first = {name: tensor.clone() for name, tensor in poet.tensors(of_roles("frozen")).items()}
+    first = copied(poet.tensors(of_roles("frozen")))
     assert {poet.parameters()[name].factor for name in first} == {"A"}
     uploads = one_round(local, 0)
     for client in local.clients.values():
-        frozen = client.adapter.tensors(of_roles("frozen"))
-        assert frozen.keys() == first.keys()
-        assert all(torch.equal(frozen[name], first[name]) for name in first)
+        assert equal(client.adapter.tensors(of_roles("frozen")), first)
         assert len(first) == len(client.adapter.tensors(of_roles("dense", "generalist")))
     parts = poet.parameters()
     assert {parts[name].factor for name in uploads["poet"]["adapter"]} == {"B"}
     # The mean of B is then the mean of the products, exactly.
     frozen = {parts[name].path: tensor.double() for name, tensor in first.items()}
     assert len(frozen) == len(first)
-    for name in uploads["poet"]["adapter"]:
-        A = frozen[parts[name].path]
-        products = [u["adapter"][name].double() @ A for u in uploads.values()]
-        mean = torch.stack(products).mean(0)
-        assert torch.allclose(local.value.adapter[name].double() @ A, mean, atol=1e-8)
+    sent = [u["adapter"] for u in uploads.values()]
+    products = [{n: B.double() @ frozen[parts[n].path] for n, B in u.items()} for u in sent]
+    mean = {n: local.value.adapter[n].double() @ frozen[parts[n].path] for n in sent[0]}
+    assert close_to(mean, mean_of(products), atol=1e-8)
 
 
 def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config) -> None:
@@ -148,8 +144,8 @@ def test_fedprox_adds_the_gradient_of_half_mu_times_the_squared_distance(config)
     expected = 0.15 * torch.stack(distances).sum()
     assert torch.allclose(penalty, expected)
     penalty.backward()
-    for name, parameter in parameters.items():
-        assert torch.allclose(parameter.grad, 0.3 * (parameter - start[name]).detach(), atol=1e-7)
+    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    assert close_to(grads, {n: 0.3 * (p - start[n]) for n, p in parameters.items()}, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -170,15 +166,23 @@ def test_after_fine_tuning_the_model_is_the_trained_one(config) -> None:
 
 
 @pytest.mark.slow
-def test_unequal_and_missing_ranks_are_refused_with_a_sentence(config) -> None:
-    for name, rank, sentence in (
+@pytest.mark.parametrize(
+    ("name", "rank", "sentence"),
+    [
         ("fedavg", {"poet": 4, "others": 8}, "needs the same rank"),
         ("local", {"poet": 4, "whaler": 8}, "mlp.rank has no value for the client 'diarist'"),
+        ("flexlora", {"poet": 3}, "no value for the client 'diarist'"),
+        ("hetlora", {"poet": 3}, "no value for the client 'diarist'"),
         ("local", {"pole": 4, "others": 8}, "mlp.rank names 'pole', which is not"),
         ("local", {"poet": 0, "others": 8}, "rank"),
-    ):
-        run = config(method={"name": name, "mlp": {"rank": rank}})
-        with pytest.raises(CoterieError, match=sentence):
-            Session(run).check(run)
+    ],
+)
+def test_unequal_and_missing_ranks_are_refused_with_a_sentence(name, rank, sentence, config):
+    run = config(method={"name": name, "mlp": {"rank": rank}})
+    with pytest.raises(CoterieError, match=sentence):
+        Session(run).check(run)
+
+
+def test_clients_that_train_alone_may_have_any_rank(config) -> None:
     alone = config(method={"name": "local", "mlp": {"rank": {"poet": 4, "others": 8}}})
     Session(alone).check(alone)

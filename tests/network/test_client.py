@@ -3,14 +3,16 @@
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import mail
 import pytest
-from lossy import Fault, LossyProxy
-from mail import LARGEST, Post, replies, running, wait
+from lossy import LossyProxy
+from mail import LARGEST, Idle, Post, replies, running, wait
 
 from coterie.deployment.client import Worker
 from coterie.deployment.site import Site
@@ -18,6 +20,7 @@ from coterie.errors import CoterieError
 from coterie.messages import MessageError
 from coterie.messages.envelope import Kind, Order, seal
 from coterie.network import client as client_module
+from coterie.network import faults, link, order_files
 from coterie.network import mailbox as mailbox_module
 from coterie.network import server as server_module
 from coterie.network.address import listen
@@ -65,17 +68,25 @@ def is_present(mailbox: Mailbox) -> bool:
     return "anna" in mailbox.present()
 
 
+@contextmanager
+def connected(
+    post: Post, worker: link.Worker, proxy: LossyProxy | None = None
+) -> Iterator[list[tuple[str, object]]]:
+    """Run a client in a thread, and yield its events once it is connected."""
+    address = post.address if proxy is None else proxy.address
+    with running(address, post.credentials(), worker) as events:
+        wait(lambda: is_present(post.mailbox))
+        yield events
+
+
 @pytest.mark.parametrize("fault", ["reset", "close", "corrupt", "stall"])
-def test_a_large_transfer_arrives_over_a_link_that_keeps_breaking(
-    fault: Fault, post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_transfer_arrives_over_a_breaking_link(fault, post: Post, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "STALL_SECONDS", 1.0)
     worker = Echo()
     with (
         LossyProxy(post.port, fault, limit=4_000_000) as proxy,
-        running(proxy.address, post.credentials(), worker) as events,
+        connected(post, worker, proxy) as events,
     ):
-        wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", ORDER, 0, 60)
         assert reply_to(post.mailbox, ticket) == REPLY
     lost = f"the connection to {proxy.address} was interrupted"
@@ -86,21 +97,14 @@ def test_a_large_transfer_arrives_over_a_link_that_keeps_breaking(
 
 def test_a_transfer_arrives_over_a_slow_link(post: Post) -> None:
     worker = Echo(REPLY[:500_000])
-    with (
-        LossyProxy(post.port, delay=0.05) as proxy,
-        running(proxy.address, post.credentials(), worker) as events,
-    ):
-        wait(lambda: is_present(post.mailbox))
+    with LossyProxy(post.port, delay=0.05) as proxy, connected(post, worker, proxy) as events:
         ticket = post.mailbox.send("anna", ORDER[:500_000], 0, 60)
         assert reply_to(post.mailbox, ticket) == worker.reply
     assert events == [("connected", proxy.address)]
 
 
 def test_requests_share_connections(post: Post) -> None:
-    with (
-        LossyProxy(post.port) as proxy,
-        running(proxy.address, post.credentials(), Echo(b"reply")),
-    ):
+    with LossyProxy(post.port) as proxy, running(proxy.address, post.credentials(), Echo(b"reply")):
         wait(lambda: is_present(post.mailbox))
         for number in range(5):
             assert reply_to(post.mailbox, post.mailbox.send("anna", b"order", number, 60))
@@ -112,9 +116,8 @@ def test_a_client_is_back_soon_after_the_server_has_restarted(tmp_path: Path) ->
     assert client_module.LONGEST_PAUSE < 5
     worker = Echo(b"reply")
     with mail.post(tmp_path) as post:
-        client = running(post.address, post.credentials(), worker)
+        client = connected(post, worker)
         events = client.__enter__()
-        wait(lambda: is_present(post.mailbox))
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         assert reply_to(post.mailbox, ticket) == b"reply"
     try:
@@ -135,9 +138,8 @@ def test_a_reply_is_sent_after_a_restart_only_if_it_is_asked_for(tmp_path: Path)
     released = threading.Event()
     worker = Echo(b"reply", released=released)
     with mail.post(tmp_path) as post:
-        client = running(post.address, post.credentials(), worker)
+        client = connected(post, worker)
         client.__enter__()
-        wait(lambda: is_present(post.mailbox))
         post.mailbox.send("anna", b"order", 0, 60)
         wait(lambda: worker.orders)
     try:
@@ -151,12 +153,9 @@ def test_a_reply_is_sent_after_a_restart_only_if_it_is_asked_for(tmp_path: Path)
     assert worker.orders == [b"order", b"again"]
 
 
-def test_an_order_that_is_no_message_is_declined_once(
-    post: Post, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_order_that_is_no_message_is_declined_once(post: Post, tmp_path, caplog) -> None:
     worker = Worker(Site("anna", {}, tmp_path / "out"))
-    with running(post.address, post.credentials(), worker) as events:
-        wait(lambda: is_present(post.mailbox))
+    with connected(post, worker) as events:
         for data in (b"", b"no order", seal(order("join"))[:-1], os.urandom(300_000)):
             ticket = post.mailbox.send("anna", data, 0, 60)
             assert reply_to(post.mailbox, ticket) is None
@@ -176,23 +175,17 @@ def test_declining_survives_a_link_that_breaks(post: Post) -> None:
                 proxy.__exit__(None, None, None)
             raise MessageError("not an order")
 
-    with LossyProxy(post.port) as proxy, running(proxy.address, post.credentials(), Refusing()):
-        wait(lambda: is_present(post.mailbox))
+    with LossyProxy(post.port) as proxy, connected(post, Refusing(), proxy):
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         wait(lambda: declined)
         assert replies(post, ticket) == []
-        port = int(proxy.address.rpartition(":")[2])
-        with LossyProxy(post.port, port=port):
+        with LossyProxy(post.port, port=proxy.port):
             assert reply_to(post.mailbox, ticket) is None
 
 
 def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None:
     worker = Echo(b"reply " * 100)
-    with (
-        mail.post(tmp_path, largest=100) as post,
-        running(post.address, post.credentials(), worker),
-    ):
-        wait(lambda: is_present(post.mailbox))
+    with mail.post(tmp_path, largest=100) as post, connected(post, worker):
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         assert reply_to(post.mailbox, ticket) is None
         time.sleep(1)
@@ -201,12 +194,9 @@ def test_a_reply_that_is_too_large_is_not_computed_again(tmp_path: Path) -> None
         assert reply_to(post.mailbox, post.mailbox.send("anna", b"next", 1, 60)) == b"smaller"
 
 
-def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(
-    post: Post,
-) -> None:
+def test_an_order_that_is_replaced_while_it_is_executed_is_followed_by_the_next(post: Post) -> None:
     worker = Echo(b"reply", released=threading.Event())
-    with running(post.address, post.credentials(), worker):
-        wait(lambda: is_present(post.mailbox))
+    with connected(post, worker):
         first = post.mailbox.send("anna", b"first", 0, 60)
         wait(lambda: worker.orders)
         second = post.mailbox.send("anna", b"second", 0, 60)
@@ -222,8 +212,7 @@ def test_a_client_is_present_while_it_trains(post: Post, monkeypatch: pytest.Mon
     monkeypatch.setattr(mailbox_module, "ABSENT_SECONDS", 1.5)
     worker = Echo(b"reply", released=threading.Event())
     assert worker.released is not None
-    with running(post.address, post.credentials(), worker):
-        wait(lambda: is_present(post.mailbox))
+    with connected(post, worker):
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         wait(lambda: worker.orders)
         session = post.mailbox.present()
@@ -236,9 +225,7 @@ def test_a_client_is_present_while_it_trains(post: Post, monkeypatch: pytest.Mon
     assert post.mailbox.present() == {}  # it has disconnected
 
 
-def test_no_thread_uses_or_closes_a_connection_of_another_thread(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_thread_uses_or_closes_a_connection_of_another_thread(post: Post, monkeypatch) -> None:
     threads: dict[httpx.Client, set[int]] = {}
 
     def noted(client: httpx.Client) -> None:
@@ -263,11 +250,7 @@ def test_a_client_ends_when_its_worker_has_finished_and_the_reply_was_sent(post:
             self.finished = True
             return super().answer(data)
 
-    with (
-        LossyProxy(post.port, limit=4_000_000) as proxy,
-        running(proxy.address, post.credentials(), Last()),
-    ):
-        wait(lambda: is_present(post.mailbox))
+    with LossyProxy(post.port, limit=4_000_000) as proxy, connected(post, Last(), proxy):
         ticket = post.mailbox.send("anna", b"order", 0, 60)
         assert reply_to(post.mailbox, ticket) == REPLY
         wait(lambda: not is_present(post.mailbox))
@@ -307,3 +290,60 @@ def test_the_order_is_checked_against_its_digest(post: Post) -> None:
             connection.next_order()
         (post.mailbox.files.folder / ticket).write_bytes(b"order")
         assert connection.next_order() == b"order"
+
+
+def test_a_renewed_key_file_is_used_without_a_restart(post: Post, tmp_path) -> None:
+    anna = post.credentials()
+    with connected(post, Idle()) as events:
+        new = post.keys.renew("anna", tmp_path / "new.key")
+        closed = "closed the connection; if this repeats"
+        wait(lambda: any(closed in str(value) for _, value in events))
+        new.replace(anna.path)
+        wait(lambda: events[-1] == ("connected", post.address) and len(events) > 2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_client_refused_for_long_ends_with_an_error(again, post: Post, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 4.0)
+    with connected(post, Idle()) as events:
+        certificate = post.folder / "keys" / "clients" / "anna.pem"
+        key = certificate.read_bytes()
+        post.keys.remove("anna")
+        wait(lambda: any("removed or renewed this key" in str(value) for _, value in events))
+        if again:  # it is accepted again before the time is over
+            certificate.write_bytes(key)
+            wait(lambda: events[-1] == ("connected", post.address))
+            time.sleep(5)
+            assert events[-1] == ("connected", post.address)
+        else:
+            wait(lambda: str(events[-1][1]).endswith("ask for a new key file."), 20)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_reply_that_cannot_be_stored_is_reported_once(post: Post, monkeypatch) -> None:
+    online = ("connected", post.address)
+    full = f"{post.address} could not store this client's reply; its disk may be full"
+    with running(post.address, post.credentials(), Echo(mail.REPLY)) as events:
+        wait(lambda: events == [online])
+        monkeypatch.setattr(order_files.secrets, "token_hex", lambda _: "0" * 32)
+        file = post.mailbox.files.folder / f"{'0' * 32}.reply"
+        file.symlink_to("/dev/full")
+        ticket = mail.send(post)
+        wait(lambda: len(events) == 2)
+        time.sleep(3)
+        assert events == [online, ("away", full)]
+        file.unlink()
+        wait(lambda: events[2:] == [online])
+    assert mail.replies(post, ticket) == [(ticket, mail.REPLY)]
+
+
+def test_a_second_process_with_a_key_waits_for_the_first(post: Post, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "REFUSED_SECONDS", 0.1)
+    with connected(post, Idle()):
+        session = post.mailbox.present()
+        with running(post.address, post.credentials()) as second:
+            sentence = f"{post.address} {faults.STATUS[409]}"
+            wait(lambda: ("away", sentence) in second)
+            time.sleep(2)
+            assert second == [("away", sentence)]
+            assert post.mailbox.present() == session

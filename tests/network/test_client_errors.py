@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -154,9 +154,7 @@ INVALID = "sent an invalid response"
         (b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{", "was interrupted"),
     ],
 )
-def test_a_hostile_response_is_reported_and_not_followed(
-    answer: bytes, reason: str, hostile: Hostile, anna: Credentials
-) -> None:
+def test_hostile_responses_are_refused(answer, reason, hostile: Hostile, anna: Credentials) -> None:
     hostile.response = answer
     assert reason in away(hostile.address, anna)
     paths = {request.split()[1] for request in hostile.requests}
@@ -181,9 +179,7 @@ def test_a_response_without_end_is_not_read(
     assert hostile.sent < 20 << 20  # what fits into the buffers of both ends
 
 
-def test_an_order_longer_than_announced_is_not_held_in_memory(
-    hostile: Hostile, anna: Credentials
-) -> None:
+def test_an_overlong_order_is_not_held_in_memory(hostile: Hostile, anna: Credentials) -> None:
     memory = psutil.Process().memory_info
     with Connection(hostile.address, anna) as connection:
         hostile.endless = True
@@ -223,13 +219,7 @@ def elsewhere(keys: Keys, patch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_fault_of_the_servers_certificate_is_named(
-    change: Callable[[Keys, pytest.MonkeyPatch], None],
-    reason: str,
-    keys: Keys,
-    anna: Credentials,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_certificate_faults_are_named(change, reason, keys, anna: Credentials, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         change(keys, patch)
     with serving(keys) as server:
@@ -261,9 +251,7 @@ def test_a_server_that_does_not_speak_tls_is_waited_for(anna: Credentials) -> No
         assert away(address, anna) == f"{address} is unreachable"
 
 
-def test_a_key_file_that_is_missing_or_has_expired_is_waited_for(
-    keys: Keys, anna: Credentials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_file_is_waited_for(keys, anna: Credentials, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(certificates, "CERTIFICATE_LASTS", timedelta(hours=-1))
     keys.renew("anna", tmp_path / "late.key").replace(anna.path)
     assert "expired on" in away("localhost:1", anna)
@@ -271,18 +259,14 @@ def test_a_key_file_that_is_missing_or_has_expired_is_waited_for(
     assert "Could not read the key file" in away("localhost:1", anna)
 
 
-def test_a_client_with_another_version_of_the_protocol_ends_with_an_error(
-    hostile: Hostile, anna: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_protocol_ends_the_client(hostile: Hostile, anna: Credentials, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "REFUSED_SECONDS", 1.0)
     hostile.response = response(status="426 X")
     with running(hostile.address, anna) as events:
         wait(lambda: events[-1:] and str(events[-1][1]).endswith("Coterie on both sides."), 20)
 
 
-def test_a_client_that_cannot_reach_its_server_does_not_end(
-    anna: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_cannot_reach_its_server_does_not_end(anna: Credentials, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "REFUSED_SECONDS", 0.1)
     with running("localhost:1", anna) as events:
         time.sleep(2)
@@ -294,9 +278,7 @@ def test_no_first_order_is_waited_for_if_the_server_cannot_be_reached(anna: Cred
         first_order("localhost:1", anna, 20)
 
 
-def test_a_proxy_of_the_environment_is_asked_for_a_tunnel(
-    anna: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proxy_of_the_environment_is_asked_for_a_tunnel(anna: Credentials, monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
@@ -320,9 +302,7 @@ def test_a_proxy_of_the_environment_is_asked_for_a_tunnel(
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "[::1]", "LocalHost"])
-def test_a_server_on_this_machine_is_reached_without_a_proxy(
-    host: str, anna: Credentials, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_is_reached_without_a_proxy(host, anna: Credentials, monkeypatch) -> None:
     monkeypatch.setenv("https_proxy", "http://user:secret@127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -333,7 +313,7 @@ def test_a_server_on_this_machine_is_reached_without_a_proxy(
     assert proxy_for("[2001:db8::1]:1") is None
 
 
-def test_only_the_authority_of_the_key_file_is_trusted(
+def test_only_the_key_files_authority_is_trusted(
     hostile: Hostile, anna: Credentials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))

@@ -4,7 +4,7 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Thread
@@ -13,13 +13,15 @@ import pytest
 
 pytest.importorskip("cryptography")
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from coterie.errors import CoterieError
 from coterie.network import certificates
 from coterie.network import keys as keys_module
 from coterie.network.keys import Credentials, Keys
+
+HOSTS = ("localhost", "127.0.0.1", "::1", "coterie.example.org", "192.0.2.7")
 
 
 @pytest.fixture
@@ -69,16 +71,10 @@ def shake_hands(server: Keys, trusted: Path, host: str) -> None:
             thread.join()
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", "127.0.0.1", "::1", "coterie.example.org", "192.0.2.7"]
-)
-def test_a_client_that_trusts_the_authority_connects(host, keys) -> None:
-    shake_hands(keys, keys.ca, host)
-
-
-@pytest.mark.parametrize("host", ["elsewhere.example.org", "192.0.2.8"])
+@pytest.mark.parametrize("host", [*HOSTS, "elsewhere.example.org", "192.0.2.8"])
 def test_the_certificate_is_for_its_hosts_only(host, keys) -> None:
-    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+    refused = pytest.raises(ssl.SSLCertVerificationError, match="mismatch")
+    with nullcontext() if host in HOSTS else refused:
         shake_hands(keys, keys.ca, host)
 
 
@@ -102,8 +98,11 @@ def test_a_server_can_not_sign_certificates(keys) -> None:
 
 
 def test_private_keys_are_for_their_owner_and_certificates_for_all(keys, tmp_path) -> None:
-    key_file = keys.add("anna", tmp_path / "anna.key")
     folder = tmp_path / "keys"
+    before = {path.name for path in folder.rglob("*")}
+    key_file = keys.add("anna", tmp_path / "anna.key")
+    assert {path.name for path in folder.rglob("*")} - before == {"anna.pem"}
+    assert {path.name for path in tmp_path.iterdir()} == {"keys", "anna.key"}
     for private in (folder / "ca.key", keys.key, key_file):
         assert mode(private) == 0o600
     for public in (keys.ca, keys.certificate, folder / "clients" / "anna.pem"):
@@ -128,13 +127,6 @@ def test_a_key_file_survives_a_way_that_changes_line_ends(keys, tmp_path) -> Non
     sent.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
     assert public_key(Credentials.load(sent)) == public_key(Credentials.load(path))
     Credentials.load(sent).context()
-
-
-def test_a_clients_private_key_is_nowhere_at_the_server(keys, tmp_path) -> None:
-    before = {path.name for path in (tmp_path / "keys").rglob("*")}
-    keys.add("anna", tmp_path / "anna.key")
-    assert {path.name for path in (tmp_path / "keys").rglob("*")} - before == {"anna.pem"}
-    assert {path.name for path in tmp_path.iterdir()} == {"keys", "anna.key"}
 
 
 def test_clients_are_in_the_order_of_their_names(keys, tmp_path) -> None:
@@ -178,9 +170,7 @@ def test_what_is_there_is_never_overwritten(keys, tmp_path) -> None:
     assert not (tmp_path / "again.key").exists()
 
 
-def test_a_stop_between_key_file_and_registration_can_be_mended(
-    keys, tmp_path, monkeypatch
-) -> None:
+def test_a_stop_before_the_registration_can_be_mended(keys, tmp_path, monkeypatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -272,11 +262,7 @@ def test_a_certificate_never_outlives_its_authority(tmp_path, monkeypatch) -> No
 
 def with_key(content: bytes, curve: ec.EllipticCurve) -> bytes:
     """Another key than the certificate's."""
-    key = ec.generate_private_key(curve).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
+    key = certificates.private_pem(ec.generate_private_key(curve))
     return content[: content.index(b"-----BEGIN PRIVATE")] + key
 
 
@@ -296,9 +282,7 @@ def with_key(content: bytes, curve: ec.EllipticCurve) -> bytes:
     ],
     ids=["empty", "bytes", "half", "key", "name", "nameless", "ca", "bare", "curve", "another"],
 )
-def test_what_is_no_key_file_is_refused_and_not_shown(
-    change: Callable[[bytes], bytes], keys, tmp_path
-) -> None:
+def test_what_is_no_key_file_is_refused_and_not_shown(change, keys, tmp_path) -> None:
     path = keys.add("anna", tmp_path / "anna.key")
     content = change(path.read_bytes())
     path.write_bytes(content)
@@ -331,9 +315,7 @@ def test_a_renewed_client_has_another_key_and_only_its_new_key_file_counts(keys,
         keys.renew("ben", tmp_path / "ben.key")
 
 
-def test_a_key_file_is_read_again_and_says_when_it_cannot_be_used(
-    keys, tmp_path, monkeypatch
-) -> None:
+def test_a_key_file_is_read_again(keys, tmp_path, monkeypatch) -> None:
     credentials = Credentials.load(keys.add("anna", tmp_path / "anna.key"))
     keys.renew("anna", tmp_path / "new.key").replace(tmp_path / "anna.key")
     assert public_key(credentials.reload()) != public_key(credentials)
@@ -346,9 +328,7 @@ def test_a_key_file_is_read_again_and_says_when_it_cannot_be_used(
         credentials.reload()
 
 
-def test_a_client_that_is_removed_while_all_are_read_is_left_out(
-    keys, tmp_path, monkeypatch
-) -> None:
+def test_a_client_removed_while_all_are_read_is_left_out(keys, tmp_path, monkeypatch) -> None:
     for name in ("anna", "ben"):
         keys.add(name, tmp_path / f"{name}.key")
     found = sorted((tmp_path / "keys" / "clients").iterdir())

@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -67,14 +67,11 @@ def test_whoever_has_a_network_of_ipv6_counts_as_one_address(address, source) ->
     assert source_of(address) == source
 
 
-def test_a_port_in_use_is_refused() -> None:
+def test_a_used_port_and_an_address_of_another_machine_are_refused() -> None:
     with listen("127.0.0.1:0") as server:
         port = server.getsockname()[1]
         with pytest.raises(CoterieError, match=f"another program uses port {port}"):
             listen(f"127.0.0.1:{port}")
-
-
-def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(CoterieError, match="this machine does not have that address"):
         listen("192.0.2.1:9092")
 
@@ -88,10 +85,7 @@ def test_a_port_below_1024_needs_permission() -> None:
 def test_a_server_does_not_start_with_the_key_of_another_certificate(tmp_path: Path) -> None:
     keys, other = Keys.create(tmp_path / "keys"), Keys.create(tmp_path / "other")
     shutil.copy(other.key, keys.key)
-    with (
-        listen("127.0.0.1:0") as listening,
-        pytest.raises(CoterieError, match="do not match"),
-    ):
+    with listen("127.0.0.1:0") as listening, pytest.raises(CoterieError, match="do not match"):
         MailboxServer(Mailbox(tmp_path / "mailbox"), keys, listening, 1000)
 
 
@@ -154,10 +148,6 @@ def test_a_renewed_certificate_of_the_server_takes_effect_without_a_restart(here
         assert ping(connection) == 204  # an open connection stays open
 
 
-def damage_a_client(keys: Keys) -> None:
-    (keys.folder / "clients" / "bob.pem").write_bytes(b"damaged")
-
-
 def damage_the_certificate(keys: Keys) -> None:
     keys.certificate.write_bytes(b"damaged")
 
@@ -172,9 +162,7 @@ def move_away(keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_the_certificate, exchange_the_certificate, move_away])
-def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(
-    here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Keys], None]
-) -> None:
+def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(here: Post, caplog, damage) -> None:
     with here.connect() as connection:
         assert ping(connection) == 204
         damage(here.keys)
@@ -185,9 +173,7 @@ def test_a_damaged_key_folder_leaves_the_previous_keys_in_force(
 
 
 @pytest.mark.parametrize("damage", [damage_the_certificate, exchange_the_certificate])
-def test_a_client_is_removed_although_the_servers_certificate_is_damaged(
-    here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Keys], None]
-) -> None:
+def test_a_client_is_removed_despite_a_damaged_certificate(here: Post, caplog, damage) -> None:
     damage(here.keys)
     wait(lambda: "could not read the keys" in caplog.text)
     with here.connect() as connection:
@@ -204,14 +190,8 @@ def unreadable(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"damaged"), unreadable])
-def test_a_damaged_file_excludes_only_its_client(
-    here: Post, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_file_excludes_only_its_client(here: Post, caplog, damage) -> None:
     file = here.keys.folder / "clients" / "bob.pem"
-
-    def faults() -> list[str]:
-        return [message for message in caplog.messages if "bob.pem is ignored" in message]
-
     with here.connect(here.context("bob")) as bob, here.connect() as anna:
         assert ping(bob) == ping(anna) == 204
         damage(file)
@@ -223,21 +203,19 @@ def test_a_damaged_file_excludes_only_its_client(
         assert here.is_refused(here.context("bob"))
         here.keys.remove("anna")
         assert is_closed(anna, 2)
-    [fault] = faults()
+    [fault] = [message for message in caplog.messages if "bob.pem is ignored" in message]
     assert f"replace it with `coterie keys renew bob --keys {here.keys.folder}`" in fault
 
 
 def test_a_damaged_file_is_replaced_by_the_command_that_the_log_names(here: Post) -> None:
-    damage_a_client(here.keys)
+    (here.keys.folder / "clients" / "bob.pem").write_bytes(b"damaged")
     wait(lambda: here.is_refused(here.context("bob")))
     here.keys.renew("bob", here.folder / "new.key")
     wait(lambda: not here.is_refused(here.context("new")))
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /session HTTP/1.1\r\nHost:"])
-def test_a_connection_without_a_complete_request_is_closed(
-    here: Post, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_a_connection_without_a_complete_request_is_closed(here: Post, monkeypatch, sent) -> None:
     monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.5)
     with here.connect() as connection:
         connection.sendall(sent)
@@ -245,9 +223,7 @@ def test_a_connection_without_a_complete_request_is_closed(
     wait(lambda: not here.listener.connections)
 
 
-def test_a_connection_is_closed_some_time_after_its_last_request(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_is_closed_some_time_after_its_last_request(here: Post, monkeypatch) -> None:
     with here.connect() as connection:
         assert ping(connection) == 204
         assert not is_closed(connection, seconds=1.5)
@@ -256,9 +232,7 @@ def test_a_connection_is_closed_some_time_after_its_last_request(
         assert here.ping() == 204
 
 
-def test_a_connection_that_waits_for_an_order_is_not_idle(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_waits_for_an_order_is_not_idle(here: Post, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "IDLE_SECONDS", 0.1)
     with here.connect() as connection:
         assert ping(connection) == 204
@@ -272,9 +246,7 @@ def test_a_connection_that_waits_for_an_order_is_not_idle(
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
-def test_the_open_connections_of_a_client_are_limited(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_open_connections_of_a_client_are_limited(here: Post, monkeypatch) -> None:
     monkeypatch.setattr(module, "CONNECTIONS", 2)
     with ExitStack() as stack:
         first, second = (stack.enter_context(here.connect()) for _ in range(2))
@@ -287,9 +259,7 @@ def test_the_open_connections_of_a_client_are_limited(
         assert here.ping() == 204
 
 
-def test_a_refusal_is_logged_with_its_address_and_reason(
-    here: Post, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refusal_is_logged_with_its_address_and_reason(here: Post, caplog) -> None:
     keys = Keys.create(here.folder / "others")
     keys.add("eve", here.folder / "eve.key")
     stranger = ssl.create_default_context(cafile=here.keys.ca)
@@ -311,9 +281,7 @@ def test_a_refusal_is_logged_with_its_address_and_reason(
     ]
 
 
-def test_many_refusals_of_an_address_are_counted_each_minute(
-    here: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_of_an_address_are_counted_each_minute(here: Post, caplog, monkeypatch) -> None:
     for _ in range(9):
         here.plain("127.0.0.2").close()
     here.plain("127.0.0.3").close()
@@ -332,9 +300,7 @@ def test_many_refusals_of_an_address_are_counted_each_minute(
 
 
 @pytest.mark.parametrize("name", ["clients/eve.pem", "server.pem", "server.key"])
-def test_a_pipe_among_the_keys_does_not_stop_the_server(
-    name: str, here: Post, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pipe_among_the_keys_does_not_stop_the_server(name: str, here: Post, caplog) -> None:
     path = here.keys.folder / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)

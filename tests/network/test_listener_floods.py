@@ -9,7 +9,7 @@ import sys
 import time
 from asyncio.selector_events import BaseSelectorEventLoop
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -103,9 +103,7 @@ def connected(here: Post, source: str) -> ssl.SSLSocket:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["half-open", "half a hello", "hello", "no TLS", "no certificate"])
-def test_a_flood_locks_out_no_client_and_costs_bounded_memory(
-    here: Post, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_a_flood_locks_out_no_client_and_costs_bounded_memory(here: Post, caplog, kind) -> None:
     before = psutil.Process().memory_info().rss
     with here.connect() as established:
         assert ping(established) == 204
@@ -142,9 +140,7 @@ def timeout(here: Post) -> None:
 
 
 @pytest.mark.parametrize("attempt", [plain_text, no_certificate, no_bytes, timeout])
-def test_a_refused_connection_leaves_no_garbage(
-    here: Post, monkeypatch: pytest.MonkeyPatch, attempt: Callable[[Post], None]
-) -> None:
+def test_a_refused_connection_leaves_no_garbage(here: Post, monkeypatch, attempt) -> None:
     monkeypatch.setattr(module, "PENDING_SECONDS", 0.2)
     monkeypatch.setattr(module, "REPORT_SECONDS", 10**9)
 
@@ -163,9 +159,7 @@ def test_a_refused_connection_leaves_no_garbage(
         gc.enable()
 
 
-def test_half_open_connections_make_way_for_new_ones(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_open_connections_make_way_for_new_ones(here: Post, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "PENDING", 5)
     with ExitStack() as stack:
         opened = [stack.enter_context(here.plain()) for _ in range(20)]
@@ -176,9 +170,7 @@ def test_half_open_connections_make_way_for_new_ones(
         assert not any(is_closed(plain, seconds=0.1) for plain in opened[16:])
 
 
-def test_half_open_connections_of_one_address_do_not_end_those_of_others(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_open_connections_of_an_address_end_no_others(here: Post, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "PENDING", 5)
     with here.plain("127.0.0.2") as other, ExitStack() as stack:
         wait(lambda: here.listener.pending)
@@ -192,9 +184,7 @@ def test_half_open_connections_of_one_address_do_not_end_those_of_others(
         tls.close()
 
 
-def test_a_flood_from_many_addresses_is_bounded(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flood_from_many_addresses_is_bounded(here: Post, monkeypatch) -> None:
     monkeypatch.setattr(accepting, "PENDING", 20)
     with ExitStack() as stack:
         for number in range(1, 101):
@@ -203,9 +193,7 @@ def test_a_flood_from_many_addresses_is_bounded(
         assert len(here.listener.pending) <= 20
 
 
-def test_failed_handshakes_slow_down_only_their_own_address(
-    here: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_handshakes_slow_down_only_their_own_address(here: Post, monkeypatch) -> None:
     monkeypatch.setattr(module, "FAILURES_PER_SECOND", 2)
     with here.connect() as established:
         assert ping(established) == 204
@@ -221,9 +209,7 @@ def test_failed_handshakes_slow_down_only_their_own_address(
         assert here.ping(source="127.0.0.2") == 204
 
 
-def test_a_server_without_a_free_file_descriptor_accepts_connections_later(
-    here: Post, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_out_of_file_descriptors_accepts_later(here: Post, monkeypatch, caplog) -> None:
     accept, faulty = BaseSelectorEventLoop.sock_accept, [True]
 
     async def sock_accept(

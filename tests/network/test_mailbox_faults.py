@@ -40,9 +40,7 @@ def post(post: Post) -> Post:
     return post
 
 
-def test_a_stalled_upload_is_given_up_and_can_be_continued(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_upload_is_given_up_and_can_be_continued(post: Post, monkeypatch) -> None:
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
     ticket = send(post)
     with begin_upload(post, ticket, 4000) as connection:
@@ -51,9 +49,7 @@ def test_a_stalled_upload_is_given_up_and_can_be_continued(
     assert replies(post, ticket) == [(ticket, REPLY)]
 
 
-def test_a_stalled_download_contains_only_bytes_of_the_order(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_download_contains_only_bytes_of_the_order(post: Post, monkeypatch) -> None:
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
     order = os.urandom(30_000_000)
     ticket = send(post, order)
@@ -105,9 +101,7 @@ def test_an_order_whose_file_is_gone_is_withdrawn(post: Post) -> None:
     assert replies(post, ticket) == [(ticket, None)]
 
 
-def test_an_order_that_cannot_be_read_is_reported_and_stays(
-    post: Post, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_order_that_cannot_be_read_is_reported_and_stays(post: Post, caplog) -> None:
     ticket = send(post)
     file = post.mailbox.files.folder / ticket
     file.unlink()
@@ -152,9 +146,7 @@ def test_a_large_reply_is_not_held_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_reply_for_which_the_disk_has_no_space_is_sent_again_later(
-    post: Post, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_to_a_full_disk_is_sent_again(post: Post, caplog, monkeypatch) -> None:
     ticket = send(post)
     with monkeypatch.context() as full:
         full.setattr(order_files, "open_regular", lambda *_: os.open("/dev/full", os.O_RDWR))
@@ -166,9 +158,7 @@ def test_a_reply_for_which_the_disk_has_no_space_is_sent_again_later(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_an_order_for_which_the_disk_has_no_space_is_an_error(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_for_which_the_disk_has_no_space_is_an_error(post: Post, monkeypatch) -> None:
     earlier = send(post)
     monkeypatch.setattr(order_files.secrets, "token_hex", lambda _: NO_TICKET)
     (post.mailbox.files.folder / NO_TICKET).symlink_to("/dev/full")
@@ -186,9 +176,7 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
         Mailbox(tmp_path / "missing" / "mailbox")
 
 
-def test_a_folder_that_became_read_only_loses_no_reply(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_became_read_only_loses_no_reply(post: Post, monkeypatch) -> None:
     first = send(post)
     with monkeypatch.context() as patch:
 
@@ -205,9 +193,7 @@ def test_a_folder_that_became_read_only_loses_no_reply(
     assert put(post, third) == 204
 
 
-def test_an_order_in_a_read_only_folder_is_one_sentence(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_in_a_read_only_folder_is_one_sentence(post: Post, monkeypatch) -> None:
     def fail(self: Path, *_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system", str(self))
 
@@ -255,9 +241,7 @@ def test_a_connection_that_ends_in_the_middle_of_a_request_is_forgotten(post: Po
     assert post.ping() == 204
 
 
-def test_a_server_that_has_failed_ends_the_run_with_an_error(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_has_failed_ends_the_run_with_an_error(post: Post, monkeypatch) -> None:
     def read_keys() -> None:
         raise RuntimeError("the disk is gone")
 
@@ -276,9 +260,7 @@ def test_waiting_ends_when_a_reply_arrives(post: Post, monkeypatch: pytest.Monke
         waits.result(10)
 
 
-def test_after_a_reply_the_next_wait_ends_at_once(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_reply_the_next_wait_ends_at_once(post: Post, monkeypatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(post.mailbox.lock, "wait", waits.append)
     ticket = send(post)

@@ -77,12 +77,11 @@ def test_runs_add_up_to_the_limit(tmp_path: Path) -> None:
         assert all(ledger.spend(str(n), NOISE, 10) for n in range(10))
     both = epsilon(NOISE, 20, 1e-5)
     assert Ledger(path, "three").spent(1e-5) == pytest.approx(both)
-    third = Ledger(path, "three", Budget(1.01 * both, 1e-5))
+    limit = Budget(1.01 * both, 1e-5)
+    third = Ledger(path, "three", limit)
     assert not third.affords([Budget(8.0, 1e-5)])
     assert not third.spend("0", NOISE, 10)
-    assert Ledger(path, "two", Budget(1.01 * both, 1e-5)).affords(
-        [Budget(8.0, 1e-5)]
-    )  # what it goes on with
+    assert Ledger(path, "two", limit).affords([Budget(8.0, 1e-5)])  # what it goes on with
     assert not Ledger(limit=Budget(20.0, 1e-5)).affords([Budget(math.inf, 1.0)])
     assert not Ledger(limit=Budget(0.0, 1e-5)).spend("0", 1e6, 1)
     assert path.stat().st_mode & 0o077 == 0
@@ -230,11 +229,7 @@ def test_a_run_that_is_not_disturbed_spends_its_budget_and_sends_what_it_did(
     ("limit", "noise", "why"),
     [
         (8.0, True, None),
-        (
-            7.9,
-            True,
-            "with an epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent",
-        ),
+        (7.9, True, "epsilon of 8; this client's limit for all runs is 7.9, of which 0 is spent"),
         (7.9, False, "of this client's samples without noise"),
         (None, False, None),
     ],
@@ -243,9 +238,8 @@ def test_a_client_takes_part_within_its_own_limit(
     limit, noise, why, private, tmp_path, monkeypatch
 ) -> None:
     if not noise:
-        method = private.method.model_copy(
-            update={"embeddings": private.method.embeddings.model_copy(update={"privacy": None})}
-        )
+        embeddings = private.method.embeddings.model_copy(update={"privacy": None})
+        method = private.method.model_copy(update={"embeddings": embeddings})
         private = private.model_copy(update={"method": method})
     base = site(private, "poet", tmp_path)
     most = None if limit is None else Budget(limit, 1e-5)

@@ -14,16 +14,13 @@ from coterie.messages import Message, Schema, State
 from coterie.messages.schema import Way
 from coterie.privacy import secrets
 from coterie.privacy.secrets import KEY_BYTES, Secrets
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
 from coterie.testing.loop import assert_same_states
 from coterie.testing.rounds import down, joined, one_round, step
 
 NAMES = ["diarist", "poet", "whaler"]
 Run = Callable[..., coterie.RunConfig]
-
-
-class Killed(Exception):
-    """What stops a run."""
 
 
 @pytest.fixture
@@ -97,18 +94,12 @@ def test_no_message_and_no_server_s_state_holds_one(private) -> None:
         assert not holds_key(local.value.state().encode())
 
 
-def killed_after(rounds: int, run: coterie.RunConfig, path: Path) -> RunFolder:
-    """The folder of a run that was stopped after so many rounds."""
-
-    class Stop(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            if round + 1 == rounds:
-                raise Killed
-
-    with pytest.raises(Killed):
+def killed(run: coterie.RunConfig, path: Path) -> RunFolder:
+    """The folder of a run that was stopped after its first round."""
+    with pytest.raises(KeyboardInterrupt):
         coterie.run(run, out=path, callbacks=[Stop()])
     folder = RunFolder(path)
-    assert folder.turns() == rounds
+    assert folder.turns() == 1
     return folder
 
 
@@ -118,7 +109,7 @@ def test_with_a_fixed_source_a_resumed_run_ends_in_the_same_bits(
 ) -> None:
     monkeypatch.setattr(secrets, "draw", lambda: bytes(KEY_BYTES))
     coterie.run(private(), out=tmp_path / "whole")
-    cut = killed_after(1, private(), tmp_path / "cut")
+    cut = killed(private(), tmp_path / "cut")
     coterie.resume(cut.path)
     assert_same_states(cut, RunFolder(tmp_path / "whole"))
 
@@ -129,7 +120,7 @@ def test_the_round_that_was_cut_off_is_done_with_the_secret_that_it_had(
 ) -> None:
     """With the real source: by hand from the checkpoint, and by the run that goes on from it."""
     run = private()
-    cut = killed_after(1, run, tmp_path / "cut")
+    cut = killed(run, tmp_path / "cut")
     by_hand = []
     for _ in range(2):
         local = joined(run)

@@ -75,26 +75,13 @@ def test_a_transforms_stream_depends_on_secret_exchange_purpose_update_and_trans
     other = {"adapter": {"A": torch.ones(3) + 1e-6}}
 
     def first(name: str, exchange: int, key: Secrets, purpose: str, tensors=update) -> bytes:
-        context = Context(
-            name,
-            "ada",
-            Turn(exchange, exchange, exchange),
-            4,
-            "up",
-            Memory(),
-            secrets=key,
-            ledger=Ledger(),
-        )
+        turn, more = Turn(exchange, exchange, exchange), {"secrets": key, "ledger": Ledger()}
+        context = Context(name, "ada", turn, 4, "up", Memory(), **more)
         return context.stream(purpose, tensors).bytes(16)
 
-    values = [
-        first("dp", 0, secrets, "noise"),
-        first("dp", 0, secrets, "release"),
-        first("dp", 0, secrets, "noise", other),
-        first("masks", 0, secrets, "noise"),
-        first("dp", 0, Secrets(), "noise"),
-        first("dp", 1, secrets, "noise"),
-    ]
+    values = [first("dp", 0, secrets, purpose) for purpose in ("noise", "release")]
+    values += [first("dp", 0, secrets, "noise", other), first("masks", 0, secrets, "noise")]
+    values += [first("dp", 0, Secrets(), "noise"), first("dp", 1, secrets, "noise")]
     assert len(set(values)) == len(values)
     assert first("dp", 1, secrets, "noise") == values[-1]
 

@@ -7,16 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from coterie.analysis.audit import (
-    NEVER,
-    OTHERS,
-    SHARED,
-    STAYS,
-    WAYS,
-    WHOLE,
-    _declared,
-    audit_run,
-)
+from coterie.analysis.audit import NEVER, OTHERS, SHARED, STAYS, WAYS, WHOLE, _declared, audit_run
 from coterie.analysis.tables import Table
 from coterie.federation.statements import FORWARDED, PRIVACY
 from coterie.messages import Field, Message, MessageError, Schema
@@ -78,9 +69,7 @@ def test_what_travels_in_a_group_of_another_name_does_not_stay(method, config) -
     assert {row[0] for row in found[STAYS].rows} == {"training, joint"}
 
 
-def test_values_of_the_last_exchange_stay_and_the_others_uploads_are_counted_together(
-    config,
-) -> None:
+def test_the_last_exchange_is_shown_and_the_others_uploads_are_summed(config) -> None:
     found = audited(config, method={"name": "pcl-2", "warmup": 2, "every": 1}, rounds=4)
     adapter = DENSE | sets(2)
     for group in ("adapter", "update"):
@@ -172,11 +161,8 @@ class Both(FedAvg):
 class BothServer(AdapterServer):
     def download(self, value, client, exchange):
         own = super().download(value, client, exchange).groups
-        peers = {
-            name: {group: copied(tensors) for group, tensors in own.items()}
-            for name in value.held
-            if name != client
-        }
+        names = [name for name in value.held if name != client]
+        peers = {name: {group: copied(own[group]) for group in own} for name in names}
         return Message(exchange.turn.exchange, own, peers=peers)
 
 

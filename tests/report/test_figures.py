@@ -26,10 +26,7 @@ from coterie.report.trust import Trust, trust_matrices
 from coterie.report.uploads import Uploads
 
 LOCAL = {"name": "local"}
-COMIGS = {
-    "name": "comigs-1g1s",
-    "mlp": {"generalists": 1, "specialists": {"anna": 2, "others": 1}},
-}
+COMIGS = {"name": "comigs-1g1s", "mlp": {"generalists": 1, "specialists": {"anna": 2, "others": 1}}}
 
 
 def one(path) -> Experiment:
@@ -62,19 +59,13 @@ KEPT = "The summary table lists the scores of the kept models"
 @pytest.mark.parametrize("kept", [{}, {"anna": 1, "ben": 3}], ids=["last", "best"])
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_alternative_text_says_which_score_is_where(kept, rounds, written) -> None:
-    figures = [
-        (round, client, "test/trained", {"perplexity": 40.0 - round})
-        for round in range(rounds)
-        for client in ("anna", "ben")
-    ]
+    scores = [(r, {"perplexity": 40.0 - r}) for r in range(rounds)]
+    figures = [(r, client, "test/trained", s) for r, s in scores for client in ("anna", "ben")]
     folder = written("run", LOCAL, figures=figures[:-2], perplexities=(11, 31))
     if rounds == 1:
-        (folder / "metrics.jsonl").write_text(
-            "".join(
-                json.dumps({"round": 3, "client": c, "name": "test/trained", "value": score}) + "\n"
-                for c, score in (("anna", {"perplexity": 50.0}), ("ben", {"perplexity": 60.0}))
-            )
-        )
+        line = {"round": 3, "name": "test/trained", "value": {"perplexity": 50.0}}
+        lines = (json.dumps({**line, "client": client}) for client in ("anna", "ben"))
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | ({"kept": kept} if kept else {})))
     pictures: Any = Curves().pictures(one(folder))
@@ -91,10 +82,8 @@ def test_alternative_text_says_which_score_is_where(kept, rounds, written) -> No
 
 def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_path) -> None:
     for name, accuracies in (("local", (0.5, 0.75)), ("fedavg", (0.9, 0.8))):
-        begun = [
-            (0, client, "test/trained", {"perplexity": 9.0, "samples": 4, "accuracy": 0.1})
-            for client in ("anna", "ben")
-        ]
+        score = {"perplexity": 9.0, "samples": 4, "accuracy": 0.1}
+        begun = [(0, client, "test/trained", score) for client in ("anna", "ben")]
         written(f"cmp/{name}", {"name": name}, figures=begun, accuracies=accuracies)
     experiment = one(tmp_path / "cmp")
     assert (experiment.metric, experiment.instructed) == (ACCURACY, True)
@@ -107,8 +96,7 @@ def test_accuracy_is_drawn_in_per_cent_and_the_best_is_the_highest(written, tmp_
 
 def test_a_run_says_which_figure_is_drawn(written) -> None:
     asked = {"every": None, "split": "test", "metric": "perplexity"}
-    run = written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)
-    assert one(run).metric is PERPLEXITY
+    assert one(written("run", LOCAL, accuracies=(0.5, 0.6), evaluation=asked)).metric is PERPLEXITY
 
 
 @pytest.fixture
@@ -131,8 +119,7 @@ def test_assignments_become_who_held_what(assigned) -> None:
     held = holdings(one(assigned).all[0])
     rounds, layers, clients = (held.index.unique(n) for n in ("round", "layer", "client"))
     assert list(clients) == ["anna", "ben", "carl"]
-    assert list(layers) == ["h.0.c_attn", "h.1.c_attn"]
-    assert list(rounds) == [1, 2]
+    assert (list(layers), list(rounds)) == (["h.0.c_attn", "h.1.c_attn"], [1, 2])
     assert held.shape == (2 * 2 * 3, 4)
     assert np.flatnonzero(held.loc[(2, "h.0.c_attn", "anna")]).tolist() == [0, 1, 2]
     # Of anna and ben 2 of 3 on the first layer, 1 of 1 on the second; carl holds none on the first.
@@ -142,12 +129,10 @@ def test_assignments_become_who_held_what(assigned) -> None:
 
 def test_assignments_are_drawn_with_their_tables(assigned) -> None:
     who, how_many, common = Assignment().pictures(one(assigned))
-    assert table_of([who]).rows == [
-        ["anna", "1, 2, 3", "4"], ["ben", "2, 3", "4"], ["carl", "none", "4"],
-    ]  # fmt: skip
-    assert table_of([how_many]).rows == [
-        ["anna", "1.50", "2.00"], ["ben", "1.00", "1.50"], ["carl", "1.00", "0.50"],
-    ]  # fmt: skip
+    rows = [["anna", "1, 2, 3", "4"], ["ben", "2, 3", "4"], ["carl", "none", "4"]]
+    assert table_of([who]).rows == rows
+    rows = table_of([how_many]).rows
+    assert rows == [["anna", "1.50", "2.00"], ["ben", "1.00", "1.50"], ["carl", "1.00", "0.50"]]
     assert table_of([common]).rows[0] == ["anna", "1.000", "0.833", "0.500"]
 
 
@@ -196,9 +181,8 @@ def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:
     ]
     table = table_of(Routing().pictures(one(written("run", COMIGS, figures=figures))))
     assert table.columns == ["client", "expert", "1", "2"]
-    assert [row[2:] for row in table.rows] == [
-        ["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""],
-    ]  # fmt: skip
+    rows = [["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""]]
+    assert [row[2:] for row in table.rows] == rows
 
 
 def test_trust_rows_become_matrices_averaged_over_seeds(written, tmp_path) -> None:
@@ -233,43 +217,30 @@ def test_a_client_without_weights_so_far_has_an_empty_row(written) -> None:
 def test_panels_of_many_clients_are_large_enough_for_their_names() -> None:
     names = [f"client {n}" for n in range(20)]
     weights = pd.DataFrame(np.eye(20), names, names)
+    rounds = {"round 1": weights, "round 2": weights}
     for narrow in (False, True):
-        figure = of_pairs(
-            Canvas(THEMES[0], narrow),
-            {"round 1": weights, "round 2": weights},
-            0,
-            1,
-            "trust weight",
-        )
+        figure = of_pairs(Canvas(THEMES[0], narrow), rounds, 0, 1, "trust weight")
         figure.draw_without_rendering()
         panel, *_ = figure.axes
         assert panel.get_window_extent().height / figure.dpi / len(names) > 0.11
 
 
 def test_of_two_exchanges_in_a_round_the_last_trust_counts(written, tmp_path) -> None:
-    before, after = [("anna", 0.9), ("ben", 0.9)], [("anna", 0.6), ("ben", 0.7)]
-    figures = [
-        (1, name, "trust", {"anna": share, "ben": 1 - share}) for name, share in before + after
-    ]
+    shares = [("anna", 0.9), ("ben", 0.9), ("anna", 0.6), ("ben", 0.7)]
+    figures = [(1, name, "trust", {"anna": share, "ben": 1 - share}) for name, share in shares]
     written("cmp/0", LOCAL, 0, figures=figures)
     (weights,) = trust_matrices(one(tmp_path / "cmp").all).values()
-    rows = weights.to_numpy().tolist()
-    assert rows == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
+    assert weights.to_numpy().tolist() == [pytest.approx([0.6, 0.4]), pytest.approx([0.7, 0.3])]
 
 
 def test_trust_in_others_has_no_diagonal_and_colours_of_its_own(written, tmp_path) -> None:
     row = {"anna": 0.5, "ben": 0.24, "cleo": 0.26}
     figures = [(1, "anna", "trust", row), (1, "ben", "trust", row), (1, "cleo", "trust", row)]
     written("cmp/0", LOCAL, 0, figures=figures)
-    found = [
-        picture
-        for picture in Trust().pictures(one(tmp_path / "cmp"))
-        if isinstance(picture, Picture)
-    ]
+    found = [p for p in Trust().pictures(one(tmp_path / "cmp")) if isinstance(p, Picture)]
     (others,) = [picture for picture in found if picture.name.startswith("trust-in-others")]
-    assert (
-        "lowest weight (0.24) to the highest (0.5)" in others.caption
-    )  # ben and cleo trust anna most
+    # Ben and Cleo trust Anna most.
+    assert "lowest weight (0.24) to the highest (0.5)" in others.caption
     drawn([others])
 
 
@@ -283,14 +254,10 @@ def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> Non
 
 
 def test_division_shows_labels_or_else_tokens(written) -> None:
-    tokens = {
-        c: {"tokens": {"train": 900, "validation": 50, "test": 1200}} for c in ("anna", "ben")
-    }
+    sizes = {"train": 900, "validation": 50, "test": 1200}
+    tokens = {"anna": {"tokens": sizes}, "ben": {"tokens": sizes}}
     table = table_of(Division().pictures(one(written("a", LOCAL, clients=tokens))))
-    assert (table.columns, table.rows[0]) == (
-        ["client", "train", "validation", "test"],
-        ["anna", "900", "50", "1,200"],
-    )
+    assert (table.columns, table.rows[0]) == (["client", *sizes], ["anna", "900", "50", "1,200"])
     labels = {"anna": {"labels": {"b": 3}}, "ben": {"labels": {"a": 4, "b": 1}}}
     table = table_of(Division().pictures(one(written("b", LOCAL, clients=labels))))
     assert table.rows == [["anna", "0", "3"], ["ben", "4", "1"]]
@@ -325,10 +292,8 @@ def test_uploads_have_a_ratio_per_client_and_excluded_ones_are_named(written) ->
     ]
     folder = written("run", LOCAL, figures=figures, perplexities=None)
     table = table_of(Uploads().pictures(one(folder)))
-    assert table.rows == [
-        ["local", "anna", "1", "0.00", ""],
-        ["local", "ben", "9,000", "-0.50", "2, 4"],
-    ]
+    rows = [["anna", "1", "0.00", ""], ["ben", "9,000", "-0.50", "2, 4"]]
+    assert table.rows == [["local", *row] for row in rows]
 
 
 def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:
@@ -336,9 +301,8 @@ def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:
         (0, "anna", "change", {"ratio": 1.0, "cosine": None}),
         (0, "ben", "left out", "its loss or its upload is not finite"),
     ]
-    table = table_of(
-        Uploads().pictures(one(written("run", LOCAL, figures=figures, perplexities=None)))
-    )
+    folder = written("run", LOCAL, figures=figures, perplexities=None)
+    table = table_of(Uploads().pictures(one(folder)))
     assert table.rows == [["local", "anna", "1", "", ""], ["local", "ben", "", "", "1"]]
 
 
@@ -368,11 +332,8 @@ def test_every_colour_stands_out_from_the_page(theme) -> None:
 
 
 def test_a_method_has_one_colour_and_no_two_labels_look_the_same() -> None:
-    labels = [*available(), *(f"other-{n}" for n in range(12))]
-    found = looks(labels)
-    assert len({(look.colour, str(look.dash), look.marker) for look in found.values()}) == len(
-        labels
-    )
+    found = looks([*available(), *(f"other-{n}" for n in range(12))])
+    assert len({(k.colour, str(k.dash), k.marker) for k in found.values()}) == len(found)
     assert all(found[name].colour == place for name, place in FIXED.items() if name in found)
     few = looks(["local", "my-own"])
     assert few["local"].colour == found["local"].colour

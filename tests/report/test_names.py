@@ -47,8 +47,7 @@ def test_a_table_aligns_numbers_and_is_short_in_a_shell() -> None:
     html = table._repr_html_()
     assert '<td style="text-align: left">anna</td>' in html
     assert '<td style="text-align: right">11.50</td>' in html
-    assert repr(table) == "Table('Scores', rows=2)"
-    assert str(table) == table.markdown()
+    assert (repr(table), str(table)) == ("Table('Scores', rows=2)", table.markdown())
 
 
 def test_words_between_backticks_are_code_in_html() -> None:

@@ -33,8 +33,7 @@ def runs(values, tmp_path_factory) -> Path:
     """Two methods, evaluated every round."""
     folder = tmp_path_factory.mktemp("runs")
     for method in ("comigs-1g1s", "fedavg"):
-        run = values(method=method, rounds=2, evaluation={"every": 1})
-        coterie.run(run, out=folder / method)
+        coterie.run(values(method=method, rounds=2, evaluation={"every": 1}), out=folder / method)
     return folder
 
 
@@ -42,8 +41,7 @@ def opening(runs: Path) -> str:
     """How the diarist's test text begins."""
     config = parse(RunFolder(runs / "fedavg").description["config"])
     words = coterie.tokenizer(runs / "fedavg")
-    first = gathered(config, words).clients[0]
-    return str(words.decode(first.data.test.ids[:12]))
+    return str(words.decode(gathered(config, words).clients[0].data.test.ids[:12]))
 
 
 @pytest.mark.slow
@@ -92,12 +90,16 @@ def test_texts_are_shown_only_where_asked_for(runs, tmp_path, monkeypatch) -> No
 
     words = opening(runs)
     with_texts = write_report([runs], tmp_path, with_texts=True, layer="2")
-    assert words in shown(with_texts.page)
-    assert "This page contains clients' texts" in shown(with_texts.page)
-    for client in ("diarist", "poet", "whaler"):
-        assert f"{client}'s model" in shown(with_texts.page)
-    assert "a generalist, layer 2 of 2" in shown(with_texts.page)
-    assert "layer 1 of 2" not in shown(with_texts.page)
+    text = shown(with_texts.page)
+    clients = [f"{client}'s model" for client in ("diarist", "poet", "whaler")]
+    for part in (
+        words,
+        "This page contains clients' texts",
+        "a generalist, layer 2 of 2",
+        *clients,
+    ):
+        assert part in text
+    assert "layer 1 of 2" not in text
     assert list(with_texts.figures.glob("texts-*"))
     without = write_report([runs], tmp_path)
     assert words not in shown(without.page)
@@ -108,13 +110,8 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
     run = values(method="comigs-2s", rounds=1, bases={"poet": other}, evaluation={"keep": "last"})
     coterie.run(run, out=tmp_path / "run")
     (experiment,) = experiments([tmp_path / "run"])
-    found = [
-        one
-        for picture in texts(coloured_texts(experiment, "first"))
-        if isinstance(picture, TextPicture)
-        for row in picture.texts.values()
-        for one in row.values()
-    ]
+    shown = [p for p in texts(coloured_texts(experiment, "first")) if isinstance(p, TextPicture)]
+    found = [one for picture in shown for row in picture.texts.values() for one in row.values()]
     read = {(one.model_of, one.text_of): one for one in found}
     assert len(read) == len(found)
     assert read.keys() == {
@@ -144,7 +141,6 @@ def test_a_folders_texts_stand_in_place_of_the_clients(values, tmp_path) -> None
     for model in grid.columns:
         for name, text in words.items():
             assert "".join(piece for piece, _ in grid.texts[name][model].pieces) == text
-    assert grid.table is not None
     assert [row[0] for row in grid.table.rows] == ["note", "ode"]
     drawn([grid])
 
@@ -171,8 +167,7 @@ def test_prompts_with_answers_are_read_one_by_one() -> None:
     lengths = torch.tensor([70, 90, 40])
     items = (Instruction("q", "a"),) * 3
     ids, sizes = torch.arange(200, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
-    samples = Examples(ids, torch.ones(200).bool(), lengths, lengths - 5, sizes, items)
-    parts = _beginning(samples, 7)
+    parts = _beginning(Examples(ids, torch.ones(200).bool(), lengths, lengths - 5, sizes, items), 7)
     assert [(int(p[0]), len(p) - 1) for p in parts] == [(0, 69), (70, 21)]  # 90 but for firsts
     (text,) = _beginning(Tokens(torch.arange(200, dtype=torch.int32), 9), 7)
     assert text.tolist() == [7, *range(90)]
@@ -181,8 +176,7 @@ def test_prompts_with_answers_are_read_one_by_one() -> None:
 def command(monkeypatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["coterie", "report", *map(str, arguments)])
     for name in ("console", "errors"):
-        console = Console(width=80, stderr=name == "errors")
-        monkeypatch.setattr(coterie.cli.terminal, name, console)
+        monkeypatch.setattr(coterie.cli.terminal, name, Console(width=80, stderr=name == "errors"))
     with pytest.raises(SystemExit) as end:
         coterie.cli.main()
     return int(end.value.code or 0)

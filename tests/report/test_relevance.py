@@ -10,13 +10,7 @@ import torch
 import coterie
 from coterie.analysis import relevance
 from coterie.analysis.experiments import experiments
-from coterie.analysis.relevance import (
-    SAMPLES,
-    reduce_to_plane,
-    relevance_to,
-    sample_relevance,
-    spaced_samples,
-)
+from coterie.analysis.relevance import SAMPLES, sample_relevance, spaced_samples
 from coterie.config.run import parse
 from coterie.data.kinds.text import Tokens
 from coterie.exchanges.lazy import server_state
@@ -73,10 +67,9 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
             torch.testing.assert_close(embedding, mean, rtol=1e-4, atol=1e-5)
             known = [state["experts"][f"{path}.{j}"] for j in range(5)]
             expected = [float(mean @ expert) / mean.numel() ** 0.5 for expert in known]
-            scores = relevance_to(server, value, path, embedding[None])
+            scores = relevance.relevance_to(server, value, path, embedding[None])
             assert scores[0].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    names = sorted(folder.description["clients"])
-    assigned = server.choices(value, names, config.exchanges)
+    assigned = server.choices(value, sorted(folder.description["clients"]), config.exchanges)
     for held in assigned.values():  # each of five experts has chosen two clients
         assert all(1 <= len(experts) <= 5 for experts in held.values())
     assert sum(len(held[path]) for held in assigned.values()) == 10
@@ -111,9 +104,8 @@ def test_the_caption_says_where_scikit_learn_is_missing(run, monkeypatch) -> Non
 
 def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> None:
     monkeypatch.setattr(relevance, "_tsne", lambda: None)
-    chance = np.random.default_rng(0)
-    rows = chance.normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
-    found, name = reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
+    rows = np.random.default_rng(0).normal(size=(30, 5)) * [5, 3, 1, 0.1, 0.1]
+    found, name = relevance.reduce_to_plane({"ada": rows[:10], "ben": rows[10:]}, 0)
     assert name == relevance.NOT_INSTALLED
     assert [len(points) for points in found.values()] == [10, 20]
     points, centred = np.concatenate(list(found.values())), rows - rows.mean(0)
@@ -125,12 +117,10 @@ def test_without_scikit_learn_points_are_principal_components(monkeypatch) -> No
 @pytest.mark.parametrize(("rows", "name"), [(3, relevance.COMPONENTS), (8, "t-SNE")])
 def test_the_reduction_that_was_used_is_named(rows, name) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    vectors = np.random.default_rng(0).normal(size=(rows, 5))
-    assert reduce_to_plane({"ada": vectors}, 0)[1] == name
+    points = {"ada": np.random.default_rng(0).normal(size=(rows, 5))}
+    assert relevance.reduce_to_plane(points, 0)[1] == name
 
 
 def test_a_long_text_gives_evenly_spaced_samples() -> None:
     pieces = spaced_samples(Tokens(torch.arange(9 * 1000, dtype=torch.int32), 9), 8).ids
-    assert pieces.shape == (SAMPLES, 9)
-    assert pieces[0, 0] == 0
-    assert pieces[-1, -1] == 8999
+    assert (pieces.shape, pieces[0, 0], pieces[-1, -1]) == ((SAMPLES, 9), 0, 8999)

@@ -50,8 +50,7 @@ def heights(picture: Picture):
         for one in bars.containers
     }
     named = [line for line in lines.lines if not str(line.get_label()).startswith("_")]
-    points = {str(one.get_label()): np.asarray(one.get_xydata()).tolist() for one in named}
-    return pieces, points
+    return pieces, {str(one.get_label()): np.asarray(one.get_xydata()).tolist() for one in named}
 
 
 def test_rounds_are_those_whose_predictions_were_learnt(mutual) -> None:
@@ -72,7 +71,6 @@ def test_bars_are_stacked_by_client_and_lines_are_each_clients(mutual) -> None:
 
 def test_the_table_has_the_quality_of_what_came_over(mutual) -> None:
     table = drawn(Teaching().pictures(mutual())).table
-    assert table is not None
     assert table.columns[3] == "samples (of 8)"
     assert table.rows == [
         ["1", "server", "anna 2, ben 3", "5", "75.0%", "25.0%"],
@@ -95,9 +93,7 @@ def test_a_side_that_recorded_nothing_has_no_panel(whose, panels, mutual) -> Non
 
 def test_a_long_run_shows_ten_of_its_rounds(mutual) -> None:
     figures = [(r, None, "taught", lesson(r, 1, anna=1)) for r in range(30)]
-    table = drawn(Teaching().pictures(mutual(figures))).table
-    assert table is not None
-    shown = [int(row[0]) for row in table.rows]
+    shown = [int(row[0]) for row in drawn(Teaching().pictures(mutual(figures))).table.rows]
     assert (len(shown), shown[0], shown[-1]) == (10, 1, 30)
 
 
@@ -118,7 +114,6 @@ def test_the_servers_scores_have_a_panel_beside_the_clients(rounds, written, tmp
     written("runs/fedmkt", FEDMKT, figures=figures)
     written("runs/local", {"name": "local"})  # has no server's model, and no panel is the worse
     (experiment,) = experiments([tmp_path / "runs"])
-    picture = drawn([next(iter(Curves().pictures(experiment)))])
-    panels = picture.draw(Canvas(THEMES[0])).axes
+    panels = drawn([next(iter(Curves().pictures(experiment)))]).draw(Canvas(THEMES[0])).axes
     assert [axis.get_title() for axis in panels] == ["mean over clients", "anna", "ben", "server"]
     assert any(7.0 in np.asarray(line.get_xydata()) for line in panels[-1].lines)

@@ -52,16 +52,13 @@ def rounds(*numbers: int) -> list[tuple[Any, ...]]:
 
 def lines(path: Any) -> list[dict[str, Any]]:
     """Return what metrics.jsonl says."""
-    return [
-        {key: line[key] for key in ("round", "client", "name", "value")}
-        for line in RunFolder(path).metrics()
-    ]
+    keys = ("round", "client", "name", "value")
+    return [{key: line[key] for key in keys} for line in RunFolder(path).metrics()]
 
 
 def test_one_object_follows_the_baselines_and_the_run(config, tmp_path) -> None:
     noted, second = Noted(), Noted()
-    run = config(baselines=["local"])
-    done = coterie.run(run, out=tmp_path / "run", callbacks=[noted, second])
+    done = coterie.run(config(baselines=["local"]), out=tmp_path / "run", callbacks=[noted, second])
     assert noted.calls == [
         call
         for method in ("local", "comigs-1g1s")
@@ -90,10 +87,8 @@ def test_a_hook_stops_a_run_which_then_continues(config, tmp_path) -> None:
 
 def test_a_comparison_is_followed_run_by_run(config, tmp_path) -> None:
     noted = Noted()
-    run = config(rounds=1)
-    coterie.compare(run, ["local", "fedavg"], seeds=2, out=tmp_path, callbacks=[noted])
-    began = [call[1] for call in noted.calls if call[0] == "begin"]
-    assert began == ["local", "fedavg"] * 2
+    coterie.compare(config(rounds=1), ["local", "fedavg"], seeds=2, out=tmp_path, callbacks=[noted])
+    assert [call[1] for call in noted.calls if call[0] == "begin"] == ["local", "fedavg"] * 2
 
 
 def test_a_run_without_callbacks_has_the_same_bits(config, tmp_path) -> None:

@@ -87,8 +87,7 @@ def test_another_format_is_refused_by_commands(command, other, monkeypatch, caps
         with pytest.raises(SystemExit) as left:
             main()
         assert left.value.code == 2
-        shown = capsys.readouterr().err
-        assert "".join(shown.split()) == "".join(f"Error: {sentence}".split())
+        assert "".join(capsys.readouterr().err.split()) == "".join(f"Error: {sentence}".split())
     assert content(path) == before
 
 
@@ -111,18 +110,14 @@ def test_an_unknown_configuration_is_refused_with_file_and_version(key, done, tm
     described = json.loads(file.read_text(encoding="utf-8")) | {"coterie": "9.8.7"}
     UNKNOWN[key](described["config"])
     file.write_text(json.dumps(described), encoding="utf-8")
-    readers: list[Callable[[Path], object]] = [
-        coterie.resume,
-        lambda run: coterie.load(run, "poet"),
-    ]
+    readers: list[Any] = [coterie.resume, lambda run: coterie.load(run, "poet")]
     if not key.startswith(("method", "There", "nobodys")):  # a tokenizer needs no method
         readers.append(coterie.tokenizer)
     if key.startswith("base"):
         readers.append(lambda run: write_report([run], tmp_path / "report"))
     for read in readers:
-        with pytest.raises(
-            CoterieError, match=rf"configuration in {file}, .* 9\.8\.7 wrote: "
-        ) as error:
+        words = rf"configuration in {file}, .* 9\.8\.7 wrote: "
+        with pytest.raises(CoterieError, match=words) as error:
             read(tmp_path / "run")
         assert key in str(error.value)
         assert str(error.value).endswith("or start a new run in another folder.")

@@ -73,9 +73,8 @@ def test_an_unchanged_state_is_linked_and_a_changed_one_is_written(tmp_path) -> 
     x, y, z = (store.put(state(number)) for number in range(3))
     folder.save(1, [("p.0", x), ("p.1", y), ("q.0", y)])
     folder.save(1, [("p-b", x), ("p.0", y), ("q.0", y), ("r", z)])
-    first_numbers = {
-        name: folder.load(name)["g"]["t"][0].item() for name in ("p-b", "p.0", "q.0", "r")
-    }
+    names = ("p-b", "p.0", "q.0", "r")
+    first_numbers = {name: folder.load(name)["g"]["t"][0].item() for name in names}
     assert first_numbers == {"p-b": 0, "p.0": 1, "q.0": 1, "r": 2}
     before = (folder.checkpoint(1) / "r.safetensors").stat().st_ino
     folder.save(2, [("r", z), ("s", store.put(state(3)))])

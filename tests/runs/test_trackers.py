@@ -82,10 +82,8 @@ def expected(path: Path) -> Series:
     for line in RunFolder(path).metrics():
         for tag, number in parts(line):
             numbers.setdefault(tag, {}).setdefault(line["round"] + 1, []).append(number)
-    return {
-        tag: {step: fmean(values) for step, values in steps.items()}
-        for tag, steps in numbers.items()
-    }
+    means = [{step: fmean(values) for step, values in steps.items()} for steps in numbers.values()]
+    return dict(zip(numbers, means, strict=True))
 
 
 def parts(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -224,13 +222,8 @@ def test_wandb_receives_the_same_numbers(secret, tmp_path) -> None:
     environment = os.environ | {"WANDB_MODE": "offline", "HOME": str(tmp_path)}
 
     def execute(*arguments: object) -> str:
-        done = subprocess.run(
-            [home / "bin" / "python", *map(str, arguments)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-        )
+        options: Any = {"env": environment, "capture_output": True, "text": True, "cwd": tmp_path}
+        done = subprocess.run([home / "bin" / "python", *map(str, arguments)], **options)
         assert done.returncode == 0, done.stderr
         assert "tracker" not in done.stderr + done.stdout
         return done.stdout

@@ -23,11 +23,10 @@ def talks(tmp_path_factory) -> Path:
 def prompts(values, tmp_path_factory) -> Path:
     """A finished run on plain text whose adapters are soft prompts."""
     folder = tmp_path_factory.mktemp("serve") / "prompts"
-    training = {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.1}
-    method = {"name": "fedprompt", "virtual_tokens": 5}
-    coterie.run(
-        values(method=method, rounds=1, training=training, evaluation={"keep": "last"}), out=folder
-    )
+    changes = {"training": {"steps": 2, "batch": 2, "precision": "fp32", "learning_rate": 0.1}}
+    changes |= {"method": {"name": "fedprompt", "virtual_tokens": 5}}
+    changes |= {"evaluation": {"keep": "last"}}
+    coterie.run(values(rounds=1, **changes), out=folder)
     return folder
 
 

@@ -23,23 +23,14 @@ NEVER = 10**9
 class Asked:
     """A request, and what was delivered."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        prompt: list[int],
-        sampling: Sampling,
-        ends: tuple[int, ...] = (NEVER,),
-        seconds: float = 60,
-        **more: Any,
-    ) -> None:
-        text = StreamedText(model.weights.base.tokenizer, ends, more.pop("stops", ()), strip=False)
+    def __init__(self, model: ServedModel, prompt: list[int], sampling: Sampling, **more: Any):
+        ends, stops = more.pop("ends", (NEVER,)), more.pop("stops", ())
+        text = StreamedText(model.weights.base.tokenizer, ends, stops, strip=False)
         self.pieces: list[Piece] = []
         self.failure: Failure | None = None
         self.done, self.begun = threading.Event(), threading.Event()
-        deadline = time.monotonic() + seconds
-        self.request = Request(
-            model.weights, prompt, sampling, text, self.deliver, deadline, **more
-        )
+        end = time.monotonic() + more.pop("seconds", 60)
+        self.request = Request(model.weights, prompt, sampling, text, self.deliver, end, **more)
 
     def deliver(self, piece: Piece | Failure) -> None:
         if isinstance(piece, Failure):
@@ -72,6 +63,12 @@ def scheduler():
     assert not errors, errors
 
 
+def submit(scheduler: Scheduler, *asked: Asked) -> tuple[Asked, ...]:
+    """Submit requests, which are all accepted."""
+    assert all(scheduler.submit(each.request) for each in asked)
+    return asked
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed + length).choices(range(10, 900), k=length)
 
@@ -100,8 +97,7 @@ def test_answers_do_not_depend_on_other_requests(models: Models, scheduler: Sche
     wanted: list[tuple[ServedModel, list[int], int, int]] = []
     for number in range(25):
         model = models.by_name[NAMES[number % len(NAMES)]]
-        room = 30 if model.method == "fedprompt" else 150
-        ids = prompt(1 + number * 37 % room, number)
+        ids = prompt(1 + number * 37 % (30 if model.method == "fedprompt" else 150), number)
         count = 1 + number * 7 % 26
         tokens = alone(model, ids, count)
         end = tokens[count // 2] if number % 3 == 0 else NEVER
@@ -109,7 +105,7 @@ def test_answers_do_not_depend_on_other_requests(models: Models, scheduler: Sche
     expected = [alone(*arguments) for arguments in wanted]
     asked: list[Asked] = []
     for model, ids, count, end in wanted:
-        asked.append(Asked(model, ids, Sampling(count), (end,)))
+        asked.append(Asked(model, ids, Sampling(count), ends=(end,)))
         assert scheduler.submit(asked[-1].request)
         if len(asked) % 4 == 0:
             asked[-2].begun.wait(60)  # the next requests join running ones
@@ -121,8 +117,7 @@ def test_long_prompts_are_read_in_chunks(models, scheduler, monkeypatch) -> None
     model = models.by_name["comigs-1g1s:anna"]
     monkeypatch.setattr(module, "CHUNK", 16)
     asked = [Asked(model, prompt(length), Sampling(12)) for length in (5, 150, 17, 100, 16)]
-    for each in asked:
-        scheduler.submit(each.request)
+    submit(scheduler, *asked)
     for each in asked:
         assert each.ids == alone(model, each.request.prompt, 12)
 
@@ -130,24 +125,19 @@ def test_long_prompts_are_read_in_chunks(models, scheduler, monkeypatch) -> None
 def test_sampled_answers_depend_on_the_seed_only(models, scheduler) -> None:
     model = models.by_name["comigs-1g1s:ben"]
 
-    def request(seed: int) -> Asked:
-        asked = Asked(model, prompt(20), Sampling(15, 0.9, 0.8, seed))
-        assert scheduler.submit(asked.request)
-        return asked
-
-    single = request(1).ids
-    together = [request(seed) for seed in (5, 1, 7, 1)]
+    asked = [Asked(model, prompt(20), Sampling(15, 0.9, 0.8, seed)) for seed in (1, 5, 1, 7, 1)]
+    single = submit(scheduler, asked[0])[0].ids
+    together = submit(scheduler, *asked[1:])
     assert [asked.ids == single for asked in together] == [False, True, False, True]
 
 
 def test_stops_are_withheld_and_not_part_of_the_text(models, scheduler) -> None:
     model = models.by_name["comigs-1g1s:anna"]
-    plain = Asked(model, prompt(20), Sampling(40))
-    scheduler.submit(plain.request)
+    [plain] = submit(scheduler, Asked(model, prompt(20), Sampling(40)))
     middle = len(plain.text) // 2
     stop = plain.text[middle : middle + 5]
     stopped = Asked(model, prompt(20), Sampling(40), stops=("never seen", stop))
-    scheduler.submit(stopped.request)
+    submit(scheduler, stopped)
     assert stopped.text == plain.text[: plain.text.index(stop)]
     assert stopped.pieces[-1].reason == "stop"
 
@@ -156,8 +146,7 @@ def test_logprobs_and_routing_are_those_of_the_model(models, scheduler) -> None:
     model = models.by_name["comigs-1g1s:anna"]
     others = [Asked(model, prompt(n), Sampling(30)) for n in (3, 60)]
     asked = Asked(model, prompt(20), Sampling(8), logprobs=3, roles=True)
-    for each in (others[0], asked, others[1]):
-        scheduler.submit(each.request)
+    submit(scheduler, others[0], asked, others[1])
     ids = asked.request.prompt + asked.ids
     assert all(each.ids for each in others)
     with torch.no_grad():
@@ -168,8 +157,7 @@ def test_logprobs_and_routing_are_those_of_the_model(models, scheduler) -> None:
     tokens = [token for piece in asked.pieces for token in piece.tokens]
     for token, row, share in zip(tokens, logits, shares, strict=True):
         assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
-        best = row.topk(3)
-        assert [id for id, _ in token.top] == best.indices.tolist()
+        assert [id for id, _ in token.top] == row.topk(3).indices.tolist()
         assert token.roles["generalist"] == pytest.approx(float(share[0]), abs=1e-4)
         assert sum(token.roles.values()) == pytest.approx(1, abs=1e-5)
 
@@ -179,13 +167,12 @@ def test_cancelled_and_late_requests_free_their_places(models) -> None:
     scheduler.start()
     try:
         first, second, third = (Asked(model, prompt(9), Sampling(10**6)) for _ in range(3))
-        assert scheduler.submit(first.request)
-        assert scheduler.submit(second.request)
+        submit(scheduler, first, second)
         assert not scheduler.submit(third.request)
         assert first.begun.wait(60)
         first.request.cancelled = True
         late = Asked(model, prompt(9), Sampling(10**6), seconds=0.1)
-        assert scheduler.submit(late.request)
+        submit(scheduler, late)
         assert late.done.wait(60)
         assert late.failure == Failure(504, module.TIMED_OUT)
         delivered = len(first.pieces)
@@ -206,13 +193,11 @@ def test_an_error_ends_only_the_requests_of_its_model(models) -> None:
     asked = Asked(broken, prompt(9), Sampling(5))
     asked.request.row.ids.append(-1)  # no such token
     other = Asked(sound, prompt(9), Sampling(5))
-    scheduler.submit(asked.request)
-    scheduler.submit(other.request)
+    submit(scheduler, asked, other)
     assert len(other.ids) == 5
     assert asked.done.wait(60)
     scheduler.stop()
-    assert asked.failure == Failure(500, module.FAILED)
-    assert len(errors) == 1
+    assert (asked.failure, len(errors)) == (Failure(500, module.FAILED), 1)
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -226,13 +211,11 @@ def test_a_model_that_cannot_join_is_read_again(models, monkeypatch) -> None:
     monkeypatch.setattr(module, "can_join", lambda model: False)
     scheduler = Scheduler(9, print)
     scheduler.start()
-    names = ("comigs-1g1s:anna", "fedprompt:poet")
-    asked = [Asked(models.by_name[name], prompt(n), Sampling(9)) for name in names for n in (5, 9)]
-    for each in asked:
-        scheduler.submit(each.request)
+    models_asked = [models.by_name[n] for n in ("comigs-1g1s:anna", "fedprompt:poet") * 2]
+    asked = [Asked(m, prompt(5 + n), Sampling(9)) for n, m in enumerate(models_asked)]
+    submit(scheduler, *asked)
     ids = [each.ids for each in asked]
     scheduler.stop()
-    models_asked = [models.by_name[name] for name in names for _ in range(2)]
     for model, each, tokens in zip(models_asked, asked, ids, strict=True):
         assert tokens == alone(model, each.request.prompt, 9)
     bare(models_asked[0].weights.base)

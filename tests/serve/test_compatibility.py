@@ -7,16 +7,10 @@ import httpx
 import pytest
 from serving import served
 
+from coterie.serve import protocol
 from coterie.serve.app import Limits
 from coterie.serve.models import Models
-from coterie.serve.protocol import (
-    IGNORED,
-    NEUTRAL,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    parse_request,
-)
+from coterie.serve.protocol import IGNORED, NEUTRAL, ApiError, ChatRequest, CompletionRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = {"role": "user", "content": "Name a sea."}
@@ -34,12 +28,12 @@ def with_fields(level: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(body: dict[str, Any]) -> ChatRequest:
-    return parse_request(ChatRequest, json.dumps(body).encode())
+    return protocol.parse_request(ChatRequest, json.dumps(body).encode())
 
 
 def refusal(kind: type[ChatRequest | CompletionRequest], body: dict[str, Any]) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        parse_request(kind, json.dumps(body).encode())
+        protocol.parse_request(kind, json.dumps(body).encode())
     assert raised.value.status == 400
     return raised.value
 
@@ -69,11 +63,8 @@ def test_common_fields_of_messages_and_neutral_samplers_are_accepted(server: htt
     answer = {
         "role": "assistant",
         "content": [{"type": "text", "text": "The North Sea.", "annotations": []}],
-        "reasoning_content": "A sea is asked for.",
-        "tool_calls": [],
-        "function_call": None,
-        "refusal": None,
-        "provider_specific_fields": {"refusal": None},
+        **{"reasoning_content": "A sea is asked for.", "tool_calls": [], "function_call": None},
+        **{"refusal": None, "provider_specific_fields": {"refusal": None}},
     }
     cached = {"type": "text", "text": "Name a sea.", "cache_control": {"type": "ephemeral"}}
     samplers = {"top_k": -1, "min_p": 0, "typical_p": 1.0, "repetition_penalty": 1.0, "mirostat": 0}
@@ -83,31 +74,22 @@ def test_common_fields_of_messages_and_neutral_samplers_are_accepted(server: htt
     assert replies[0].json()["choices"] == replies[1].json()["choices"]
 
 
+AUDIO = {"type": "input_audio"}
+CALLS = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+
+
+def content(value: Any) -> dict[str, Any]:
+    return {"messages": [{**QUESTION, "content": value}]}
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "field", "reason"),
     [
-        (ChatRequest, {"messages": [{**QUESTION, "content": [IMAGE]}]}, "image_url", "supported"),
-        (
-            ChatRequest,
-            {"messages": [{**QUESTION, "content": [{"type": "input_audio"}]}]},
-            "messages[0].content[0].type",
-            "should be 'text'",
-        ),
-        (
-            ChatRequest,
-            {"messages": [{**QUESTION, "content": 5}]},
-            "messages[0].content",
-            "a string or an array",
-        ),
-        (
-            ChatRequest,
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
-            "messages[0].tool_calls",
-            "not supported",
-        ),
+        (ChatRequest, content([IMAGE]), "image_url", "supported"),
+        (ChatRequest, content([AUDIO]), "messages[0].content[0].type", "should be 'text'"),
+        (ChatRequest, content(5), "messages[0].content", "a string or an array"),
+        (ChatRequest, CALLS, "messages[0].tool_calls", "not supported"),
         (ChatRequest, {"messages": ["Name a sea."]}, "messages[0]", "should be an object"),
         (ChatRequest, {"stop": ["a", 5]}, "stop[1]", "valid string"),
         (ChatRequest, {"stop": ["a"] * 5}, "stop", "at most 4"),
@@ -118,18 +100,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     ],
 )
 def test_a_refusal_names_the_field_and_the_reason(kind, changes, field, reason) -> None:
-    required = {"model": "anna", "messages": [QUESTION]}
-    if kind is CompletionRequest:
-        required = {"model": "anna", "prompt": "The"}
-    error = refusal(kind, {**required, **changes})
-    assert error.field is not None
+    required = {"messages": [QUESTION]} if kind is ChatRequest else {"prompt": "The"}
+    error = refusal(kind, {"model": "anna", **required, **changes})
     assert error.field.endswith(field)
     assert reason in str(error)
 
 
 @pytest.mark.parametrize(
-    ("path", "field"),
-    [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_tokens")],
+    ("path", "field"), [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (TEXT, "max_tokens")]
 )
 def test_a_limit_above_the_servers_is_capped(server: httpx.Client, path: str, field: str) -> None:
     prompt = {"messages": [QUESTION]} if path == CHAT else {"prompt": "The sea"}

@@ -4,13 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from openai import (
-    APIStatusError,
-    AuthenticationError,
-    BadRequestError,
-    NotFoundError,
-    OpenAI,
-)
+from openai import APIStatusError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
 from serving import served
 
 from coterie.serve.models import Models
@@ -25,32 +19,23 @@ def client(models: Models) -> Iterator[OpenAI]:
 
 
 def test_it_chats_and_streams(client: OpenAI) -> None:
-    names = [model.id for model in client.models.list()]
-    assert "comigs-1g1s:anna" in names
+    assert "comigs-1g1s:anna" in [model.id for model in client.models.list()]
     assert client.models.retrieve("comigs-1g1s:anna").owned_by == "coterie"
     asked: dict[str, Any] = {"messages": QUESTION, "temperature": 0, "max_tokens": 16}
     whole = client.chat.completions.create(model="anna", **asked)
     text = whole.choices[0].message.content
     assert text
-    assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-    stream = client.chat.completions.create(
-        model="anna", stream=True, stream_options={"include_usage": True}, **asked
-    )
-    events = list(stream)
+    streamed: Any = {"stream": True, "stream_options": {"include_usage": True}, **asked}
+    events = list(client.chat.completions.create(model="anna", **streamed))
     assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == text
     assert events[-1].usage == whole.usage
 
 
 def test_it_reads_log_probabilities_and_the_extension(client: OpenAI) -> None:
-    reply = client.chat.completions.create(
-        model="ben",
-        messages=QUESTION,
-        max_tokens=4,
-        logprobs=True,
-        top_logprobs=2,
-        extra_body={"coterie": {"routing": True}},
-    )
+    asked: Any = {"model": "ben", "messages": QUESTION, "max_tokens": 4, "top_logprobs": 2}
+    extra = {"coterie": {"routing": True}}
+    reply = client.chat.completions.create(**asked, logprobs=True, extra_body=extra)
     choice: Any = reply.choices[0]
     assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
     assert len(choice.coterie["routing"]) == len(choice.logprobs.content)

@@ -17,7 +17,10 @@ from serving import LIMITS, chat_values, served
 import coterie
 from coterie.data.items import Turn
 from coterie.errors import CoterieError
+from coterie.evaluation.generation import Sampling
+from coterie.inference.speaking import Speaker
 from coterie.serve.app import Limits
+from coterie.serve.batches import Forward
 from coterie.serve.models import Models
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -36,22 +39,16 @@ def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[s
 
 def test_lists_every_model(server: httpx.Client) -> None:
     listed = server.get("/v1/models").json()
-    kinds = {
-        model["id"]: model["coterie"]["kind"]
-        for model in listed["data"]
-        if model["id"] == model["coterie"]["model"]
-    }
+    listed = {model["id"]: model["coterie"] for model in listed["data"]}
+    kinds = {name: model["kind"] for name, model in listed.items() if name == model["model"]}
     assert kinds == {
         **{f"base:{name}": "base" for name in ("anna", "ben", "diarist", "poet", "whaler")},
-        "fedavg:anna": "averaged",
-        "fedavg:ben": "averaged",
-        "comigs-1g1s:anna": "personal",
-        "comigs-1g1s:ben": "personal",
+        **{f"fedavg:{name}": "averaged" for name in ("anna", "ben")},
+        **{f"comigs-1g1s:{name}": "personal" for name in ("anna", "ben")},
         **{f"fedprompt:{name}": "averaged" for name in ("diarist", "poet", "whaler")},
     }
     described = server.get("/v1/models/ben").json()
-    assert described["id"] == "ben"
-    assert described["coterie"]["model"] == "comigs-1g1s:ben"
+    assert (described["id"], described["coterie"]["model"]) == ("ben", "comigs-1g1s:ben")
     assert described["coterie"]["routing"]
     assert server.get("/v1/models/nobody").status_code == 404
 
@@ -71,9 +68,7 @@ def test_one_base_has_one_name_and_names_are_unique(talks: Path, monkeypatch) ->
     assert list(models.by_name) == names
     numbers = map(str, count())
     monkeypatch.setattr("coterie.serve.models.adapter_digest", lambda *_: next(numbers))
-    with pytest.raises(
-        CoterieError, match="both have a different model named base:anna; serve the"
-    ):
+    with pytest.raises(CoterieError, match="have a different model named base:anna; serve the"):
         Models([talks, talks])
 
 
@@ -85,9 +80,6 @@ def test_equal_models_share_one_batch(models: Models) -> None:
 
 
 def test_a_chat_has_the_answer_of_coterie_chat(server, models: Models) -> None:
-    from coterie.evaluation.generation import Sampling
-    from coterie.inference.speaking import Speaker
-
     reply = server.post(CHAT, json=ASK).json()
     model = models.by_name["comigs-1g1s:anna"]
     assert model.template is not None
@@ -119,8 +111,7 @@ def test_a_completion_continues_the_text(server, models: Models) -> None:
 
 
 def test_an_empty_text_is_continued_from_the_end_token(server) -> None:
-    reply = server.post(TEXT, json={**CONTINUE, "prompt": ""})
-    assert reply.json()["usage"]["prompt_tokens"] == 1
+    assert server.post(TEXT, json={**CONTINUE, "prompt": ""}).json()["usage"]["prompt_tokens"] == 1
 
 
 def test_a_seed_repeats_a_sampled_answer(server) -> None:
@@ -143,8 +134,7 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
         assert sum(token["weights"].values()) == pytest.approx(1, abs=1e-3)
     plain = server.post(CHAT, json={**body, "model": "base:ben"}).json()["choices"][0]
     assert plain["coterie"] == {"routing": None}
-    streamed = events(server, CHAT, body)
-    tokens = [t for e in streamed for t in e["choices"][0]["coterie"]["routing"]]
+    tokens = [t for e in events(server, CHAT, body) for t in e["choices"][0]["coterie"]["routing"]]
     assert tokens == routing
 
 
@@ -172,9 +162,8 @@ def test_log_probabilities_and_routing_come_with_each_token(server) -> None:
 )
 def test_wrong_requests_are_refused(server, path, changes, status, said) -> None:
     body = {**(ASK if path == CHAT else CONTINUE), **changes}
-    reply = server.post(
-        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
-    )
+    kind = {"Content-Type": "application/json"}
+    reply = server.post(path, content=json.dumps(body), headers=kind)
     error = reply.json()["error"]
     assert (reply.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert said in error["message"]
@@ -194,10 +183,9 @@ def test_the_page_allows_only_itself(server) -> None:
     policy = reply.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "unsafe" not in policy
-    page = reply.text
-    for forbidden in ("innerHTML", "insertAdjacentHTML", "document.write", "style=", "http://"):
-        assert forbidden not in page
-    assert "https://" not in page
+    writing = ("innerHTML", "insertAdjacentHTML", "document.write", "style=")
+    for forbidden in (*writing, "http://", "https://"):
+        assert forbidden not in reply.text
 
 
 def test_keys_are_required_everywhere_but_for_the_page(models: Models) -> None:
@@ -231,11 +219,7 @@ def stream_without_reading(address: str) -> socket.socket:
     return connection
 
 
-def test_a_full_queue_refuses_and_a_disconnected_client_frees_its_place(
-    models: Models, monkeypatch
-) -> None:
-    from coterie.serve.batches import Forward
-
+def test_a_full_queue_refuses_until_a_client_disconnects(models: Models, monkeypatch) -> None:
     gate = threading.Event()
     original = Forward.step
 
@@ -253,11 +237,7 @@ def test_a_full_queue_refuses_and_a_disconnected_client_frees_its_place(
         gate.set()
 
 
-def test_a_stopped_server_answers_running_requests_with_an_error(
-    models: Models, monkeypatch
-) -> None:
-    from coterie.serve.batches import Forward
-
+def test_a_stopped_server_ends_requests_with_an_error(models: Models, monkeypatch) -> None:
     original, replies = Forward.step, []
 
     def slow(self, *arguments):
@@ -268,8 +248,7 @@ def test_a_stopped_server_answers_running_requests_with_an_error(
     with served(models) as address:
         body = {**ASK, "max_tokens": 64, "stream": True}
         streaming = httpx.stream("POST", f"{address}{CHAT}", json=body, timeout=60)
-        reply = streaming.__enter__()
-        lines = reply.iter_lines()
+        lines = streaming.__enter__().iter_lines()
         next(lines)
         post = lambda: replies.append(httpx.post(f"{address}{CHAT}", json=body | {"stream": False}))  # noqa: E731
         waiting = threading.Thread(target=post)
@@ -318,17 +297,14 @@ def bad_head(draw: random.Random, body: bytes) -> bytes:
     kind = draw.choice(["application/json"] * 6 + ["", "\xff", "application/json; charset=utf-99"])
     path = draw.choice([CHAT] * 4 + [TEXT] * 3 + ["/v1/models/%ff%00", "/../x", "//", "*"])
     method = draw.choice(["POST"] * 9 + ["GET", "PUT", "BREW"])
-    more = draw.choice(
-        [""] * 9 + ["A" * 9000 + ": b\r\n", "Transfer-Encoding: chunked\r\n", ":\r\n"]
-    )
+    odd = ["A" * 9000 + ": b\r\n", "Transfer-Encoding: chunked\r\n", ":\r\n"]
+    more = draw.choice([""] * 9 + odd)
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n"
     return f"{head}Content-Type: {kind}\r\n{more}Connection: close\r\n\r\n".encode("latin-1")
 
 
 @pytest.mark.parametrize("requests", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_malformed_requests_leave_the_server_standing(
-    models: Models, caplog, requests: int
-) -> None:
+def test_malformed_requests_do_not_stop_the_server(models: Models, caplog, requests: int) -> None:
     draw = random.Random(requests)
     statuses: dict[str, int] = {}
     with served(models, limits=LIMITS) as address:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,15 +28,10 @@ def test_serves_the_page_and_the_api_until_ctrl_c(talks: Path, tmp_path: Path) -
     keys.write_text("a-key\n")
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "coterie", "serve", talks, "--address", address]
-    process = subprocess.Popen(
-        [*command, "--key-file", keys],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        preexec_fn=die_with_parent(),
-    )
-    assert process.stdout is not None
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **streams}
+    command += ["--key-file", keys]
+    process = subprocess.Popen(command, preexec_fn=die_with_parent(), **options)
     lines: list[str] = []
     while not lines or "Serving" not in lines[-1]:
         lines.append(process.stdout.readline())
@@ -51,8 +47,7 @@ def test_serves_the_page_and_the_api_until_ctrl_c(talks: Path, tmp_path: Path) -
             next(pieces)
             process.send_signal(signal.SIGINT)
             rest = [json.loads(piece[6:]) for piece in pieces if piece and "[DONE]" not in piece]
-    assert process.wait(60) == 0
-    assert process.stdout.read() == "Stopped.\n"
+    assert (process.wait(60), process.stdout.read()) == (0, "Stopped.\n")
     assert "error" in rest[-1] or rest[-1]["choices"][0]["finish_reason"], "or it was fast"
 
 
@@ -92,9 +87,7 @@ def test_wrong_commands_are_refused(talks: Path, tmp_path: Path, refusal) -> Non
         assert message in refusal(*arguments)
 
 
-def test_a_used_port_is_refused_before_anything_is_loaded(
-    talks: Path, refusal, monkeypatch
-) -> None:
+def test_a_used_port_is_refused_before_loading(talks: Path, refusal, monkeypatch) -> None:
     monkeypatch.setattr("coterie.serve.models.Models", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         message = refusal(talks, "--address", f"127.0.0.1:{other.getsockname()[1]}")

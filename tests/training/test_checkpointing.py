@@ -2,18 +2,18 @@
 what modules keep are equal to the bit, whatever is drawn in the forward pass."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from small_models import gpt2, llama
+from tensors import equal, fill
 from torch import Tensor, nn
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -29,31 +29,15 @@ from coterie.training.context import ClientContext
 from coterie.training.passes import training_pass
 from coterie.training.spec import TrainingSpec
 
-SIZES: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 3, "hidden_size": 12}
-
-
-def gpt2() -> Any:
-    return GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=12, n_head=2, vocab_size=61))
-
-
-def llama() -> Any:
-    config = LlamaConfig(intermediate_size=20, num_attention_heads=2, **SIZES)
-    return LlamaForCausalLM(config)
-
 
 def opt() -> Any:
-    sizes: dict[str, Any] = {"ffn_dim": 20, "word_embed_proj_dim": 12, "num_attention_heads": 2}
-    return OPTForCausalLM(OPTConfig(**SIZES, **sizes))
+    sizes: dict[str, Any] = {"vocab_size": 61, "num_hidden_layers": 3, "hidden_size": 12}
+    sizes |= {"ffn_dim": 20, "word_embed_proj_dim": 12, "num_attention_heads": 2}
+    return OPTForCausalLM(OPTConfig(**sizes))
 
 
-def mixture(base: Any, specialists: int = 1, dropout: float = 0.0) -> Adapter:
-    layout = Layout(1, specialists, rank=2, attention_rank=2, dropout=dropout)
-    return Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
-
-
-def dense(base: Any, dropout: float = 0.0) -> Adapter:
-    """FedIT's, on attention alone."""
-    layout = Layout(0, 0, attention_rank=2, dropout=dropout)
+def mixture(base: Any, specialists: int = 1, dropout: float = 0.0, generalists: int = 1) -> Adapter:
+    layout = Layout(generalists, specialists, rank=2, attention_rank=2, dropout=dropout)
     return Adapter(base, layout, seed=0, client="ada", common=lambda _: False)
 
 
@@ -63,15 +47,16 @@ def amole(base: Any, dropout: float = 0.0) -> AmoleAdapter:
     return AmoleAdapter(base, layout, 0, held)
 
 
-ADAPTERS: dict[str, Callable[[Any], Any]] = {
+dense = partial(mixture, generalists=0, specialists=0)
+KINDS: dict[str, Callable[..., Any]] = {
     "comigs-1g1s": mixture,
-    "comigs-1g1s, dropout": partial(mixture, dropout=0.3),
     "top 2 of 4": partial(mixture, specialists=3),
-    "top 2 of 4, dropout": partial(mixture, specialists=3, dropout=0.3),
-    "fedit": dense,
-    "fedit, dropout": partial(dense, dropout=0.3),
+    "fedit": dense,  # on attention alone
     "fedamole": amole,
-    "fedamole, dropout": partial(amole, dropout=0.3),
+}
+ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    **KINDS,
+    **{f"{name}, dropout": partial(kind, dropout=0.3) for name, kind in KINDS.items()},
     "fedprompt": lambda base: soft_prompt(base, 3, 0, 0.5),
 }
 
@@ -95,9 +80,9 @@ def context(base: Any, **training: Any) -> ClientContext:
     return cast(ClientContext, SimpleNamespace(name="ada", seed=0, base=held, training=spec))
 
 
-def made(kind: Callable[[], Any]) -> Any:
+def made(kind: Callable[..., Any]) -> Any:
     torch.manual_seed(0)
-    return kind().eval()
+    return (kind() if kind is opt else kind(layers=3)).eval()
 
 
 def penalty(adapter: Any) -> Tensor:
@@ -109,9 +94,8 @@ def penalty(adapter: Any) -> Tensor:
 
 def taught(base: Any, adapter: Any, batch: Batch, **training: Any) -> dict[str, Tensor]:
     """What a step's passes give and leave, with gradients; the backward pass is outside."""
-    chance = torch.Generator().manual_seed(5)
+    fill(adapter.tensors(), 0.3, 5)
     for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=chance)
         parameter.requires_grad_()
     model = adapter.attach(base)
     with training_pass(context(base, **training), "experts", 3):
@@ -127,38 +111,25 @@ def taught(base: Any, adapter: Any, batch: Batch, **training: Any) -> dict[str, 
     return found | {f"after/{path}": w for path, w in adapter.routing().items()}
 
 
-@pytest.mark.parametrize("kind", [gpt2, llama])
-@pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("base_dropout", [0.0, 0.2])
+MIXTURES = ("comigs-1g1s", "top 2 of 4", "comigs-1g1s, dropout", "top 2 of 4, dropout")
+CASES: list[tuple[Any, str, float, str]] = [
+    *product([gpt2, llama], ADAPTERS, [0.0, 0.2], ["checkpointing"]),
+    *product([gpt2, llama], MIXTURES, [0.0], ["store_activations"]),
+    (opt, "fedit", 0.2, "checkpointing"),  # whose layers ask for their own mode
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "base_dropout", "option"), CASES)
 def test_gradients_are_equal_to_the_bit(
-    kind: Any, name: str, base_dropout: float, batch: Batch
+    kind: Any, name: str, base_dropout: float, option: str, batch: Batch
 ) -> None:
     base = made(kind)
-    adapter = ADAPTERS[name](base)
-    plain = taught(base, adapter, batch, base_dropout=base_dropout)
-    found = taught(base, adapter, batch, base_dropout=base_dropout, checkpointing=True)
-    assert plain.keys() == found.keys()
+    adapter, training = ADAPTERS[name](base), {"base_dropout": base_dropout}
+    plain = taught(base, adapter, batch, **training)
+    assert equal(plain, taught(base, adapter, batch, **training, **{option: True}))
     assert len(plain) > 2
-    for what, tensor in plain.items():
-        assert torch.equal(found[what], tensor), what
-    if base_dropout or "dropout" in name:
-        again = taught(base, adapter, batch)
-        assert ("dropout" in name and not base_dropout) or not torch.equal(
-            again["loss"], plain["loss"]
-        )
-
-
-@pytest.mark.parametrize("kind", [gpt2, llama])
-@pytest.mark.parametrize("specialists", [1, 3])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_stored_activations_give_equal_gradients(
-    kind: Any, specialists: int, dropout: float, batch: Batch
-) -> None:
-    base = made(kind)
-    adapter = mixture(base, specialists, dropout)
-    plain, found = (taught(base, adapter, batch, store_activations=on) for on in (False, True))
-    assert plain.keys() == found.keys()
-    assert all(torch.equal(found[what], tensor) for what, tensor in plain.items())
+    if base_dropout:
+        assert not torch.equal(taught(base, adapter, batch)["loss"], plain["loss"])
 
 
 def saved_values(base: Any, adapter: Adapter, batch: Batch, **training: Any) -> int:
@@ -176,7 +147,7 @@ def saved_values(base: Any, adapter: Adapter, batch: Batch, **training: Any) -> 
     return sum(sizes)
 
 
-@pytest.mark.parametrize(("kind", "wide", "up"), [(gpt2, 48, 1), (llama, 20, 2)])
+@pytest.mark.parametrize(("kind", "wide", "up"), [(gpt2, 20, 1), (llama, 20, 2)])
 def test_stored_activations_replace_the_frozen_outputs(
     kind: Any, wide: int, up: int, batch: Batch
 ) -> None:
@@ -186,15 +157,6 @@ def test_stored_activations_replace_the_frozen_outputs(
     tokens = batch.only(torch.tensor([1]))  # without padding
     few, many = (saved_values(base, adapter, tokens, store_activations=on) for on in (False, True))
     assert many - few == 3 * 11 * wide * (2 * (up + 1) - up)
-
-
-def test_layers_that_drop_out_by_themselves_do_so_again(batch: Batch) -> None:
-    """OPT's layers ask for their own mode."""
-    base = made(opt)
-    adapter = dense(base)
-    plain = taught(base, adapter, batch, base_dropout=0.2)
-    found = taught(base, adapter, batch, base_dropout=0.2, checkpointing=True)
-    assert all(torch.equal(found[what], tensor) for what, tensor in plain.items())
 
 
 @pytest.mark.parametrize("kind", [gpt2, llama])
@@ -225,16 +187,11 @@ def test_activations_are_not_kept(batch: Batch) -> None:
 def test_layers_are_as_before_afterwards(batch: Batch) -> None:
     base = made(gpt2)
     layers = [m for m in base.modules() if isinstance(m, GradientCheckpointingLayer)]
-
-    def fail() -> None:
-        with training_pass(context(base, checkpointing=True), "experts"):
-            assert all("forward" in vars(layer) for layer in layers)
-            with torch.no_grad():  # nothing to compute again
-                base(batch.ids)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    checkpointed = training_pass(context(base, checkpointing=True), "experts")
+    with suppress(KeyError), checkpointed, torch.no_grad():  # nothing to compute again
+        assert all("forward" in vars(layer) for layer in layers)
+        base(batch.ids)
+        raise KeyError
     assert len(layers) == 3
     assert not any("forward" in vars(layer) for layer in layers)
 

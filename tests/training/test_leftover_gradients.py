@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import equal
 from transformers import PreTrainedModel
 
 import coterie
@@ -11,7 +12,9 @@ from coterie.adapters import of_roles
 from coterie.engines.local import local_run
 from coterie.engines.session import Session
 from coterie.methods.adapter import AdapterClient
-from coterie.runs import Callback, RunFolder
+from coterie.methods.tensors import copied, copy
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
 from coterie.training.local import LocalTraining
 
 ROUNDS, STEPS, EVERY, TURNS = 4, 2, 3, 2
@@ -61,50 +64,38 @@ def trained_naively(client: AdapterClient) -> dict[str, torch.Tensor]:
         if (step + 1) % EVERY == 0:
             for turn in range(TURNS):
                 update("routers", step, turn)
-    return {name: p.detach().clone() for name, p in adapter.tensors().items()}
+    return copied(adapter.tensors())
 
 
 def test_an_optimiser_clears_its_own_gradients_alone(run) -> None:
     client = run.clients["poet"]
-    start = {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
+    start = copied(client.adapter.tensors())
     expected = trained_naively(client)
-    with torch.no_grad():
-        for name, parameter in client.adapter.tensors().items():
-            parameter.copy_(start[name])
-            parameter.grad = None
+    copy(start, client.adapter.tensors())
+    for parameter in client.adapter.tensors().values():
+        parameter.grad = None
     training = LocalTraining(client.context, client.adapter, client.training.levels)
     for round in range(ROUNDS):
         training.run(round)
-    for name, parameter in client.adapter.tensors().items():
-        torch.testing.assert_close(parameter.detach(), expected[name], atol=1e-5, rtol=1e-4)
+    trained = copied(client.adapter.tensors())
+    torch.testing.assert_close(trained, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_what_is_left_goes_with_the_state(run) -> None:
     """A round after a restored state has the same bits as the round that went on."""
     client = run.clients["poet"]
-    training = client.training
+    training, tensors = client.training, client.adapter.tensors()
     for round in range(2):  # step 3, the first of round 1, is a phase; step 4 clears what it left
         training.run(round)
-    state, before = training.state(), adapter_state(client)
+    state, before = training.state(), copied(tensors)
     assert state.groups["leftover"]
     training.run(2)
-    after = adapter_state(client)
+    after = copied(tensors)
     again = LocalTraining(client.context, client.adapter, training.levels)
-    with torch.no_grad():
-        for name, parameter in client.adapter.tensors().items():
-            parameter.copy_(before[name])
+    copy(before, tensors)
     again.restore(state)
     again.run(2)
-    assert all(torch.equal(value, after[name]) for name, value in adapter_state(client).items())
-
-
-def adapter_state(client: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in client.adapter.tensors().items()}
-
-
-class StopAfterFirstRound(Callback):
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
+    assert equal(tensors, after)
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_bits(config, tmp_path) -> None:
@@ -112,6 +103,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(config, tmp_path) -> Non
     run = config(method={**METHOD, "router": router}, rounds=2)
     whole = coterie.run(run, out=tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "stopped", callbacks=[StopAfterFirstRound()])
+        coterie.run(run, out=tmp_path / "stopped", callbacks=[Stop()])
     resumed = coterie.resume(tmp_path / "stopped")
     assert resumed.results["comigs-2s"]["trained"] == whole.results["comigs-2s"]["trained"]

@@ -11,7 +11,8 @@ import coterie
 from coterie import CoterieError
 from coterie.config.read import load_config
 from coterie.config.run import parse
-from coterie.runs import Callback, RunFolder
+from coterie.runs import RunFolder
+from coterie.testing.contract import Stop
 from coterie.testing.loop import assert_same_state
 from coterie.training.optimiser import REFUSED, build, classes
 from coterie.training.spec import ADAMW, OptimiserSpec
@@ -22,11 +23,6 @@ OTHERS = {
     "nadam": {"name": "NAdam", "momentum_decay": "4e-3"},
     "adagrad": "Adagrad",
 }
-
-
-class StopAfterFirstRound(Callback):
-    def on_round_end(self, round: int, scores: str) -> None:
-        raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +47,7 @@ def test_a_stopped_run_goes_on_with_any_moments(name, make, usual, tmp_path) -> 
     run = make(optimiser=OTHERS[name])
     whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
     with pytest.raises(KeyboardInterrupt):
-        coterie.run(run, out=tmp_path / "run", callbacks=[StopAfterFirstRound()])
+        coterie.run(run, out=tmp_path / "run", callbacks=[Stop()])
     resumed = RunFolder(coterie.resume(tmp_path / "run").path)
     for client in ("client-diarist", "client-poet", "client-whaler"):
         theirs, ours = whole.load(client), resumed.load(client)
@@ -93,15 +89,9 @@ def test_every_optimiser_can_be_chosen_by_its_name_alone(name) -> None:
         (3, "training.optimiser: give a name, such as sgd, or a mapping"),
         ({"name": "sgd", "momentun": 1}, "Did you mean 'training.optimiser.momentum'?"),
         ({"name": "sgd", "betas": [1, 1]}, "Unknown key 'training.optimiser.betas'. Known keys:"),
-        (
-            {"name": "sgd", "lr": 1},
-            "training.optimiser.lr is not supported; set training.learning_rate",
-        ),
+        ({"name": "sgd", "lr": 1}, "optimiser.lr is not supported; set training.learning_rate"),
         ({"name": "sgd", "params": []}, "Unknown key 'training.optimiser.params'."),
-        (
-            {"name": "sgd", "nesterov": True},
-            "training.optimiser: sgd rejected its settings: Nesterov",
-        ),
+        ({"name": "sgd", "nesterov": True}, "optimiser: sgd rejected its settings: Nesterov"),
         ({"name": "sgd", "nesterov": 1}, "optimiser.nesterov should be true or false, not 1."),
         ({"weight_decay": -1}, "adamw rejected its settings: Invalid weight_decay value: -1."),
         ({"weight_decay": "much"}, "optimiser.weight_decay should be a number, not 'much'."),
@@ -126,8 +116,10 @@ def test_an_optimiser_that_cannot_deal_with_the_parameters_says_so() -> None:
 
 
 def test_settings_of_an_optimiser_can_be_set_one_by_one() -> None:
-    given = ["training.optimiser=sgd", "training.optimiser.momentum=0.5"]
-    optimiser = load_config(None, given).training.optimiser
-    assert (optimiser.name, optimiser.settings) == ("sgd", {"momentum": 0.5})
-    optimiser = load_config(None, ["training.optimiser.eps=1e-6"]).training.optimiser
-    assert (optimiser.name, optimiser.settings["eps"]) == ("adamw", 1e-6)
+    for given, expected in (
+        (["=sgd", ".momentum=0.5"], ("sgd", {"momentum": 0.5})),
+        ([".eps=1e-6"], ("adamw", ADAMW | {"eps": 1e-6})),
+    ):
+        values = [f"training.optimiser{value}" for value in given]
+        optimiser = load_config(None, values).training.optimiser
+        assert (optimiser.name, optimiser.settings) == expected

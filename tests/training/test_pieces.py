@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import gpt2, llama
+from tensors import fill
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from coterie.adapters import Adapter, AmoleAdapter, AmoleLayout, Layout, of_roles
 from coterie.adapters.prompt import soft_prompt
@@ -38,16 +39,10 @@ def batch() -> Batch:
     return Batch(ids, real & (place >= lengths * 2 // 3), real)
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=[gpt2, llama], ids=["gpt2", "llama"])
 def base(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    if request.param == "llama":
-        sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
-        config = LlamaConfig(hidden_size=12, intermediate_size=20, vocab_size=61, **sizes)
-        return LlamaForCausalLM(config).eval().double()
-    rates: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    config = GPT2Config(n_layer=2, n_embd=12, n_head=2, n_positions=32, vocab_size=61, **rates)
-    return GPT2LMHeadModel(config).eval().double()
+    return request.param().eval().double()
 
 
 def mixture(base: Any) -> Adapter:
@@ -63,12 +58,9 @@ def amole(base: Any, load: Any = "top_k") -> AmoleAdapter:
 
 def attached(adapter: Any, base: Any) -> Any:
     """With values that are not zero."""
-    chance = torch.Generator().manual_seed(5)
-    for parameter in adapter.tensors().values():
-        parameter.data.normal_(std=0.3, generator=chance)
-    adapter.require_grad(
-        of_roles("dense", "generalist", "specialist", "router", "shared", "domain")
-    )
+    fill(adapter.tensors(), 0.3, 5)
+    roles = ("dense", "generalist", "specialist", "router", "shared", "domain")
+    adapter.require_grad(of_roles(*roles))
     return adapter.attach(base)
 
 
@@ -118,9 +110,8 @@ def test_a_batch_without_padding_is_one_piece(batch: Batch) -> None:
 
 
 def test_parts_of_a_batch_by_length_hold_similar_samples(batch: Batch) -> None:
-    lengths = [int(part.real.sum(1)[n]) for part in batch.by_length().split(2)  # pyright: ignore
-               for n in range(len(part.ids))]  # fmt: skip
-    assert lengths == sorted(LENGTHS)
+    parts: Any = batch.by_length().split(2)
+    assert [n for part in parts for n in part.real.sum(1).tolist()] == sorted(LENGTHS)
     plain = Batch(batch.ids)
     assert plain.by_length() is plain
 

@@ -1,17 +1,20 @@
 """Losses and slopes of single samples equal slow versions, for every kind of data."""
 
-import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensors import equal, fill
 from torch import Tensor
 from torch.nn import functional as F
 
 from coterie.config.run import parse
+from coterie.data.kinds.text import Tokens
 from coterie.losses.tokens import Batch
+from coterie.methods.tensors import copied, copy
 from coterie.testing.rounds import joined
 from coterie.training.probe import probe_batch, sample_losses, sample_slopes
 
@@ -20,20 +23,8 @@ STEP = 3e-3
 """The step of the finite differences along a direction of norm 1."""
 
 
-@pytest.fixture(scope="session")
-def pairs(questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with questions of the poet, and an answer that is preferred to another one."""
-    folder = tmp_path_factory.mktemp("pairs")
-    lines = (questions / "poet.jsonl").read_text(encoding="utf-8").splitlines()
-    with (folder / "poet.jsonl").open("w", encoding="utf-8") as file:
-        for line in lines:
-            record = {"prompt": json.loads(line)["instruction"], "chosen": "yes", "rejected": "no"}
-            file.write(json.dumps(record) + "\n")
-    return folder
-
-
 @pytest.fixture(params=WINDOWS)
-def client(request: pytest.FixtureRequest, values, questions: Path, pairs: Path) -> Any:
+def client(request: pytest.FixtureRequest, values, questions: Path, opinions: Path) -> Any:
     """A client of `auto` with one kind of data and an adapter that changes the base's output."""
     shares, kind = {"fractions": {"validation": 0.3}}, request.param
     data: dict[str, dict[str, Any]] = {
@@ -43,13 +34,10 @@ def client(request: pytest.FixtureRequest, values, questions: Path, pairs: Path)
     }
     changes: dict[str, Any] = {"data": {"window": WINDOWS[kind], **data[kind]}}
     if kind != "text":
-        name = "poet.jsonl"
-        changes |= {"data_root": str(pairs if kind == "preferences" else questions)}
-        changes |= {"clients": [{"name": "poet", "path": name}]}
+        changes |= {"data_root": str(opinions if kind == "preferences" else questions)}
+        changes |= {"clients": [{"name": "poet", "path": "poet.jsonl"}]}
     client = joined(parse(values(method="auto", **changes))).clients["poet"]
-    chance = torch.Generator().manual_seed(3)
-    for tensor in client.parameters().values():
-        tensor.tensor.data.normal_(std=0.1, generator=chance)
+    fill({name: p.tensor for name, p in client.parameters().items()}, 0.1, 3)
     return client
 
 
@@ -110,15 +98,14 @@ def test_slopes_are_finite_differences_of_the_losses(client) -> None:
         norm = math.sqrt(sum(float(t.square().sum()) for t in direction.values()))
         direction.update({name: t / norm for name, t in direction.items()})
     directions.append({name: torch.zeros_like(t) for name, t in judged.items()})
-    before = {name: t.detach().clone() for name, t in judged.items()}
+    before = copied(judged)
     slopes = sample_slopes(context, client.model(), batch, judged, directions)
-    assert all(torch.equal(judged[name], t) for name, t in before.items())
+    assert equal(judged, before)
     assert all(p.tensor.grad is None for p in client.parameters().values())
 
     def moved(direction: dict[str, Tensor], step: float) -> Tensor:
+        copy({name: t + step * direction[name] for name, t in before.items()}, judged)
         with torch.no_grad():
-            for name, tensor in judged.items():
-                tensor.copy_(before[name] + step * direction[name])
             return naive_losses(client.model(), batch)
 
     differences = torch.stack(
@@ -131,16 +118,12 @@ def test_slopes_are_finite_differences_of_the_losses(client) -> None:
     assert slopes[:, :2].std(0).min() > 10 * 2e-4  # samples differ by far more than the tolerance
 
 
-@pytest.mark.parametrize(("most", "expected"), [(1, [0]), (3, [0, 3, 6]), (4, [0, 2, 4, 6])])
-def test_samples_are_evenly_spaced(most: int, expected: list[int]) -> None:
-    from coterie.data.kinds.text import Tokens
-
-    split = Tokens(torch.arange(45, dtype=torch.int32), 45)  # 9 windows of 5 tokens
-    assert (probe_batch(split, 4, most).ids[:, 0] // 5).tolist() == expected
+EVENLY = [(45, 1, [0]), (45, 3, [0, 3, 6]), (45, 4, [0, 2, 4, 6]), (44, 20, range(8))]
+"""Numbers of tokens and of samples at most, and the windows of five tokens that are used."""
 
 
-def test_all_samples_are_used_if_there_are_few() -> None:
-    from coterie.data.kinds.text import Tokens
-
-    split = Tokens(torch.arange(44, dtype=torch.int32), 44)  # the rest is no whole window
-    assert probe_batch(split, 4, 20).ids.tolist() == torch.arange(40).view(8, 5).tolist()
+@pytest.mark.parametrize(("tokens", "most", "windows"), EVENLY)
+def test_samples_are_evenly_spaced(tokens: int, most: int, windows: Sequence[int]) -> None:
+    split = Tokens(torch.arange(tokens, dtype=torch.int32), tokens)
+    expected = [list(range(5 * window, 5 * window + 5)) for window in windows]
+    assert probe_batch(split, 4, most).ids.tolist() == expected

@@ -1,12 +1,12 @@
 """What a run file may say of training: each key changes what it should, and defaults nothing."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensors import equal
 from torch import Tensor
 
 import coterie
@@ -17,24 +17,20 @@ from coterie.data.windows import epoch_batch
 from coterie.engines.local import LocalRun, local_run
 from coterie.engines.session import Session
 from coterie.evaluation.evaluate import evaluate
-from coterie.runs import Callback, RunFolder
+from coterie.methods.tensors import copied
+from coterie.runs import RunFolder
 from coterie.seeding import generator
-from coterie.testing.loop import assert_as_local, deploy
+from coterie.testing.contract import Stop
+from coterie.testing.loop import assert_as_local, assert_same_states, deploy
 from coterie.testing.rounds import joined, one_round, take
 from coterie.training import local
 from coterie.training.spec import TrainingSpec
 
 BASICS: dict[str, Any] = {"steps": 2, "batch": 4, "precision": "fp32"}
 POET = [{"name": "poet", "path": "poet.txt"}]
+TEXTS = {"template": "{{ instruction }}?", "answer": "{{ instruction }} {{ output }}"}
 QUESTIONS: dict[str, Any] = {
-    "data": {
-        "window": 48,
-        "instructions": {
-            "template": "{{ instruction }}?",
-            "answer": "{{ instruction }} {{ output }}",
-        },
-        "limits": {"test": 2, "validation": 2},
-    },
+    "data": {"window": 48, "instructions": TEXTS, "limits": {"test": 2, "validation": 2}},
     "clients": [{"name": "poet", "path": "poet.jsonl"}],
 }
 """A run on prompts whose answers have unlike lengths."""
@@ -71,7 +67,7 @@ def trained(run: coterie.RunConfig, rounds: int = 2) -> dict[str, Tensor]:
     for round in range(rounds):
         one_round(sides, round)
     client: Any = sides.clients["poet"]
-    return {n: p.detach().clone() for n, p in client.adapter.tensors().items()}
+    return copied(client.adapter.tensors())
 
 
 def sides_of(run: coterie.RunConfig) -> LocalRun:
@@ -79,10 +75,6 @@ def sides_of(run: coterie.RunConfig) -> LocalRun:
     key = repr((run.data, run.clients, run.training.precision))
     session = SESSIONS.setdefault(key, Session(run))
     return local_run(run, session.base, session.participants(run), RunFolder(Path()))
-
-
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_each_key_acts_and_defaults_do_nothing(config) -> None:
@@ -93,22 +85,17 @@ def test_each_key_acts_and_defaults_do_nothing(config) -> None:
     known |= {"dpo"}  # acts on preferences alone
     assert known == TrainingSpec.model_fields.keys()
     plain = trained(make(training=BASICS))
-    explicit: dict[str, Any] = {
-        "schedule": "cosine",
-        "warmup": 0,
-        "restart": False,
-        "base_dropout": 0,
-    }
-    explicit |= {"sampling": "replacement", "micro_batch": 4, "checkpointing": True}
-    assert same(trained(make(training={**BASICS, **explicit})), plain)
-    assert same(trained(make(training={**BASICS, "store_activations": True})), plain)
+    explicit: dict[str, Any] = {"schedule": "cosine", "warmup": 0, "restart": False}
+    explicit |= {"base_dropout": 0, "sampling": "replacement", "micro_batch": 4}
+    assert equal(trained(make(training={**BASICS, **explicit, "checkpointing": True})), plain)
+    assert equal(trained(make(training={**BASICS, "store_activations": True})), plain)
     no_dropout = make(training=BASICS, method={**method, "lora": {"dropout": 0}})
-    assert same(trained(no_dropout), plain)
+    assert equal(trained(no_dropout), plain)
     found = {key: trained(make(training={**BASICS, **given})) for key, given in CHANGES.items()}
-    dead = [key for key, tensors in found.items() if same(tensors, plain)]
+    dead = [key for key, tensors in found.items() if equal(tensors, plain)]
     assert not dead
     for key in ("warmup", "schedule, cycle", "initial_learning_rate"):
-        alike = [k for k, tensors in found.items() if k != key and same(tensors, found[key])]
+        alike = [k for k, tensors in found.items() if k != key and equal(tensors, found[key])]
         assert not alike, key
 
 
@@ -150,8 +137,7 @@ def test_a_batch_in_pieces_is_the_batch(config, questions, kind, micro_batch) ->
     pieces = trained(config(**run, training={**training, "micro_batch": micro_batch}), 1)
     moved = trained(config(**run, training={**training, "learning_rate": 1e-9}), 1)
     assert max((whole[n] - moved[n]).abs().max() for n in whole) > 1e-5
-    for name, tensor in pieces.items():
-        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-8)
 
 
 def test_pieces_with_unlike_numbers_of_tokens_occur(config, questions, monkeypatch) -> None:
@@ -175,17 +161,16 @@ def test_distillation_in_pieces_is_distillation(teachers) -> None:
     """On the server and on a client, which has taken the server's word in."""
 
     def taught(**training: Any) -> list[Tensor]:
-        sides: Any = joined(teachers(rounds=1, training={**BASICS, "optimiser": "sgd", **training}))
+        training |= {"optimiser": "sgd", "learning_rate": 0.1}
+        sides: Any = joined(teachers(rounds=1, training={**BASICS, **training}))
         one_round(sides, 0)
         take(sides)
         adapters = [sides.value.own, sides.clients["poet"].adapter.tensors()]
         return [p.detach().clone() for tensors in adapters for p in tensors.values()]
 
-    whole = taught(learning_rate=0.1)
-    for mine, wanted in zip(taught(learning_rate=0.1, micro_batch=3), whole, strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-7)
-    dropped = taught(learning_rate=0.1, base_dropout=0.3)
-    assert not all(torch.equal(a, b) for a, b in zip(dropped, whole, strict=True))
+    whole = taught()
+    torch.testing.assert_close(taught(micro_batch=3), whole, rtol=1e-3, atol=1e-7)
+    assert not all(map(torch.equal, taught(base_dropout=0.3), whole))
 
 
 def order(epoch: int) -> torch.Generator:
@@ -232,21 +217,11 @@ def test_a_deployment_and_a_resumed_run_draw_the_same(knobs, tmp_path) -> None:
     whole = RunFolder(coterie.run(knobs, out=tmp_path / "whole").path)
     deploy(knobs, tmp_path / "deployed")
     assert_as_local(knobs, tmp_path / "deployed", whole)
-    session = Session(knobs)
-    people = session.participants(knobs)
-    folder = RunFolder.create(tmp_path / "cut", session.description(knobs, people))
-
-    class Stopped(Callback):
-        def on_round_end(self, round: int, scores: str) -> None:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        local_run(knobs, session.base, people, folder, [Stopped()]).run()
+        coterie.run(knobs, out=tmp_path / "cut", callbacks=[Stop()])
     torch.manual_seed(12345)  # torch's own generators are nobody's
-    resumed = local_run(knobs, session.base, people, RunFolder(folder.path))
-    resumed.run()
-    for side in ("server", "client-poet", "client-diarist"):
-        assert folder.load(side).encode() == whole.load(side).encode()
+    coterie.resume(tmp_path / "cut")
+    assert_same_states(RunFolder(tmp_path / "cut"), whole)
 
 
 def test_scores_have_no_dropout(knobs) -> None:

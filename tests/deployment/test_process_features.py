@@ -1,9 +1,10 @@
-"""The example transforms between real processes, which load them with --plugin."""
+"""Processes over TLS: example transforms, which --plugin loads, and a server with a model."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from looped import NAMES, result_of
 
 import coterie
 from coterie.config.plugins import load_plugin
@@ -12,11 +13,10 @@ from coterie.runs import RunFolder
 from coterie.testing.loop import assert_same_tensors
 
 pytest.importorskip("aiohttp", reason="the extra deployment is not installed")
-from sites import Deployment
+from sites import Deployment, assert_same_bits
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples" / "transforms"
-NAMES = ("diarist", "poet", "whaler")
 
 
 def run_file(values: Any, transform: str) -> dict[str, Any]:
@@ -40,10 +40,8 @@ def test_a_deployment_ends_in_the_bits_of_one_process(transform, values, tmp_pat
         for name in NAMES:
             side = f"client-{name}"
             assert_same_tensors(here.client(name).load(side), local.load(side), side)
-            mine, expected = here.client(name).result, local.result
-            assert mine is not None
-            assert expected is not None
-            assert mine["trained"] == {name: expected["trained"][name]}
+            trained = result_of(here.client(name))["trained"]
+            assert trained == {name: result_of(local)["trained"][name]}
 
 
 def test_a_client_with_another_file_is_refused(values, tmp_path) -> None:
@@ -57,3 +55,25 @@ def test_a_client_with_another_file_is_refused(values, tmp_path) -> None:
         here.join("poet")
         here.wait(lambda: "different version of the plugin int8.py" in here.programs["poet"].text)
         assert here.done() == 0
+
+
+@pytest.mark.thorough
+def test_a_killed_server_with_a_model_ends_in_the_same_bits(values, bases, tmp_path) -> None:
+    common, test = tmp_path / "common.txt", tmp_path / "test.txt"
+    common.write_text("What everybody may see. " * 40, encoding="utf-8")
+    test.write_text("What the server is asked. " * 40, encoding="utf-8")
+    run = values(method="pretrained", rounds=2, bases={"poet": str(bases / "llama")})
+    run["data"] = {**run["data"], "public": str(common)}
+    run["server"] = {"base": str(bases / "llama"), "test": str(test)}
+    with Deployment(tmp_path / "deployment", run) as here:
+        here.make_keys()
+        here.serve()
+        here.join("diarist", "poet")
+        here.wait(lambda: "poet joined" in here.programs["server"].text)
+        here.kill("server")
+        here.serve("--resume")
+        here.join("whaler")
+        local = RunFolder(coterie.run(parse(run), out=tmp_path / "local").path)
+        assert set(here.ends().values()) == {0}
+        assert_same_bits(here, local)
+        assert result_of(here.server)["server"] == result_of(local)["server"]

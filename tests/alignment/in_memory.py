@@ -1,0 +1,27 @@
+"""A tokenizer in memory, and a distance of spellings."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+
+
+def sentencepiece(texts: Iterable[str], size: int, *special: str) -> Tokenizer:
+    """As Llama's: a space is put before the text, and what is unknown is spelt in bytes."""
+    raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = decoders.Replace("▁", " ")
+    raw.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    tokens = ["<unk>", *special, *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=tokens, show_progress=False)
+    raw.train_from_iterator(texts, trainer)
+    return raw
+
+
+def edits(a: Sequence[object], b: Sequence[object]) -> int:
+    """Levenshtein's distance by its recurrence."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        above, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            above, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, above + (x != y))
+    return row[-1]

@@ -1,0 +1,33 @@
+"""Exchanges with the bounds of uploads, in which a client may upload a larger change."""
+
+from typing import Any
+
+from turns import nth
+
+from coterie.testing.rounds import step
+
+
+def bounded_round(
+    local: Any, round: int, names: list[str], liar: str = "", times: float = 1
+) -> dict[str, str]:
+    """Execute an exchange, and return the reasons for exclusions.
+
+    Args:
+        local: The run.
+        round: The number of the exchange.
+        names: The clients that take part.
+        liar: The client whose change is multiplied.
+        times: The factor of the change, which is measured from the start of the training.
+    """
+    local.open(nth(round), names)
+    local.exchange.begin()
+    for name in names:
+        upload = step(local, name, round)
+        starts = local.server.reference(local.value, name, upload, local.exchange)
+        for group, start in starts.items() if name == liar else ():
+            for n, tensor in upload.groups.get(group, {}).items():
+                tensor.copy_(start[n] + times * (tensor - start[n]))
+        local.take(name, local.schema.send("up", upload))
+    local.exchange.settle()
+    local.close()
+    return dict(local.exchange.refused)
