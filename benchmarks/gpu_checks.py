@@ -295,7 +295,7 @@ def tensors_of(folder: Path) -> dict[tuple[object, ...], Tensor]:
 
 def resume_deterministically(place: Place) -> Result:
     """Execute `resume` with PyTorch's deterministic algorithms."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         return resume(place)
     finally:

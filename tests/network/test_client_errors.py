@@ -127,7 +127,7 @@ def offer(size: int) -> bytes:
     return Offer(ticket="0" * 32, size=size, digest="0" * 64).model_dump_json().encode()
 
 
-BOMB = gzip.compress(bytes(10_000_000))
+BOMB = gzip.compress(bytes(10_000_000), mtime=0)  # the same in each process of a parallel run
 INVALID = "sent an invalid response"
 
 
