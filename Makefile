@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo assistants quick test papers-test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
+.PHONY: demo assistants quick test papers-test gpu-test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
   dist try-wheel setup clean help \
   thorough thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm
 
@@ -38,6 +38,9 @@ STARTING := $(patsubst %,tests/deployment/test_%.py,deployment flower_processes 
 TESTS ?= tests
 PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%),$(STARTING))
 PARALLEL = $(filter tests%,$(filter-out $(STARTING),$(TESTS)))
+gpu-test: setup  ## run all methods and kinds of data on this machine's GPU, and compare losses with its CPU's
+	TEST_GPU=1 $(PYTEST) tests/devices/test_gpu.py
+
 slow: slow-parallel slow-processes  ## run the slow tests (TESTS="FOLDER ...": of these folders); tests that start processes run sequentially
 slow-parallel: setup
 	$(if $(PARALLEL),$(PYTEST) -n 2 -m "slow and not thorough" $(PARALLEL) $(STARTING:%=--ignore=%) || [ $$? -eq 5 ])

@@ -12,6 +12,10 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+
+if "TEST_GPU" not in os.environ:  # before PyTorch looks for GPUs, here and in processes of tests
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 

@@ -20,6 +20,12 @@ from coterie.testing import loop
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedsa_lora.py"
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process(monkeypatch) -> None:
+    """Forget plugins that other test files load when they are imported."""
+    forgotten(monkeypatch)
+
+
 def forgotten(monkeypatch) -> None:
     """As in a new process, which was given no plugin."""
     monkeypatch.setattr(METHODS, "registered", {})

@@ -16,8 +16,14 @@ import coterie.bases.devices
 
 PLACES: dict[str, Any] = {"one device": "cuda", "two devices": ("cuda:0", "cuda:1"), "mps": "mps"}
 """Values of the key `device` of a run file; `mps` stands for a device without float64."""
-SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-"""Whether this version of PyTorch supports devices written in Python (2.10 or later)."""
+SUPPORTED = (
+    hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    and not torch.cuda.is_available()
+)
+"""Whether the test device can be registered: PyTorch is 2.10 or later, and does not use a GPU.
+
+With the test device, PyTorch would pin no memory for a GPU.
+"""
 
 
 class _Module:

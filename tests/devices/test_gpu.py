@@ -21,9 +21,10 @@ RANDOM = {"dropout, pieces", "checkpointing"}
 
 
 @pytest.fixture(autouse=True)
-def _gpu() -> None:
+def _supported() -> None:
+    """Replace the condition of the tests on the test device."""
     if not torch.cuda.is_available():
-        pytest.skip("this machine has no CUDA GPU")
+        pytest.skip("runs on a GPU only, with TEST_GPU=1")
 
 
 def losses(run: RunConfig, device: str, out: Any) -> list[tuple[Any, ...]]:
