@@ -2,20 +2,20 @@
 
 Training steps of Coterie and of PEFT are compared on bases with random weights and the shapes of
 Llama-3.2-1B and Llama-3.1-8B, in bf16 and nf4 (`gpu_steps.py`). Runs through the public interfaces
-then check the features that must work on a GPU (`gpu_checks.py`). Without a GPU, the page has the
-same rows, each with the result "not run".
+check the features that must work on a GPU (`gpu_checks.py`). The page is written after each result;
+rows without a result say "not run".
 """
 
 import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from common import options_of, write
+from common import make_base, options_of, write
 from gpu_checks import CHECKS, Check, Place, outcome_of, release_memory
 from gpu_steps import (
     COLUMNS,
@@ -49,20 +49,31 @@ def not_run(bases: Bases) -> tuple[list[Row], list[Check]]:
     return rows, [Check(name) for name in names]
 
 
-def run(bases: Bases, size: Size, device: torch.device) -> tuple[list[Row], list[Check]]:
-    """Measure the training steps on all bases, and execute all checks."""
+def run(
+    bases: Bases, size: Size, device: torch.device, save: Callable[[list[Row], list[Check]], None]
+) -> tuple[list[Row], list[Check]]:
+    """Execute all checks, then measure the training steps on all bases.
+
+    Args:
+        bases: The bases to measure.
+        size: The size and the number of the steps.
+        device: The device to measure and check.
+        save: A function that saves the results so far, and is called after each of them.
+    """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # so that cuBLAS is deterministic
-    rows: list[Row] = []
-    checks: list[Check] = []
+    rows, checks = not_run(bases)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        for shape, weights in bases:
-            measurements, kernel = compare_with_peft(folder / shape, weights, size, device)
-            rows += measurements
-            checks.append(kernel)
-            release_memory()
         place = Place(folder, device, folder / bases[0][0], min(size.window, 512))
-        checks += [outcome_of(name, check, place) for name, check in CHECKS.items()]
+        make_base(place.base, bases[0][0])
+        for index, (name, check) in enumerate(CHECKS.items(), len(bases)):
+            checks[index] = outcome_of(name, check, place)
+            save(rows, checks)
+        for index, (shape, weights) in enumerate(bases):
+            results, checks[index] = compare_with_peft(folder / shape, weights, size, device)
+            rows[index * len(results) : (index + 1) * len(results)] = results
+            save(rows, checks)
+            release_memory()
     return rows, checks
 
 
@@ -135,10 +146,13 @@ def main() -> None:
     name: str | None = "CPU"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else None
-    rows, checks = run(bases, size, device) if name else not_run(bases)
-    tables = tables_of(rows, checks, size)
-    Console().print(*tables)
-    options.out.write_text(page(tables, name), encoding="utf-8")
+
+    def save(rows: list[Row], checks: list[Check]) -> None:
+        options.out.write_text(page(tables_of(rows, checks, size), name), encoding="utf-8")
+
+    rows, checks = run(bases, size, device, save) if name else not_run(bases)
+    save(rows, checks)
+    Console().print(*tables_of(rows, checks, size))
     print(f"{ABSENT if name is None else ''} Wrote {options.out}.".strip())
     figures = {"size": size, "targets": {"tokens_per_second": SPEED, "peak": PEAK}}
     results = {"rows": rows, "checks": checks, "device": name, "torch": torch.__version__}

@@ -24,6 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fedsa_lora.py"
 def _as_in_a_new_process(monkeypatch) -> None:
     """Forget plugins that other test files load when they are imported."""
     forgotten(monkeypatch)
+    monkeypatch.setattr(plugins, "_loaded", {})
 
 
 def forgotten(monkeypatch) -> None:
