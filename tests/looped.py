@@ -130,9 +130,9 @@ def entries(folder: RunFolder) -> list[dict[str, Any]]:
     return [line for line in folder.metrics() if line["name"] != "seconds"]
 
 
-def assert_same(actual: RunFolder, expected: RunFolder, windows: bool = True) -> None:
+def assert_same(actual: RunFolder, expected: RunFolder) -> None:
     """Compare the states, bit for bit, the metrics, the results, and the scores of windows."""
     assert_same_states(actual, expected)
     assert entries(actual) == entries(expected)
-    results = [(each.outcome if windows else each.result) or {} for each in (actual, expected)]
+    results = [folder.outcome or {} for folder in (actual, expected)]
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}

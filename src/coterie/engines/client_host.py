@@ -182,6 +182,9 @@ class ClientHost:
             self.keeper.begin(round + 1)  # the client may have joined after the last round
         if self.stops(round) or not counted or not was_scored:
             self.score_trained(round)  # not scored yet
+        elif "trained" not in self.scores:  # scored and logged before this process started
+            points = ("trained",) if self.schema.down else ("trained", "aggregated")
+            self.scores |= dict.fromkeys(points, self._scored())
         if self.schema.down:
             trained = self.side.state()
             try:
@@ -331,8 +334,11 @@ class ClientHost:
             point: The name under which the scores are logged: `trained` or `aggregated`.
             round: The number of the round; the first is 0.
         """
-        scores = scored(self.config, self.base, self.side.model(), self.participant)
-        self._log_scores(point, round, scores)
+        self._log_scores(point, round, self._scored())
+
+    def _scored(self) -> dict[str, Score]:
+        """Score the client's current model on its test texts."""
+        return scored(self.config, self.base, self.side.model(), self.participant)
 
     def _log_scores(self, point: str, round: int, scores: dict[str, Score]) -> None:
         self.scores[point] = scores
