@@ -1,6 +1,7 @@
 # `make demo` and `make test` set everything up in .venv on a fresh machine with Python 3.11.
 PYTHON ?= python3.11
 BIN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE  # each process would compile the source and the tests again
 
 PYTEST := $(BIN)/python -m pytest --durations=10
 
@@ -31,6 +32,9 @@ test: setup  ## run all tests that are neither slow nor thorough; 4 minutes on 2
 papers-test: setup  ## run the tests of papers/; 2 to 4 minutes on 2 cores
 	$(PYTEST) -n 2 papers/tests
 
+gpu-test: setup  ## run all methods and kinds of data on this machine's GPU, and compare losses with its CPU's
+	TEST_GPU=1 $(PYTEST) tests/devices/test_gpu.py
+
 STARTING := $(patsubst %,tests/deployment/test_%.py,deployment flower_processes \
   intruders leaving process_features remains) $(patsubst %,tests/network/test_%.py,listener listener_floods \
   listener_tls mailbox_faults client client_errors drops) \
@@ -39,14 +43,14 @@ TESTS ?= tests
 PROCESSES = $(filter $(TESTS) $(TESTS:%=%/%) $(SAMPLED) $(SAMPLED:%=%/%),$(STARTING))
 PARALLEL = $(filter tests%,$(filter-out $(STARTING),$(TESTS) $(SAMPLED)))
 TENTH = $$((0x$$(git rev-parse --short=7 HEAD) % 10))
-SELECTED = -m "$(or $(MARKS),slow and not thorough)" --tenth=$(TENTH) --sampled="$(SAMPLED)"
+SELECTED = -m "$(or $(MARKS),slow and not thorough)" --tenth=$(TENTH) --whole="$(TESTS)"
 slow: slow-parallel slow-processes  ## run the slow tests (TESTS="FOLDER ...": of these folders); tests that start processes run sequentially
 slow-parallel: setup
 	$(if $(PARALLEL),$(PYTEST) -n 2 $(SELECTED) $(PARALLEL) $(STARTING:%=--ignore=%) || [ $$? -eq 5 ])
 slow-processes: setup
 	$(if $(PROCESSES),$(PYTEST) $(SELECTED) $(PROCESSES) || [ $$? -eq 5 ])
-durations: setup  ## measure all tests that are not thorough, and list the slow ones in tests/slow.json
-	$(PYTEST) -n 2 -m "not thorough" --list-slow
+durations: setup  ## measure the tests without a mark, and list the slow ones in tests/slow.json; 15 minutes
+	$(PYTEST) -n 2 -m "not slow and not thorough" --list-slow
 
 CRASHES := tests/deployment/test_crashes.py
 ENGINES := tests/deployment tests/engines tests/network

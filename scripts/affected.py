@@ -2,7 +2,8 @@
 
     python scripts/affected.py
 
-TESTS are run whole. Of SAMPLED, which test packages that import a changed package, a third is run.
+TESTS are run whole; they include the tests that mutants.yaml lists for the changed files. Of
+SAMPLED, which test packages that import a changed package, a third is run.
 A change is what was committed in the 12 hours before the last commit. After a tenth of all commits,
 CI runs all slow tests. docs/develop/tests.md has the rules as a table.
 """
@@ -12,8 +13,10 @@ import shlex
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import grimp
+import yaml
 
 ROOT = Path(__file__).parent.parent
 HOURS = 12
@@ -55,7 +58,7 @@ def affected(
     """
     whole: set[str] = set()
     users: set[str] = set()
-    papers = False
+    papers, changed = False, set(changed)
     for path in changed:
         if re.fullmatch(NEEDED_BY_ALL, path):
             return EVERYTHING
@@ -75,6 +78,12 @@ def affected(
     for folders in (whole, users):
         if folders & {"cli", "api", "testing"}:
             folders |= {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    text = (ROOT / "scripts" / "mutants.yaml").read_text(encoding="utf-8")
+    faults: list[Any] = yaml.safe_load(text)
+    for fault in faults:
+        if fault["file"] in changed:
+            whole |= {test.partition("::")[0].removeprefix("tests/") for test in fault["tests"]}
+    whole -= {name for name in whole if name.partition("/")[0] in whole - {name}}
     tests, sampled = existing(whole), existing(users - whole)
     return (["papers/tests", *tests] if papers else tests), sampled
 

@@ -50,8 +50,8 @@ set_variables(None)  # before any test imports Ray
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "run this tenth (0 to 9) of the thorough tests; default: all"
     parser.addoption("--tenth", type=int, choices=range(10), help=help)
-    help = "files and folders of which a third of the slow tests, and no thorough ones, are run"
-    parser.addoption("--sampled", type=str.split, default=[], help=help)
+    help = "run a third of the slow tests, and no thorough ones, outside these files and folders"
+    parser.addoption("--whole", type=str.split, default=["tests", "papers"], help=help)
     help = "measure all tests, and write the list of slow ones (tests/slow.json)"
     parser.addoption("--list-slow", action="store_true", help=help)
 
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     If time is limited, the order of files changes with the limit, so that no file is always last.
     """
-    slow = listed()
+    slow: frozenset[str] = frozenset() if config.getoption("--list-slow") else listed()
     for item in items:
         if is_slow(item.nodeid, slow) and not item.get_closest_marker("thorough"):
             item.add_marker("slow")
@@ -81,12 +81,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_selected(item: pytest.Item, config: pytest.Config) -> bool:
-    """Return whether the options `--tenth` and `--sampled` select a test, by a hash of its id."""
+    """Return whether the options `--tenth` and `--whole` select a test, by a hash of its id."""
     tenth, part = config.getoption("--tenth"), crc32(item.nodeid.encode())
-    sampled = item.nodeid.startswith(tuple(config.getoption("--sampled")))
+    folders: list[str] = config.getoption("--whole") or []
+    whole = item.nodeid.startswith(tuple(folders))
     if item.get_closest_marker("thorough"):
-        return not sampled and tenth in (None, part % 10)
-    return not sampled or not item.get_closest_marker("slow") or part % 3 == (tenth or 0) % 3
+        return whole and tenth in (None, part % 10)
+    return whole or not item.get_closest_marker("slow") or part % 3 == (tenth or 0) % 3
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures

@@ -1,7 +1,7 @@
 """The tests that take long, which are measured and listed in slow.json.
 
-`make durations` executes all tests that are not marked thorough, and writes the list. The listed
-tests get the mark `slow`, except those of `ALWAYS`.
+`make durations` executes all tests without the marks `slow` and `thorough`, and writes the list.
+The listed tests get the mark `slow`, except those of `ALWAYS`.
 """
 
 import json
@@ -63,7 +63,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self.seconds[report.nodeid] = dict(report.user_properties)["seconds"]
+            properties: dict[str, Any] = dict(report.user_properties)
+            self.seconds[report.nodeid] = properties["seconds"]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):

@@ -31,3 +31,11 @@ def test_each_fault_names_tests_that_exist() -> None:
             inherited = (ROOT / "src/coterie/testing/contract.py").read_text(encoding="utf-8")
             for name in names:
                 assert any(f" {name}{end}" in source + inherited for end in "(:"), test
+
+
+def test_ci_runs_the_tests_of_a_fault_after_a_change_of_its_file() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "affected.py"))
+    imported = script["imports"]()
+    for fault in FAULTS:
+        whole, _ = script["affected"]([fault.file], imported)
+        assert all(test.startswith(tuple(whole)) for test in fault.tests), fault.file
