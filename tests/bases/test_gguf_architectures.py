@@ -1,18 +1,16 @@
 """GGUF files of several architectures: read with the same logits, or refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from test_gguf import cache, permuted
+from test_gguf import add_tokenizer, cache, finish, permuted
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coterie.bases.gguf import load_model
 from coterie.errors import CoterieError
-from coterie.testing.small import write_tokenizer
 
 __all__ = ["cache"]
 SIZES: dict[str, Any] = {
@@ -69,19 +67,10 @@ def write(path: Path, arch: str, model: PreTrainedModel, keys: dict[str, Any]) -
     heads = {"attention.head_count": 4, "attention.head_count_kv": 2}
     for key, value in {**sizes, "feed_forward_length": 96, **heads, **keys}.items():
         writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
-    write_tokenizer(path.parent)
-    content = json.loads((path.parent / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([token.encode() for token in content["vocab"]])
-    writer.add_token_merges([" ".join(merge) for merge in content["merges"]])
+    add_tokenizer(writer, path.parent)
     for name, tensor in stored(arch, model).items():
         writer.add_tensor(name, tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 @pytest.mark.parametrize("arch", KINDS)

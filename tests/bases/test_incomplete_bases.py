@@ -26,12 +26,6 @@ EMBEDDING = "transformer.wte.weight"
 SHARD = "model-0000{}-of-00002.safetensors"
 
 
-@pytest.fixture
-def folder(bases: Path, tmp_path: Path) -> Path:
-    """A copy of the small GPT-2, which a test may damage."""
-    return Path(shutil.copytree(bases / "gpt2", tmp_path / "base"))
-
-
 def change(folder: Path, with_tensors: Callable[[Tensors], object]) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -41,7 +41,7 @@ def test_it_reads_well_in_a_sentence(spec, words) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "said"),
+    ("base", "message"),
     [
         (3, "base: give a name, or a mapping with the key `name` and, optionally, `weights`, "),
         ({"weights": "nf4"}, "base.name is missing."),
@@ -49,10 +49,10 @@ def test_it_reads_well_in_a_sentence(spec, words) -> None:
         ({"name": "gpt2", "weights": "int4"}, "base.weights should be 'fp32', 'bf16', 'int8' or"),
     ],
 )
-def test_what_is_no_base_is_said_in_a_sentence(base, said) -> None:
+def test_what_is_no_base_is_said_in_a_sentence(base, message) -> None:
     with pytest.raises(CoterieError) as refused:
         parse({**CLIENTS, "base": base})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
