@@ -83,12 +83,12 @@ def test_a_file_is_used_whole_or_refused(case, model, cache, tmp_path) -> None:
     assert not list(cache.iterdir())
 
 
-@pytest.mark.parametrize("case", HARMLESS)
-def test_what_changes_nothing_is_accepted(case, model, tmp_path) -> None:
+def test_what_changes_nothing_is_accepted(model, tmp_path) -> None:
     expected = load_base(str(write(tmp_path / "plain.gguf", model)), None, 64)
-    base = load_base(str(write(tmp_path / "a.gguf", model, changes=HARMLESS[case])), None, 64)
-    assert base.digest == expected.digest
-    assert base.model.config.rope_parameters == expected.model.config.rope_parameters
+    for case, changes in HARMLESS.items():
+        base = load_base(str(write(tmp_path / "a.gguf", model, changes=changes)), None, 64)
+        assert base.digest == expected.digest, case
+        assert base.model.config.rope_parameters == expected.model.config.rope_parameters
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,11 @@ def refuses(coterie_command) -> Refuses:
     """Check that `coterie ...` prints nothing but an error of one line with a sentence."""
 
     def check(sentence: str, *arguments: object) -> str:
-        said = coterie_command(*arguments, width=400)
-        assert (said.code, said.out, said.err.count("\n")) == (2, "", 1), said
-        assert said.err.startswith("Error: ")
-        assert sentence in said.err
-        return said.err
+        result = coterie_command(*arguments, width=400)
+        assert (result.code, result.out, result.err.count("\n")) == (2, "", 1), result
+        assert result.err.startswith("Error: ")
+        assert sentence in result.err
+        return result.err
 
     return check
 

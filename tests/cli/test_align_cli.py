@@ -24,14 +24,14 @@ def files(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def said(*arguments: object) -> str:
+def align(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["align", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0
     return result.output
 
 
 def test_both_ways_with_worst_cases_and_roles(files) -> None:
-    out = said(files / "a.json", files / "b.json", "--json", files / "out.json")
+    out = align(files / "a.json", files / "b.json", "--json", files / "out.json")
     for line in (
         r"A is .*a\.json: 5 tokens",
         r"^A -> B +25\.0% +1 +2 +0 +0 +1 +15\.25 +\d\.\d s",
@@ -45,25 +45,25 @@ def test_both_ways_with_worst_cases_and_roles(files) -> None:
     assert max(map(len, out.splitlines())) <= max(80, len(str(files)) + 30)
     figures = json.loads((files / "out.json").read_text())
     assert figures["tokens"] == {"A": 5, "B": 6}
-    there = figures["A -> B"]
-    assert there["histogram"] == [1, 2, 0, 0, 1]
-    assert there["exact"] == 0.25
+    forward = figures["A -> B"]
+    assert forward["histogram"] == [1, 2, 0, 0, 1]
+    assert forward["exact"] == 0.25
     token = {"id": 3, "token": '"' + r"\n" * 60 + '"', "edited": 59}
-    assert there["worst"][0] == {**token, "nearest_id": 3, "nearest": r'"\n"'}
+    assert forward["worst"][0] == {**token, "nearest_id": 3, "nearest": r'"\n"'}
     assert [case["edited"] for case in figures["B -> A"]["worst"]] == [1, 1, 1]
 
 
 def test_the_second_time_maps_come_from_the_cache(files) -> None:
     pair = (files / "a.json", files / "b.json", "--worst", 0)
-    first, again = said(*pair), said(*pair)
+    first, again = align(*pair), align(*pair)
     assert not re.search("Worst matches|cache", first)
     assert re.search(r"A -> B .* cache", again)
     assert re.search(r"B -> A .* cache", again)
-    assert "cache" not in said(*pair, "--no-cache")
+    assert "cache" not in align(*pair, "--no-cache")
 
 
 def test_without_the_cache_nothing_is_kept(files) -> None:
-    out = said("tiny-gpt2", "tiny-gpt2", "--no-cache")
+    out = align("tiny-gpt2", "tiny-gpt2", "--no-cache")
     assert not (files / "cache").exists()
     assert len(re.findall(r"100\.0%", out)) == 2
     assert "Worst matches" not in out
@@ -79,6 +79,6 @@ def test_a_tokenizer_that_cannot_be_read_is_one_sentence(files) -> None:
 
 
 def test_its_help_says_what_it_is_for() -> None:
-    out = said("--help")
+    out = align("--help")
     for words in ("nearest token", "tokenizer.model", "--worst", "--no-cache", "tiny-gpt2"):
         assert words in out

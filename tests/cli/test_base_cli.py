@@ -11,9 +11,9 @@ def shown(coterie_command) -> Callable[..., str]:
     """A function that runs `coterie base` and returns what it prints."""
 
     def show(*arguments: object) -> str:
-        said = coterie_command("base", *arguments, width=200)
-        assert said.code == 0, said.err
-        return said.out
+        result = coterie_command("base", *arguments, width=200)
+        assert result.code == 0, result.err
+        return result.out
 
     return show
 

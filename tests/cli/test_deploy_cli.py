@@ -70,8 +70,8 @@ DORA = {"dora": 1, "others": 1}
 def test_run_files_that_no_server_takes(run, sentence, keys, tmp_path) -> None:
     path = tmp_path / "us.yaml"
     path.write_text(yaml.safe_dump(run))
-    said = complaint("server", path, "--keys", keys / "keys", "--out", tmp_path / "out")
-    assert re.search(sentence, said), said
+    error = complaint("server", path, "--keys", keys / "keys", "--out", tmp_path / "out")
+    assert re.search(sentence, error), error
     assert not (tmp_path / "out").exists()
 
 
@@ -118,19 +118,19 @@ def waiting_run(keys, tmp_path, monkeypatch) -> list[object]:
 def test_an_address_that_is_in_use_is_one_sentence(waiting_run, metrics, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         busy = f"127.0.0.1:{other.getsockname()[1]}"
-        said = complaint(*waiting_run, "--address", busy, *metrics)
-        assert re.search(rf"Could not listen on {busy}: another program uses port", said)
+        error = complaint(*waiting_run, "--address", busy, *metrics)
+        assert re.search(rf"Could not listen on {busy}: another program uses port", error)
         free = f"127.0.0.1:{free_port()}"
-        assert complaint(*waiting_run, "--address", free, "--metrics", busy) == said
+        assert complaint(*waiting_run, "--address", free, "--metrics", busy) == error
     log = (tmp_path / "out" / "server.log").read_text()
-    assert log.count(f"ERROR {said}") == 2
+    assert log.count(f"ERROR {error}") == 2
 
 
 @pytest.mark.parametrize("metrics", ["localhost:9192", "9192", "127.0.0.1", "[::1]"])
 def test_an_address_for_monitoring_has_the_form_of_an_example(waiting_run, metrics) -> None:
-    said = complaint(*waiting_run, "--address", "127.0.0.1:0", "--metrics", metrics)
+    error = complaint(*waiting_run, "--address", "127.0.0.1:0", "--metrics", metrics)
     form = "--metrics takes an IP address and a port, such as 127.0.0.1:9192"
-    assert said == f"{form}, not {metrics!r}."
+    assert error == f"{form}, not {metrics!r}."
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_a_certificate_must_be_valid(name, value, sentence, waiting_run, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(certificates, name, value)
         made.certify()
-    said = complaint(*waiting_run, "--keys", made.folder)
-    assert re.search(sentence, said), said
+    error = complaint(*waiting_run, "--keys", made.folder)
+    assert re.search(sentence, error), error
 
 
 def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
@@ -156,8 +156,8 @@ def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("coterie.deployment.mailbox", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
-    assert "pip install 'coterie[deployment]'" in said
+    error = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
+    assert "pip install 'coterie[deployment]'" in error
 
 
 def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:
@@ -267,8 +267,8 @@ def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch
 
 
 def order(run: dict[str, Any], protocol: int = PROTOCOL, public: str | None = None) -> Order:
-    told = parse(run).visible_to("poet")
-    more: dict[str, Any] = {"protocol": protocol, "config": told, "public": public}
+    config = parse(run).visible_to("poet")
+    more: dict[str, Any] = {"protocol": protocol, "config": config, "public": public}
     return Order(run="0" * 16, client="poet", kind="join", turn=0, **more)
 
 
@@ -308,8 +308,8 @@ def test_a_client_that_agreed_to_another_run_or_has_another_public_text(place, m
     assert "run         NOT OK  The run differs from what was agreed" in result.output
     assert "rounds: agreed 3, requested 9" in " ".join(result.output.split())
     monkeypatch.setattr(check, "first_order", lambda *_: order(place, public="0" * 32))
-    mine = str(Path(place["data_root"]) / "whaler.txt")
-    result = client(place, "--run", "run.yaml", "--public", mine)
+    other = str(Path(place["data_root"]) / "whaler.txt")
+    result = client(place, "--run", "run.yaml", "--public", other)
     assert "run         NOT OK  The run has a different public text than" in result.output
 
 

@@ -88,10 +88,10 @@ def test_clients_have_the_same_tokens(coterie_command, news, bases, tmp_path, di
         (news / "news.jsonl").write_text(lines.replace('"answer"', '"output"'))
     path = write_run(news, bases / "llama", divide, data=data)
     out = tmp_path / "divided"
-    said = coterie_command("divide", path, "--out", out)
-    assert said.code == 0, said.err
-    assert "differs" not in said.out
-    assert f"coterie run {out}/run.yaml" in said.out
+    result = coterie_command("divide", path, "--out", out)
+    assert result.code == 0, result.err
+    assert "differs" not in result.out
+    assert f"coterie run {out}/run.yaml" in result.out
     before, after = read(load_config(path)), read(load_config(out / "run.yaml"))
     assert [c.name for c in after.clients] == [c.name for c in before.clients]
     for first, second in zip(before.clients, after.clients, strict=True):
@@ -140,10 +140,10 @@ def test_differences_are_printed(coterie_command, news, bases, tmp_path, changes
         lines = (news / "news.jsonl").read_text().splitlines()[:40]
         (news / "news.jsonl").write_text("\n".join(lines))
     path = write_run(news, bases / "llama", EVEN, **changes)
-    said = coterie_command("divide", path, "--out", tmp_path / "files", width=200)
-    assert said.code == 0, said.err
-    assert "differs from the run that divides" in said.out
-    assert sentence in said.out
+    result = coterie_command("divide", path, "--out", tmp_path / "files", width=200)
+    assert result.code == 0, result.err
+    assert "differs from the run that divides" in result.out
+    assert sentence in result.out
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def test_the_formats_of_the_option_are_those_of_the_function() -> None:
 
 def test_a_model_is_exported(finished, measured, coterie_command, refuses, tmp_path) -> None:
     out = tmp_path / "mine"
-    said = coterie_command("export", finished, "--client", "anna", "--to", out)
-    assert said.code == 0
-    first, second, *_, last = said.out.splitlines()
+    result = coterie_command("export", finished, "--client", "anna", "--to", out)
+    assert result.code == 0
+    first, second, *_, last = result.out.splitlines()
     assert first.startswith(f"{out} contains a mixture-of-experts checkpoint (not peft, because a")
     assert second == f"{PARITY}, as computed with transformers."
     assert last == f"{out / 'README.md'} shows how to load it."
@@ -69,9 +69,9 @@ def test_a_bundle_chats(finished, measured, coterie_command, refuses, bases, tmp
     outputs = []
     for model in ([finished, "--client", "anna"], [bundle]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("So?\n"))
-        said = coterie_command("chat", *model, *options)
-        assert said.code == 0
-        outputs.append(said.out)
+        result = coterie_command("chat", *model, *options)
+        assert result.code == 0
+        outputs.append(result.out)
     assert outputs[0] == outputs[1] != ""
     refuses("--with compares models of runs", "chat", bundle, "--with", "base")
     refuses("has no prompt template; use --prompt", "generate", bundle, "--field", "a=b")

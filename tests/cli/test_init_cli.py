@@ -68,9 +68,9 @@ def test_a_run_is_written(coterie_command, tmp_path, files, clients, data, optio
     write(tmp_path / "texts", files)
     out = tmp_path / "run files" / "us.yaml"
     out.parent.mkdir()
-    said = coterie_command("init", tmp_path / "texts", "--out", out, *options)
-    assert said.code == 0, said.err
-    assert f"{len(clients)} client" in said.out
+    result = coterie_command("init", tmp_path / "texts", "--out", out, *options)
+    assert result.code == 0, result.err
+    assert f"{len(clients)} client" in result.out
     listed = [
         {"name": name} | {key: f"../texts/{path}" for key, path in paths.items()}
         for name, paths in clients.items()
@@ -88,8 +88,8 @@ def test_it_ends_with_the_same_bits(coterie_command, texts, values, tmp_path, mo
     settings = [f"{key}={json.dumps(small[key])}" for key in ("base", "method", "data", "training")]
     settings += ["rounds=1", "threads=1"]
     options = [word for setting in settings for word in ("--set", setting)]
-    said = coterie_command("run", "coterie.yaml", "--out", "first", *options)
-    assert said.code == 0, said.err
+    result = coterie_command("run", "coterie.yaml", "--out", "first", *options)
+    assert result.code == 0, result.err
     second = coterie.run(small, out=tmp_path / "second")
     for client in ("diarist", "poet", "whaler"):
         models = [coterie.load(path, client=client) for path in (Path("first"), second.path)]
@@ -132,8 +132,8 @@ def test_a_base_has_settings_that_fit(coterie_command, bases, texts, tmp_path, m
     monkeypatch.setattr("coterie.bases.devices.memory_of", lambda kind: size)
     monkeypatch.chdir(bases)
     out = tmp_path / "us.yaml"
-    said = coterie_command("init", texts, "--base", "llama", "--out", out)
-    assert said.code == 0, said.err
+    result = coterie_command("init", texts, "--base", "llama", "--out", out)
+    assert result.code == 0, result.err
     written, config = yaml.safe_load(out.read_text(encoding="utf-8")), load_config(out)
     assert written["data"]["window"] == 64  # the base's context
     assert ("micro_batch" in written["training"]) == (size < CONTEXT + 10**9)

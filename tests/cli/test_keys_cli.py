@@ -16,40 +16,40 @@ from coterie.errors import CoterieError
 from coterie.network.keys import Credentials, Keys
 
 
-class Said(NamedTuple):
-    """What a command printed, and the sentence with which it refused."""
+class Output(NamedTuple):
+    """The output of a command, and its error."""
 
     out: str
     refusal: str = ""
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch) -> Callable[..., Said]:
+def command(tmp_path, monkeypatch) -> Callable[..., Output]:
     """Runs `coterie keys ...` in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str) -> Said:
+    def run(*arguments: str) -> Output:
         result = CliRunner().invoke(app, arguments)
         if isinstance(result.exception, CoterieError):
-            return Said(result.output, str(result.exception))
+            return Output(result.output, str(result.exception))
         assert result.exit_code == 0, result.output
-        return Said(result.output)
+        return Output(result.output)
 
     return run
 
 
 def test_init_without_a_host_says_that_it_is_for_one_machine(command) -> None:
-    said = command("init").out
-    assert "cannot connect yet" in said
-    assert "coterie keys certify keys --host NAME" in said
+    output = command("init").out
+    assert "cannot connect yet" in output
+    assert "coterie keys certify keys --host NAME" in output
     assert Keys(Path("keys")).hosts() == ["localhost", "127.0.0.1", "::1"]
     assert "already exists" in command("init").refusal
 
 
 def test_init_with_hosts_names_them(command) -> None:
-    said = command("init", "mine", "--host", "coterie.example.org", "--host", "192.0.2.7").out
-    assert "cannot connect yet" not in said
-    assert "coterie.example.org, 192.0.2.7." in said
+    output = command("init", "mine", "--host", "coterie.example.org", "--host", "192.0.2.7").out
+    assert "cannot connect yet" not in output
+    assert "coterie.example.org, 192.0.2.7." in output
     assert Keys(Path("mine")).hosts()[3:] == ["coterie.example.org", "192.0.2.7"]
 
 
@@ -91,8 +91,8 @@ def test_a_damaged_certificate_is_named_with_the_command_that_replaces_it(comman
 
 def test_a_host_is_added_later(command) -> None:
     command("init")
-    said = command("certify", "--host", "coterie.example.org").out
-    assert "::1, coterie.example.org, until" in said
+    output = command("certify", "--host", "coterie.example.org").out
+    assert "::1, coterie.example.org, until" in output
 
 
 @pytest.mark.parametrize("arguments", [["add", "anna"], ["list"], ["remove", "anna"], ["certify"]])

@@ -255,9 +255,9 @@ def test_what_does_nothing_in_a_method_is_refused(name, settings, sentence, valu
 
 
 def settings(run: RunConfig, name: str) -> dict:
-    """The settings of another method in the same run, as they differ from its own defaults."""
-    found, own = run.with_method(name).method.described(), method_from(name).described()
-    return {key: value for key, value in found.items() if value != own[key]}
+    """Return the settings of another method in a run that differ from that method's defaults."""
+    values, own = run.with_method(name).method.described(), method_from(name).described()
+    return {key: value for key, value in values.items() if value != own[key]}
 
 
 def test_a_changed_part_is_carried_as_a_whole_and_an_unchanged_one_is_not(config) -> None:

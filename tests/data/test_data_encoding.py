@@ -80,8 +80,8 @@ def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(tokeni
     assert split.items == (given[0], given[2], given[3])
     assert split.too_long == 3
     assert split.batch(range(3)).ids.shape == (3, window + 1)
-    one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
-    assert one.items == (given[0],)
+    limited = encoded(tokenizer, given, window=window, limits=Limits(train=1))
+    assert limited.items == (given[0],)
     for samples, reason in ((given[1:2], "sample of at most"), ([], "samples; add")):
         with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
             encoded(tokenizer, samples, window=10)
@@ -103,10 +103,10 @@ def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBa
     both = pooled([ClientData(ann, bob, ann), ClientData(bob, bob, ann)])
     whole = encoded(tokenizer, SAMPLES)
     train = data_of(both.train)
-    for found, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
-        assert found is not None
+    for actual, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
+        assert actual is not None
         assert wanted is not None
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, wanted)
     assert (train.items, train.bytes) == (whole.items, whole.bytes)
     assert len(data_of(both.validation)) == 6
 
@@ -114,9 +114,9 @@ def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBa
 def test_the_public_text_may_be_instructions(tokenizer, tmp_path) -> None:
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
-    found = data_of(public_text(data, tmp_path, tokenizer))
-    assert [item.prompt for item in found.instructions] == [f"case {i}:" for i in range(4)]
-    assert {item.choices for item in found.items} == {("no", "yes")}
+    public = data_of(public_text(data, tmp_path, tokenizer))
+    assert [item.prompt for item in public.instructions] == [f"case {i}:" for i in range(4)]
+    assert {item.choices for item in public.items} == {("no", "yes")}
 
 
 SPACE = "\u2581"
@@ -131,7 +131,7 @@ PREFIXED = {
 
 
 def characters(normalizer: normalizers.Normalizer, pre: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    """A tokenizer of single characters."""
+    """Return a tokenizer of single characters."""
     alphabet = sorted({*"Isityesno?", " ", SPACE, *pre_tokenizers.ByteLevel.alphabet()})
     made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     if normalizer is not None:
@@ -166,7 +166,7 @@ def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
     how = Encoding(encoder, (end, end), 40, None, "ada")
     made = (examples(i, how) for i in (items, [items[2], items[1]]))
     whole, wanted = made
-    found = whole.only([2, 1])
+    part = whole.only([2, 1])
     for name in ("ids", "starts", "answers"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name))
-    assert (found.bytes, found.items) == (wanted.bytes, wanted.items)
+        assert torch.equal(getattr(part, name), getattr(wanted, name))
+    assert (part.bytes, part.items) == (wanted.bytes, wanted.items)

@@ -33,13 +33,13 @@ def test_choices_are_the_answers_of_the_same_task() -> None:
         {"input": "f", "output": "left"},
         {"input": "g", "output": "right"},
     )
-    found = instructions(given, SHORT)
-    assert [getattr(item, "prompt", "") for item in found] == [f"{c}:" for c in "abcdefg"]
+    samples = instructions(given, SHORT)
+    assert [getattr(item, "prompt", "") for item in samples] == [f"{c}:" for c in "abcdefg"]
     answers = ["red", "2", "blue", "1.5", "because", "left", "right"]
-    assert [item.answer for item in found] == answers
+    assert [item.answer for item in samples] == answers
     colours, numbers, sides = ("blue", "red"), ("1.5", "2"), ("left", "right")
     choices = [colours, numbers, colours, numbers, (), sides, sides]
-    assert [item.choices for item in found] == choices
+    assert [item.choices for item in samples] == choices
 
 
 @pytest.mark.parametrize(("count", "choices"), [(1, 0), (2, 2), (20, 20), (21, 0)])
@@ -69,9 +69,9 @@ def test_choices_made_by_a_template_stand_one_a_line() -> None:
     two = {"label": ["1", "2"], "text": ["the moon", " a star"]}
     three = {"label": ["A", "B", "C"], "text": ["x: y", "7", "x: y"]}
     asked = [{"q": "?", "key": "2", "options": two}, {"q": "?", "key": "C", "options": three}]
-    found = instructions(records(*asked), spec)
-    assert [item.answer for item in found] == ["a star", "x: y"]
-    assert [item.choices for item in found] == [("the moon", "a star"), ("x: y", "7")]
+    samples = instructions(records(*asked), spec)
+    assert [item.answer for item in samples] == ["a star", "x: y"]
+    assert [item.choices for item in samples] == [("the moon", "a star"), ("x: y", "7")]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,6 @@ def test_uniform_held_out_has_all_labels_and_training_the_mixture(root) -> None:
 
 
 def test_every_start_of_a_text_has_the_shares(root, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A limit keeps the start of a split."""
     divided = mixed(root)
     for name, texts in divided.items():
         for split in vars(texts).values():

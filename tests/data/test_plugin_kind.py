@@ -73,24 +73,23 @@ def run(values, ranked, module):
 
 
 def probability(scores: list[float]) -> float:
-    """The probability of a ranking under Plackett and Luce: eq. 18 as it stands."""
-    found = 1.0
+    """Return the probability of a ranking by Plackett and Luce, eq. 18."""
+    product = 1.0
     for k in range(len(scores)):
-        found *= math.exp(scores[k]) / sum(math.exp(score) for score in scores[k:])
-    return found
+        product *= math.exp(scores[k]) / sum(math.exp(score) for score in scores[k:])
+    return product
 
 
 def test_the_probabilities_of_all_rankings_sum_to_one(module) -> None:
     scores = [0.3, -1.2, 2.0, 0.0]
     orders = [[scores[n] for n in order] for order in permutations(range(4))]
-    found = (-module["plackett_luce"]([torch.tensor(o) for o in orders])).exp()
-    assert found.sum().item() == pytest.approx(1)
-    assert found.tolist() == pytest.approx([probability(order) for order in orders])
+    probabilities = (-module["plackett_luce"]([torch.tensor(o) for o in orders])).exp()
+    assert probabilities.sum().item() == pytest.approx(1)
+    assert probabilities.tolist() == pytest.approx([probability(order) for order in orders])
 
 
 @pytest.mark.parametrize("at_once", [None, 3])
 def test_loss_and_scores_are_those_of_answers_read_alone(run, at_once) -> None:
-    """Each answer on its own through the model, token by token."""
     config = run(data={"window": 40, "kind": {"name": "rankings", "beta": 0.7}})
     part = joined(config).clients.host("poet")
     base = part.base

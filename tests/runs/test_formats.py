@@ -24,7 +24,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "the next": ({"format": FORMAT + 1, "coterie": "9.8.7"}, str(FORMAT + 1), "9.8.7"),
     "nobody's": ({"format": 1}, "1", "another version"),
 }
-"""What a run.json is stamped with, and which format and version the sentence names."""
+"""The fields of a run.json, and the format and the version that the error names."""
 
 
 @pytest.fixture(scope="module")
