@@ -204,15 +204,14 @@ def unknown_quantisation(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_bytes(file.read_bytes()[:-5000]),
-        lambda file: file.write_bytes(b"GGUF or not, this is no such file" * 100),
-        unknown_quantisation,
-    ],
-    ids=["truncated", "unreadable", "unknown quantisation"],
-)
+DAMAGES = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-5000]),
+    "unreadable": lambda file: file.write_bytes(b"GGUF or not, this is no such file" * 100),
+    "unknown quantisation": unknown_quantisation,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_one_sentence_and_leaves_nothing(damage, model, cache, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
     damage(file)

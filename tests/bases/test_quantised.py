@@ -90,16 +90,14 @@ def test_its_digest_is_that_of_what_was_loaded(folders, weights) -> None:
     assert first.digest == again.digest != loaded(folders["llama"], None).digest
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        ("comigs-1g1s", "nf4"),
-        *[
-            pytest.param(name, weights, marks=pytest.mark.slow)
-            for name, weights in (("comigs-1g1s", "int8"), ("fedit", "nf4"), ("fedamole", "nf4"))
-        ],
-    ],
-)
+SLOW = (("comigs-1g1s", "int8"), ("fedit", "nf4"), ("fedamole", "nf4"))
+RESUMED = [
+    ("comigs-1g1s", "nf4"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+]
+
+
+@pytest.mark.parametrize(("name", "weights"), RESUMED)
 def test_resuming_ends_the_same(name, weights, config, folders, resumed) -> None:
     method = {"name": name} | ({"router": {"every": 2, "steps": 1}} if "comigs" in name else {})
     training = {"steps": 2, "batch": 2, "precision": "bf16"}

@@ -55,16 +55,16 @@ def test_float16_becomes_bfloat16(kept) -> None:
     assert base.model.model.rotary_emb.inv_freq.dtype == torch.float32  # pyright: ignore
 
 
-@pytest.mark.parametrize(
-    ("weights", "precision", "outer", "linear"),
-    [
-        (None, "fp32", torch.float32, torch.float32),
-        ("fp32", "fp32", torch.float32, torch.float32),
-        ("fp32", "bf16", torch.float32, torch.bfloat16),
-        ("fp32", None, torch.float32, torch.float32),
-        ("bf16", "bf16", torch.bfloat16, torch.bfloat16),
-    ],
-)
+NAMED_FORMATS = [
+    (None, "fp32", torch.float32, torch.float32),
+    ("fp32", "fp32", torch.float32, torch.float32),
+    ("fp32", "bf16", torch.float32, torch.bfloat16),
+    ("fp32", None, torch.float32, torch.float32),
+    ("bf16", "bf16", torch.bfloat16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("weights", "precision", "outer", "linear"), NAMED_FORMATS)
 @pytest.mark.parametrize("stored", ["bf16", "fp32"])
 def test_weights_have_named_formats(kept, bases, stored, weights, precision, outer, linear) -> None:
     folder = kept("llama", "bf16") if stored == "bf16" else str(bases / "llama")

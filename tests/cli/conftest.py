@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def refuses(coterie_command) -> Refuses:
         assert result.err.startswith("Error: ")
         assert sentence in result.err
         return result.err
+
+    return check
+
+
+@pytest.fixture
+def succeeds(coterie_command) -> Callable[..., str]:
+    """Check that `coterie ...` succeeds, and return its output."""
+
+    def check(*arguments: object, width: int = 80) -> str:
+        result = coterie_command(*arguments, width=width)
+        assert result.code == 0, result.err
+        return result.out
 
     return check
 

@@ -33,23 +33,22 @@ def run_file(values, tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["run", "compare", "report", "methods", "audit", "generate"]),
-        (["run"], ["method: auto", "docs/use/run-file-keys.md", "coterie methods", "--resume"]),
-        (["compare"], ["--methods", "--seeds", "saved and reused"]),
-        (["methods"], ["whose settings are listed"]),
-        (["audit"], ["a client sends and receives"]),
-        (["generate"], ["--client", "--prompt", "I sing of"]),
-        (["report"], ["--texts", "--out", "--layer"]),
-    ],
-)
-def test_help_teaches_within_80_columns(arguments, words, coterie_command) -> None:
-    result = coterie_command(*arguments, "--help")
-    assert result.code == 0
-    assert max(map(len, result.out.splitlines())) <= 80
-    assert all(word in result.out for word in words)
+HELP = [
+    ([], ["run", "compare", "report", "methods", "audit", "generate"]),
+    (["run"], ["method: auto", "docs/use/run-file-keys.md", "coterie methods", "--resume"]),
+    (["compare"], ["--methods", "--seeds", "saved and reused"]),
+    (["methods"], ["whose settings are listed"]),
+    (["audit"], ["a client sends and receives"]),
+    (["generate"], ["--client", "--prompt", "I sing of"]),
+    (["report"], ["--texts", "--out", "--layer"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), HELP)
+def test_help_teaches_within_80_columns(arguments, words, succeeds) -> None:
+    out = succeeds(*arguments, "--help")
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(word in out for word in words)
 
 
 def test_a_run_shows_its_table_and_what_to_do_next(run_file, tmp_path, coterie_command) -> None:
@@ -77,11 +76,10 @@ def test_a_run_says_who_learned_with_whom(values, tmp_path, coterie_command) -> 
     assert re.search(others + gain, result.out), result.out
 
 
-def test_a_finished_run_shows_its_table_again(finished, coterie_command, monkeypatch) -> None:
+def test_a_finished_run_shows_its_table_again(finished, succeeds, monkeypatch) -> None:
     monkeypatch.setattr(Rounds, "run", None)  # nothing is run
-    result = coterie_command("run", "--resume", finished)
-    assert result.code == 0
-    assert result.out.splitlines()[2].split() == ["client", "pretrained", "local", "comigs-1g1s"]
+    out = succeeds("run", "--resume", finished)
+    assert out.splitlines()[2].split() == ["client", "pretrained", "local", "comigs-1g1s"]
 
 
 def test_methods_are_listed_and_explained(coterie_command) -> None:
@@ -94,21 +92,19 @@ def test_methods_are_listed_and_explained(coterie_command) -> None:
     assert "experts averaged over clients" in " ".join(result.out.split())
 
 
-def test_an_audit_names_what_travels(run_file, coterie_command) -> None:
-    result = coterie_command("audit", run_file)
-    assert result.code == 0
-    assert max(map(len, result.out.splitlines())) <= 80
-    assert "generalist 1, mlp.up" in " ".join(result.out.split())
-    assert "per public sample" not in result.out
-    computed = result.out.index("peak memory of one client's process")
-    assert computed < result.out.index("the only fields that messages may contain")
+def test_an_audit_names_what_travels(run_file, succeeds) -> None:
+    out = succeeds("audit", run_file)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "generalist 1, mlp.up" in " ".join(out.split())
+    assert "per public sample" not in out
+    computed = out.index("peak memory of one client's process")
+    assert computed < out.index("the only fields that messages may contain")
 
 
-def test_an_audit_of_teaching_names_a_public_samples_bytes(teachers, tmp_path, coterie_command):
+def test_an_audit_of_teaching_names_a_public_samples_bytes(teachers, tmp_path, succeeds):
     (tmp_path / "teaching.yaml").write_text(yaml.safe_dump(teachers().as_dict()))
-    result = coterie_command("audit", tmp_path / "teaching.yaml")
-    assert result.code == 0
-    lines = [line for line in result.out.splitlines() if line.startswith("average per public")]
+    out = succeeds("audit", tmp_path / "teaching.yaml")
+    lines = [line for line in out.splitlines() if line.startswith("average per public")]
     assert len(lines) == 4  # up and down, of each client
     assert all(line.split()[-1].replace(",", "").isdecimal() for line in lines)
 
@@ -243,17 +239,15 @@ def test_too_little_gpu_memory_is_a_sentence(run_file, coterie_command, monkeypa
     assert "out of memory" in result.err
 
 
-@pytest.mark.parametrize(
-    ("recorded", "hint"),
-    [
-        ({}, "`coterie run --resume {folder}`"),  # a run of an earlier version
-        ({"plugins": {}}, "`coterie run --resume {folder}`"),
-        (
-            {"plugins": {"mine": {"file": "/a/mine.py", "sha256": "0"}}},
-            "`coterie run --resume {folder} --plugin /a/mine.py`",
-        ),
-    ],
-)
+PLUGIN = {"plugins": {"mine": {"file": "/a/mine.py", "sha256": "0"}}}
+HINTS = [
+    ({}, "`coterie run --resume {folder}`"),  # a run of an earlier version
+    ({"plugins": {}}, "`coterie run --resume {folder}`"),
+    (PLUGIN, "`coterie run --resume {folder} --plugin /a/mine.py`"),
+]
+
+
+@pytest.mark.parametrize(("recorded", "hint"), HINTS)
 def test_ctrl_c_names_the_plugins_of_the_run(recorded, hint, tmp_path, monkeypatch) -> None:
     errors: list[str] = []
     monkeypatch.setattr(terminal, "complain", errors.append)

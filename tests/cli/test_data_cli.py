@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
@@ -157,21 +156,26 @@ KINDS: dict[str, tuple[Any, Any]] = {
 MARKED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_control_tokens_are_counted_or_refused(tmp_path, kind: str, split: str) -> None:
+def test_control_tokens_are_counted_or_refused(tmp_path, kind: str) -> None:
     data, record = KINDS[kind]
+    refusing = {**data, "special_tokens": "refuse"}
     plain = [record(f"This is ordinary text with the number {n}, no more.") for n in range(20)]
-    splits = {name: list(plain) for name in SPLITS}
-    file = write(tmp_path, "tiny-gpt2", {**data, "special_tokens": "refuse"}, **splits)
+    splits = dict.fromkeys(SPLITS, plain)
+    file = write(tmp_path, "tiny-gpt2", refusing, **splits)
     assert re.search(r"^ann train +0\.00% +0$", survey_of(file), re.MULTILINE)
-    splits[split][2] = record("Before <|endoftext|> and after.")
-    message = refused(write(tmp_path, "tiny-gpt2", {**data, "special_tokens": "refuse"}, **splits))
-    places = {"text": f"The {split} text of client ann"}
-    where = places.get(kind, f"line 3 of {tmp_path / split}.jsonl")
-    assert f"{where} contains the control token '<|endoftext|>'" in message
-    file = write(tmp_path, "tiny-gpt2", data, **splits)
-    assert re.search(rf"^ann {split} +0\.00% +1$", survey_of(file), re.MULTILINE)
+    marked = record("Before <|endoftext|> and after.")
+    for split in SPLITS:
+        records = [*plain[:2], marked, *plain[3:]]
+        message = refused(write(tmp_path, "tiny-gpt2", refusing, **splits | {split: records}))
+        place = {"text": f"The {split} text of client ann"}
+        where = place.get(kind, f"line 3 of {tmp_path / split}.jsonl")
+        assert f"{where} contains the control token '<|endoftext|>'" in message
+    counts = {"train": 1, "validation": 2, "test": 3}
+    splits = {split: [*plain[count:], *[marked] * count] for split, count in counts.items()}
+    survey = survey_of(write(tmp_path, "tiny-gpt2", data, **splits))
+    for split, count in counts.items():
+        assert re.search(rf"^ann {split} +0\.00% +{count}$", survey, re.MULTILINE)
 
 
 def test_a_forged_turn_is_a_control_token_and_the_template_s_own_is_none(tmp_path) -> None:

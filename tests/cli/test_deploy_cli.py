@@ -54,19 +54,19 @@ def complaint(*arguments: object) -> str:
 DORA = {"dora": 1, "others": 1}
 
 
-@pytest.mark.parametrize(
-    ("run", "sentence"),
-    [
-        ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
-        ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
-        ({"divide": {"source": "x.jsonl", "by": "label"}}, "`coterie divide`"),
-        ({"method": "centralized"}, "cannot be deployed"),
-        ({"checkpoint": {"every": 2}}, "every is 2, but the server .* in every round; remove"),
-        ({"clients": 3}, "clients should be a list"),
-        ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
-        ({"method": {"name": "comigs-1g1s", "mlp": {"specialists": DORA}}}, "'dora'"),
-    ],
-)
+NOT_DEPLOYABLE = [
+    ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
+    ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
+    ({"divide": {"source": "x.jsonl", "by": "label"}}, "`coterie divide`"),
+    ({"method": "centralized"}, "cannot be deployed"),
+    ({"checkpoint": {"every": 2}}, "every is 2, but the server .* in every round; remove"),
+    ({"clients": 3}, "clients should be a list"),
+    ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
+    ({"method": {"name": "comigs-1g1s", "mlp": {"specialists": DORA}}}, "'dora'"),
+]
+
+
+@pytest.mark.parametrize(("run", "sentence"), NOT_DEPLOYABLE)
 def test_run_files_that_no_server_takes(run, sentence, keys, tmp_path) -> None:
     path = tmp_path / "us.yaml"
     path.write_text(yaml.safe_dump(run))
@@ -86,19 +86,19 @@ def test_a_server_without_keys_says_how_to_make_them(tmp_path) -> None:
 ANNA = "--server x:1 --key anna.key"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--server localhost --key anna.key --data t", "takes HOST:PORT"),
-        ("--server https://x:1 --key anna.key --data t", "takes HOST:PORT"),
-        ("--server x:1 --key none.key --data t", "none.key"),
-        ("--server x:1 --key keys/ca.pem --data t", "not a client's key file"),
-        (f"{ANNA} --name ben --data t", "belongs to 'anna'"),
-        (ANNA, "Neither --data nor --train is given; give --data"),
-        (f"{ANNA} --data nowhere", "No such file or folder: .*nowhere"),
-        (f"{ANNA} --data t --train t", "Both --data and --train are given"),
-    ],
-)
+WRONG_OPTIONS = [
+    ("--server localhost --key anna.key --data t", "takes HOST:PORT"),
+    ("--server https://x:1 --key anna.key --data t", "takes HOST:PORT"),
+    ("--server x:1 --key none.key --data t", "none.key"),
+    ("--server x:1 --key keys/ca.pem --data t", "not a client's key file"),
+    (f"{ANNA} --name ben --data t", "belongs to 'anna'"),
+    (ANNA, "Neither --data nor --train is given; give --data"),
+    (f"{ANNA} --data nowhere", "No such file or folder: .*nowhere"),
+    (f"{ANNA} --data t --train t", "Both --data and --train are given"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG_OPTIONS)
 def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch) -> None:
     monkeypatch.chdir(keys)
     Path("t").mkdir(exist_ok=True)
@@ -122,8 +122,7 @@ def test_an_address_that_is_in_use_is_one_sentence(waiting_run, metrics, tmp_pat
         assert re.search(rf"Could not listen on {busy}: another program uses port", error)
         free = f"127.0.0.1:{free_port()}"
         assert complaint(*waiting_run, "--address", free, "--metrics", busy) == error
-    log = (tmp_path / "out" / "server.log").read_text()
-    assert log.count(f"ERROR {error}") == 2
+    assert (tmp_path / "out" / "server.log").read_text().count(f"ERROR {error}") == 2
 
 
 @pytest.mark.parametrize("metrics", ["localhost:9192", "9192", "127.0.0.1", "[::1]"])
@@ -133,13 +132,13 @@ def test_an_address_for_monitoring_has_the_form_of_an_example(waiting_run, metri
     assert error == f"{form}, not {metrics!r}."
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("CERTIFICATE_LASTS", timedelta(hours=-1), "certificate expired on .* renew it with `cot"),
-        ("DAY", -timedelta(days=1), "certificate is not valid yet, by .*; set the clock"),
-    ],
-)
+INVALID_CERTIFICATES = [
+    ("CERTIFICATE_LASTS", timedelta(hours=-1), "certificate expired on .* renew it with `cot"),
+    ("DAY", -timedelta(days=1), "certificate is not valid yet, by .*; set the clock"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), INVALID_CERTIFICATES)
 def test_a_certificate_must_be_valid(name, value, sentence, waiting_run, tmp_path, monkeypatch):
     made = Keys.create(tmp_path / "keys")
     made.add("anna", tmp_path / "anna.key")

@@ -39,30 +39,26 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(json.dumps(RECORDS[text[1:]]) if text.startswith("=") else text)
 
 
-@pytest.mark.parametrize(
-    ("files", "clients", "data"),
-    [
-        (
-            {"anna.txt": TEXT, "Ben B.txt": TEXT, "cleo/2024/a.txt": TEXT, ".hidden": ""},
-            {
-                "anna": {"path": "anna.txt"},
-                "ben-b": {"path": "Ben B.txt"},
-                "cleo": {"path": "cleo"},
-            },
-            {},
-        ),
-        (
-            {"anna/train.txt": TEXT, "anna/test/a.txt": TEXT, "ben/train.txt": "", "ben/x.txt": ""},
-            {"anna": {"train": "anna/train.txt", "test": "anna/test"}, "ben": {"path": "ben"}},
-            {},
-        ),
-        ({"yes.jsonl": "=text"}, {"yes": {"path": "yes.jsonl"}}, {}),
-        ({"anna.jsonl": "=messages"}, ANNA, {"messages": True}),
-        ({"anna.jsonl": "=conversations"}, ANNA, {"messages": True}),
-        ({"anna.jsonl": "=preferences"}, ANNA, {"preferences": True}),
-        ({"anna.jsonl": "=instructions"}, ANNA, {"instructions": {}}),
-    ],
-)
+FOLDERS = [
+    (
+        {"anna.txt": TEXT, "Ben B.txt": TEXT, "cleo/2024/a.txt": TEXT, ".hidden": ""},
+        {"anna": {"path": "anna.txt"}, "ben-b": {"path": "Ben B.txt"}, "cleo": {"path": "cleo"}},
+        {},
+    ),
+    (
+        {"anna/train.txt": TEXT, "anna/test/a.txt": TEXT, "ben/train.txt": "", "ben/x.txt": ""},
+        {"anna": {"train": "anna/train.txt", "test": "anna/test"}, "ben": {"path": "ben"}},
+        {},
+    ),
+    ({"yes.jsonl": "=text"}, {"yes": {"path": "yes.jsonl"}}, {}),
+    ({"anna.jsonl": "=messages"}, ANNA, {"messages": True}),
+    ({"anna.jsonl": "=conversations"}, ANNA, {"messages": True}),
+    ({"anna.jsonl": "=preferences"}, ANNA, {"preferences": True}),
+    ({"anna.jsonl": "=instructions"}, ANNA, {"instructions": {}}),
+]
+
+
+@pytest.mark.parametrize(("files", "clients", "data"), FOLDERS)
 @pytest.mark.parametrize("options", [[], ["--all"]])
 def test_a_run_is_written(coterie_command, tmp_path, files, clients, data, options) -> None:
     write(tmp_path / "texts", files)
@@ -149,22 +145,22 @@ def test_a_base_that_does_not_fit_is_refused(refuses, bases, texts, tmp_path, mo
     assert not (tmp_path / "us.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
-        (None, "There is no folder texts; name a folder"),
-        ({}, "the folder texts contains no .txt, .jsonl or .parquet file"),
-        ({".hidden.txt": TEXT}, "the folder texts contains no"),
-        ({"anna.txt": TEXT, "ben/.keep": ""}, "the folder texts/ben contains no"),
-        ({"anna.txt": TEXT, "us.yaml": "rounds: 2"}, "contains the run file us.yaml; run it with"),
-        ({"anna.txt": TEXT, "ben/a.pdf": "", "b.md": ""}, "unknown kinds (1 .md, 1 .pdf); convert"),
-        ({"train.txt": TEXT, "test.txt": TEXT}, "texts/test.txt is one split of a text"),
-        ({"anna.txt": TEXT, "Anna/a.txt": TEXT}, "both give the client name anna; rename"),
-        ({"anna.txt": TEXT, "ben.jsonl": "=messages"}, "contains plain text and texts/ben.jsonl"),
-        ({"anna.jsonl": '{"title": "a"}'}, "line 1 of texts/anna.jsonl has the fields"),
-        ({"anna.jsonl": "{"}, "is not valid JSON"),
-    ],
-)
+REFUSED_FOLDERS = [
+    (None, "There is no folder texts; name a folder"),
+    ({}, "the folder texts contains no .txt, .jsonl or .parquet file"),
+    ({".hidden.txt": TEXT}, "the folder texts contains no"),
+    ({"anna.txt": TEXT, "ben/.keep": ""}, "the folder texts/ben contains no"),
+    ({"anna.txt": TEXT, "us.yaml": "rounds: 2"}, "contains the run file us.yaml; run it with"),
+    ({"anna.txt": TEXT, "ben/a.pdf": "", "b.md": ""}, "unknown kinds (1 .md, 1 .pdf); convert"),
+    ({"train.txt": TEXT, "test.txt": TEXT}, "texts/test.txt is one split of a text"),
+    ({"anna.txt": TEXT, "Anna/a.txt": TEXT}, "both give the client name anna; rename"),
+    ({"anna.txt": TEXT, "ben.jsonl": "=messages"}, "contains plain text and texts/ben.jsonl"),
+    ({"anna.jsonl": '{"title": "a"}'}, "line 1 of texts/anna.jsonl has the fields"),
+    ({"anna.jsonl": "{"}, "is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("files", "sentence"), REFUSED_FOLDERS)
 def test_folders_that_are_refused(refuses, tmp_path, monkeypatch, files, sentence) -> None:
     monkeypatch.chdir(tmp_path)
     if files is not None:

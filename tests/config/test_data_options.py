@@ -77,8 +77,7 @@ def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
 
     data = [{"window": 16, "deduplicate": on} for on in (False, True)]
     plain, clean = (config(clients=clients, data=each) for each in data)
-    share = 1 - 12_000 / len(book)
-    assert size(clean) == pytest.approx(share * size(plain), rel=0.1)
+    assert size(clean) == pytest.approx((1 - 12_000 / len(book)) * size(plain), rel=0.1)
     files |= {"validation": str(texts / "whaler.txt")}
     at_home = Site("poet", files, tmp_path, clean.base.name)
     assert size(at_home.config(joining(clean.visible_to("poet")))) == size(clean)

@@ -68,8 +68,7 @@ def test_an_object_is_the_transform_that_its_name_and_settings_are(values) -> No
     assert given == named
     assert given.digest() == named.digest()
     assert given.as_dict()["aggregation"]["transforms"] == [{"name": "trimmed_mean", "trim": 0.3}]
-    mixed = with_transforms(values, Smaller(), "median")
-    assert mixed.transforms == (Smaller(), Median())
+    assert with_transforms(values, Smaller(), "median").transforms == (Smaller(), Median())
 
 
 def test_a_run_with_an_object_has_the_bits_of_the_registered_name(values, tmp_path) -> None:

@@ -49,16 +49,16 @@ def test_a_plugin_is_loaded_once_and_its_classes_have_names(plugin) -> None:
     assert plugin_of(kind) == plugins.Plugin(str(plugin), version_of(kind))
 
 
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [
-        ("class X(:\n", r"mine\.py is not valid Python \(line 1: "),
-        ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
-        ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
-        ("x = 1\n", r"mine\.py defines no method or .*, that is, no subclass of coterie\.M"),
-        ("from coterie.methods.averaging import FedAvg\n", r"defines no method"),
-    ],
-)
+WRONG_PLUGINS = [
+    ("class X(:\n", r"mine\.py is not valid Python \(line 1: "),
+    ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
+    ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
+    ("x = 1\n", r"mine\.py defines no method or .*, that is, no subclass of coterie\.M"),
+    ("from coterie.methods.averaging import FedAvg\n", r"defines no method"),
+]
+
+
+@pytest.mark.parametrize(("code", "sentence"), WRONG_PLUGINS)
 def test_what_is_wrong_with_a_plugin_is_one_sentence(code, sentence, tmp_path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(code, encoding="utf-8")
@@ -71,8 +71,7 @@ def test_what_is_wrong_with_a_plugin_is_one_sentence(code, sentence, tmp_path) -
 
 
 def test_a_run_records_its_plugin_and_asks_for_it(done, plugin, monkeypatch) -> None:
-    recorded = RunFolder(done).description["plugins"]["fedsa-lora"]
-    assert recorded["file"] == str(plugin)
+    assert RunFolder(done).description["plugins"]["fedsa-lora"]["file"] == str(plugin)
     forgotten(monkeypatch)
     for again in (lambda: coterie.load(done, "poet"), lambda: coterie.resume(done)):
         with pytest.raises(CoterieError, match=f"'fedsa-lora' .* {plugin}.* --plugin"):

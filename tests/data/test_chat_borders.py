@@ -115,8 +115,7 @@ def check(chat: ChatTemplate, extra: int) -> None:
         assert (samples.items, samples.too_long, samples.cut) == ((item,), 0, 0)
         assert samples.sizes.tolist() == [chat.rendered(item).bytes]
         assert samples.lengths.tolist() == [samples.counted.sum().item()]
-        last = samples.counted[samples.answers[0] :]
-        assert last.all()
+        assert samples.counted[samples.answers[0] :].all()
         assert not samples.counted[samples.answers[0] - 1]
         pairs_of = list(zip(ids, samples.counted.tolist(), strict=True))
         assert pairs_of == counted(words, text, spans)

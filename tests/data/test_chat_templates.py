@@ -141,14 +141,9 @@ REFUSED = r"^line 3: the chat template \({}\) refuses the conversation {}"
 
 
 @needs_templates
-@pytest.mark.parametrize(
-    ("name", "turns", "reason"),
-    [
-        ("gemma", (SYSTEM, USER, ANSWER), r"\(System role not"),
-        ("mistral", (USER, USER, ANSWER), ""),
-    ],
-)
-def test_what_a_template_refuses_is_a_sentence(name, turns, reason) -> None:
+@pytest.mark.parametrize(("name", "reason"), [("gemma", r"\(System role not"), ("mistral", "")])
+def test_what_a_template_refuses_is_a_sentence(name, reason) -> None:
+    turns = (SYSTEM if name == "gemma" else USER, USER, ANSWER)
     with pytest.raises(CoterieError, match=REFUSED.format(name, reason)):
         template(name).rendered(Conversation(turns, "line 3"))
 
@@ -158,33 +153,29 @@ CHANGES = "omits, repeats or changes an answer"
 TRIAL = r"^A trial conversation: the chat template \(mine\) refuses the conversation"
 
 
-@pytest.mark.parametrize(
-    ("source", "sentence"),
-    [
-        ("{% for m in messages %}", r"^Line 1 of the chat template \(mine\) is not valid Jinja: "),
-        ("{{ messages[0].content }}{{ eos_token }}", CHANGES),
-        (EACH.replace("X", "{{ m.content * 2 }}"), CHANGES),
-        (EACH.replace("X", "{{ m.content | upper }}"), CHANGES),
-        (EACH.replace("X{{ eos_token }}", "{{ m.content }}\n"), "writes no marker after an answer"),
-        ("{{ messages.x.y }}", TRIAL),
-    ],
-)
+NOT_LEARNABLE = [
+    ("{% for m in messages %}", r"^Line 1 of the chat template \(mine\) is not valid Jinja: "),
+    ("{{ messages[0].content }}{{ eos_token }}", CHANGES),
+    (EACH.replace("X", "{{ m.content * 2 }}"), CHANGES),
+    (EACH.replace("X", "{{ m.content | upper }}"), CHANGES),
+    (EACH.replace("X{{ eos_token }}", "{{ m.content }}\n"), "writes no marker after an answer"),
+    ("{{ messages.x.y }}", TRIAL),
+]
+
+
+@pytest.mark.parametrize(("source", "sentence"), NOT_LEARNABLE)
 def test_a_template_that_cannot_be_learned_with_is_refused(source, sentence) -> None:
     with pytest.raises(CoterieError, match=sentence):
         ChatTemplate(load_tokenizer("tiny-gpt2"), source, "mine")
 
 
-@pytest.mark.parametrize(
-    ("text", "user", "sentence"),
-    [
-        (
-            "{{ m.content | title }}",
-            "u",
-            r"^The conversation: .* changes an answer of the assistant",
-        ),
-        ("{{ m.content }}", "\ue000", r"contains the character U\+E000"),
-    ],
-)
+UNCLEAR = [
+    ("{{ m.content | title }}", "u", r"^The conversation: .* changes an answer of the assistant"),
+    ("{{ m.content }}", "\ue000", r"contains the character U\+E000"),
+]
+
+
+@pytest.mark.parametrize(("text", "user", "sentence"), UNCLEAR)
 def test_a_conversation_whose_answer_is_not_clear_is_refused(text, user, sentence) -> None:
     chat = ChatTemplate(load_tokenizer("tiny-gpt2"), EACH.replace("X", text), "mine")
     with pytest.raises(CoterieError, match=sentence):

@@ -94,8 +94,7 @@ def test_long_conversations_are_cut_between_exchanges(window: int) -> None:
     assert lost
     assert cut
     assert max(end - start for start, end in pairwise(samples.starts.tolist())) <= window + 1
-    few = tokens(items, template, window, limit=3)
-    assert few.items == samples.items[:3]
+    assert tokens(items, template, window, limit=3).items == samples.items[:3]
 
 
 def test_conversations_that_do_not_suffice_are_a_sentence() -> None:

@@ -109,14 +109,14 @@ def test_mixtures_are_equally_large_where_labels_are_not(tmp_path) -> None:
     assert sizes == [[25, 12, 12], [12, 25, 12], [12, 12, 25]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"by": "label"},
-        {"by": "mixture", "share": 0.7},
-        {"by": "dirichlet", "clients": 3, "alpha": 1},
-    ],
-)
+WITH_LABELS = [
+    {"by": "label"},
+    {"by": "mixture", "share": 0.7},
+    {"by": "dirichlet", "clients": 3, "alpha": 1},
+]
+
+
+@pytest.mark.parametrize("options", WITH_LABELS)
 def test_uniform_held_out_has_as_much_of_every_label(root, options) -> None:
     data = DataSpec(fractions=Fractions(validation=0.2, test=0.1))
     divided = divide(root, data, held_out="uniform", **options)
@@ -215,8 +215,7 @@ def test_the_division_is_distributed_as_described(alpha: float) -> None:
     def figures(tables: numpy.ndarray) -> numpy.ndarray:
         """Return the clients' sizes, largest first, and the spread and maximum of each label."""
         sizes = numpy.sort(tables.sum(2))[:, ::-1]
-        sharing = (tables > 0).sum(1)
-        return numpy.concatenate([sizes, sharing, tables.max(1)], axis=1)
+        return numpy.concatenate([sizes, (tables > 0).sum(1), tables.max(1)], axis=1)
 
     a, b = figures(wanted), figures(actual)
     error = numpy.sqrt((a.var(0) + b.var(0)) / 1500) + 1e-9

@@ -56,8 +56,7 @@ def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
 
 
 def test_a_tokenizer_s_own_first_token_comes_first() -> None:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*letters, "<start>", "<end>"]
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<start>", "<end>"]
     encoder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ends = {"bos_token": "<start>", "eos_token": "<end>"}
@@ -148,8 +147,7 @@ def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None
     [[prompt, after]] = PartEncoder(encoder).batch([["Is it?", answer]])
     assert prompt.ids + after.ids == encoder.encode(f"Is it?{answer}").ids
     assert prompt.ids == encoder.encode("Is it?").ids
-    ends = [end for _, end in after.offsets]
-    assert ends == list(range(1, len(answer) + 1))
+    assert [end for _, end in after.offsets] == list(range(1, len(answer) + 1))
 
 
 def test_a_tokenizer_is_copied_once() -> None:
@@ -164,8 +162,7 @@ def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
     encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
     items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
     how = Encoding(encoder, (end, end), 40, None, "ada")
-    made = (examples(i, how) for i in (items, [items[2], items[1]]))
-    whole, wanted = made
+    whole, wanted = (examples(i, how) for i in (items, [items[2], items[1]]))
     part = whole.only([2, 1])
     for name in ("ids", "starts", "answers"):
         assert torch.equal(getattr(part, name), getattr(wanted, name))

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 from divisions import divide
 from questions import records, rows, write
-from transformers import PreTrainedTokenizerBase
 
 from coterie.config.run import parse
 from coterie.data.items import Conversation, Turn
@@ -183,7 +181,7 @@ def test_prompts_with_answers_become_conversations() -> None:
     assert bare.turns[0] == Turn("user", "Why?")
 
 
-def test_copies_of_conversations_are_found(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_copies_of_conversations_are_found(tokenizer) -> None:
     def item(text: str) -> Conversation:
         return Conversation((Turn("user", text), Turn("assistant", "It is as it was before.")))
 

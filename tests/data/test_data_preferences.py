@@ -50,17 +50,16 @@ def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     assert (len(pairs), pairs.rows.bytes, pairs.best.bytes) == (1, 14, 4)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": [SYSTEM, ASKED], "chosen": "Yes.", "rejected": "No, never."},
-        {"prompt": [SYSTEM, ASKED], "chosen": [YES], "rejected": [NO]},
-        WHOLE,
-        {"prompt": "Is it so?", **WHOLE},
-        {"prompt": [SYSTEM, ASKED], **WHOLE},
-    ],
-    ids=["texts", "turns", "whole", "whole with the question", "whole with the prompt"],
-)
+FORMS = {
+    "texts": {"prompt": [SYSTEM, ASKED], "chosen": "Yes.", "rejected": "No, never."},
+    "turns": {"prompt": [SYSTEM, ASKED], "chosen": [YES], "rejected": [NO]},
+    "whole": WHOLE,
+    "whole with the question": {"prompt": "Is it so?", **WHOLE},
+    "whole with the prompt": {"prompt": [SYSTEM, ASKED], **WHOLE},
+}
+
+
+@pytest.mark.parametrize("record", FORMS.values(), ids=FORMS)
 def test_messages_go_through_the_chat_template(record) -> None:
     item = read(record)
     turns = Turn("system", "Be brief."), Turn("user", "Is it so?")
@@ -101,27 +100,27 @@ def test_only_the_last_answer_counts() -> None:
 FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"chosen": "c "}, "same answer"),
-        ({"prompt": " "}, "not text or a list"),
-        ({"rejected": ""}, "not text or a list"),
-        ({"rejected": None}, "not text or a list"),
-        ({"prompt": []}, "is an empty list"),
-        ({"chosen": [{"role": "assistant"}]}, "is an empty answer"),
-        ({"chosen": ["b"]}, "not a mapping"),
-        ({"chosen": [{"role": "tool", "content": "b"}]}, "tool calls are not supported"),
-        ({"chosen": [YES | {"reasoning_content": "Hm."}]}, "move the thinking to the beginning"),
-        ({"prompt": [ASKED, SYSTEM]}, "only the first turn"),
-        ({"prompt": [SYSTEM]}, "does not end with a turn of the user"),
-        ({"chosen": [ASKED]}, "must be exactly one assistant turn"),
-        ({"prompt": [ASKED, YES]}, "does not end with a turn of the user"),
-        ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
-        ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
-        ({"chosen": [ASKED, YES]}, "must be exactly one assistant turn"),
-    ],
-)
+WRONG_RECORDS = [
+    ({"chosen": "c "}, "same answer"),
+    ({"prompt": " "}, "not text or a list"),
+    ({"rejected": ""}, "not text or a list"),
+    ({"rejected": None}, "not text or a list"),
+    ({"prompt": []}, "is an empty list"),
+    ({"chosen": [{"role": "assistant"}]}, "is an empty answer"),
+    ({"chosen": ["b"]}, "not a mapping"),
+    ({"chosen": [{"role": "tool", "content": "b"}]}, "tool calls are not supported"),
+    ({"chosen": [YES | {"reasoning_content": "Hm."}]}, "move the thinking to the beginning"),
+    ({"prompt": [ASKED, SYSTEM]}, "only the first turn"),
+    ({"prompt": [SYSTEM]}, "does not end with a turn of the user"),
+    ({"chosen": [ASKED]}, "must be exactly one assistant turn"),
+    ({"prompt": [ASKED, YES]}, "does not end with a turn of the user"),
+    ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
+    ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
+    ({"chosen": [ASKED, YES]}, "must be exactly one assistant turn"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_RECORDS)
 def test_a_wrong_record_is_named(changes, message) -> None:
     with pytest.raises(CoterieError, match=rf"^line 1 of x.jsonl.*{message}"):
         read(FINE | changes)

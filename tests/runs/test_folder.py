@@ -127,15 +127,15 @@ def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
         assert [metric["value"] for metric in folder.metrics()] == left
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, ["first"]),
-        ({"keep": None}, ["first"]),
-        ({"keep": "bytes"}, ["first", "bytes/up"]),
-        ({"keep": ""}, ["first", "nothing", "bytes/up"]),
-    ],
-)
+DELETIONS = [
+    ({}, ["first"]),
+    ({"keep": None}, ["first"]),
+    ({"keep": "bytes"}, ["first", "bytes/up"]),
+    ({"keep": ""}, ["first", "nothing", "bytes/up"]),
+]
+
+
+@pytest.mark.parametrize(("options", "names"), DELETIONS)
 def test_a_recorder_deletes_figures_except_those_with_a_prefix(options, names) -> None:
     recorder = Recorder(lambda *figure: None)
     recorder.log("poet", "first", 1.0)
@@ -189,18 +189,17 @@ def test_no_flipped_bit_of_a_checkpoint_is_read(folder, file) -> None:
     assert folder.read(file) == whole
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.with_name("checksums.json").unlink(),
-        lambda path: path.with_name("checksums.json").write_text("{}"),
-        lambda path: path.with_name("checksums.json").write_text("{"),
-        lambda path: path.unlink() or path.mkdir(),
-    ],
-    ids=["cut", "empty", "no checksums", "none of this file", "no JSON", "a folder"],
-)
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no checksums": lambda path: path.with_name("checksums.json").unlink(),
+    "none of this file": lambda path: path.with_name("checksums.json").write_text("{}"),
+    "no JSON": lambda path: path.with_name("checksums.json").write_text("{"),
+    "a folder": lambda path: path.unlink() or path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_what_is_damaged_is_named(folder, damage) -> None:
     save(folder, 3)
     damage(folder.checkpoint(3) / "server.safetensors")
