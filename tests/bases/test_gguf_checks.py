@@ -42,10 +42,16 @@ NOT_WHOLE: dict[str, Case] = {
 }
 RULE = "tokenizer.ggml.pre"
 NOT_WHOLE |= {
-    "a new rule": ({RULE: "newest"}, r"ggml\.pre to 'newest', a rule that is not supported; conv"),
+    "a new rule": (
+        {RULE: "newest"},
+        r"sets tokenizer\.ggml\.pre to 'newest', a rule that is not supported; convert",
+    ),
     "a default rule": ({RULE: "default"}, r"sets tokenizer\.ggml\.pre to 'default'"),
-    "no rule": ({RULE: None}, r"lacks tokenizer\.ggml\.pre, the rule by which its tokenizer spl"),
-    "a tokenizer": ({"tokenizer.ggml.model": "bert"}, r"'bert' \(tokenizer\.ggml\.model\)"),
+    "no rule": (
+        {RULE: None},
+        r"lacks tokenizer\.ggml\.pre, the rule by which its tokenizer splits text",
+    ),
+    "bert": ({"tokenizer.ggml.model": "bert"}, r"its tokenizer 'bert' \(tokenizer\.ggml\.model\)"),
 }
 UNUSED: dict[str, Case] = {
     "linear RoPE": ({"llama.rope.scaling.type": "linear"}, r"rope\.scaling\.type is 'linear'"),
