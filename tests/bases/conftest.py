@@ -1,5 +1,6 @@
-"""What this room's tests share."""
+"""Fixtures of the tests of bases."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import coterie
 from coterie.config.run import RunConfig
 from coterie.runs import RunFolder
+from coterie.testing.loop import assert_same_states
 from coterie.training.local import LocalTraining
 
 
@@ -30,3 +32,25 @@ def killed_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, RunConfig
         assert RunFolder(out).turns() == last - 1
 
     return kill
+
+
+@pytest.fixture
+def resumed(
+    killed_in_round: Callable[[int, RunConfig, Path], None], tmp_path: Path
+) -> Callable[[RunConfig], RunFolder]:
+    """A function that checks that a killed run resumes to the same bits; it returns the run."""
+
+    def check(run: RunConfig) -> RunFolder:
+        whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
+        killed_in_round(2, run, tmp_path / "again")
+        coterie.resume(tmp_path / "again")
+        assert_same_states(RunFolder(tmp_path / "again"), whole)
+        return whole
+
+    return check
+
+
+@pytest.fixture
+def folder(bases: Path, tmp_path: Path) -> Path:
+    """A copy of the small GPT-2, which a test may damage."""
+    return Path(shutil.copytree(bases / "gpt2", tmp_path / "base"))

@@ -1,4 +1,4 @@
-"""What is said of a base that cannot be loaded."""
+"""Errors for bases that cannot be loaded."""
 
 import io
 import json
@@ -22,8 +22,8 @@ def test_a_damaged_tokenizer_is_said_in_a_sentence(damage, tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text(text[:1000] if damage == "cut" else text)
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((EMBEDDED / "tiny-gpt2" / name).read_bytes())
-    said = r"tokenizer\.json is not valid JSON" if damage == "cut" else "could not be loaded"
-    with pytest.raises(CoterieError, match=said):
+    message = r"tokenizer\.json is not valid JSON" if damage == "cut" else "could not be loaded"
+    with pytest.raises(CoterieError, match=message):
         load_tokenizer(str(tmp_path))
 
 
@@ -63,7 +63,6 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 )
 @pytest.mark.parametrize("known", [True, False], ids=["gpt2", "own"])
 def test_python_that_comes_with_a_base_is_never_run(load, known, tmp_path, monkeypatch) -> None:
-    """Nobody is asked, either, who could say yes."""
     place, marker = tmp_path / "own", tmp_path / "ran"
     place.mkdir()
     for path in (EMBEDDED / "tiny-gpt2").iterdir():
@@ -90,7 +89,6 @@ def test_python_that_comes_with_a_base_is_never_run(load, known, tmp_path, monke
 
 @pytest.mark.parametrize("nested", [False, True], ids=["text alone", "with pictures"])
 def test_a_window_is_at_most_the_base_s_context(nested, tmp_path) -> None:
-    """Of a base that reads pictures, too, the context is that of its text model."""
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2}
     text = {**sizes, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 8192}
@@ -108,17 +106,17 @@ def test_a_window_is_at_most_the_base_s_context(nested, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [(None, "set base.weights: nf4 or `base` to a"), ("nf4", "tiny-gpt2 in nf4; set `base` to a")],
 )
-def test_too_little_memory_for_a_base_is_said_in_a_sentence(weights, said, monkeypatch) -> None:
+def test_too_little_memory_for_a_base_is_said_in_a_sentence(weights, message, monkeypatch) -> None:
     def full(*_: object, **__: object) -> None:
         torch.empty(2**46)
 
     monkeypatch.setattr("coterie.bases.loading.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(CoterieError) as refused:
         load_base(BaseSpec(name="tiny-gpt2", weights=weights), "bf16", 64)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(refused.value).startswith("The machine has too little memory for the base tiny-gpt2")
 
 
@@ -137,7 +135,7 @@ def test_a_gated_base_is_said_to_be_gated(monkeypatch) -> None:
 
 
 def test_the_head_of_one_sequence_copies_no_weight() -> None:
-    """The last position of one sequence counts as contiguous, but has the strides of the whole."""
+    # The last position counts as contiguous, but has the strides of the whole sequence.
     model = load_base("tiny-llama", "fp32", 16).model
     strides: list[tuple[int, ...]] = []
     head = model.get_output_embeddings()

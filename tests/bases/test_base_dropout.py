@@ -13,17 +13,12 @@ from coterie.bases.dropout import base_dropout
 
 RATE = 0.2
 LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+HEADS = {"n_layer": 2, "n_head": 2}
 KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "gpt2": (
-        {"n_layer": 2, "n_embd": 16, "n_head": 2},
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    ),
+    "gpt2": ({**HEADS, "n_embd": 16}, ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
     "llama": ({"intermediate_size": 24, **LAYERS}, ("attention_dropout",)),
     "opt": ({"ffn_dim": 24, "word_embed_proj_dim": 16, **LAYERS}, ("dropout", "attention_dropout")),
-    "bloom": (
-        {"n_layer": 2, "hidden_size": 16, "n_head": 2},
-        ("hidden_dropout", "attention_dropout"),
-    ),
+    "bloom": ({**HEADS, "hidden_size": 16}, ("hidden_dropout", "attention_dropout")),
 }
 """The settings of a base, and the names of its dropout rates."""
 IDS = torch.arange(3, 35).view(2, 16)
@@ -58,8 +53,8 @@ def test_it_is_that_of_transformers(kind) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_mixture_drops_out_where_its_mlp_does(kind) -> None:
-    """Pairs begin as zero, so nothing but dropout tells them from the base."""
     base, other = made(kind, 0.0), made(kind, RATE).train()
+    # The output of an untrained adapter is zero, so that only dropout changes the base's output.
     Adapter(base, Layout(), 0, "ada", lambda _: True).attach(base)
     torch.manual_seed(7)
     wanted = other(IDS).logits

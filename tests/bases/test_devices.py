@@ -1,4 +1,4 @@
-"""Where bases are computed: what is refused, and how layers are spread over GPUs."""
+"""The devices of bases: refusals, and layers that are spread over several GPUs."""
 
 import json
 import shutil
@@ -74,8 +74,8 @@ def test_layers_are_spread_in_their_order(bases, family, count) -> None:
     assert turns == sorted(turns)
 
 
-def result(base: Any, family: str) -> list[torch.Tensor]:
-    """Of a step with an adapter: loss, gradients, losses by token and logits."""
+def result(base: Any) -> list[torch.Tensor]:
+    """Return the loss, gradients, losses by token and logits of a step with an adapter."""
     adapter = Adapter(base.model, Layout(), 0, "ada", lambda _: True)
     model = adapter.attach(base.model)
     adapter.require_grad(of_roles("generalist", "specialist", "dense", "router"))
@@ -83,23 +83,23 @@ def result(base: Any, family: str) -> list[torch.Tensor]:
     loss.backward()
     pieces = list(logits_in_pieces(model, Batch(IDS)))
     grads = [p.grad for p in adapter.tensors().values() if p.grad is not None]
-    found = [loss.detach(), *grads, token_losses(model, IDS), *pieces]
+    results = [loss.detach(), *grads, token_losses(model, IDS), *pieces]
     detach(base.model)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_spread_base_computes_the_same_bits(bases, family) -> None:
-    """All on the CPU, but with the hooks that carry tensors from part to part."""
+    # All parts are on the CPU, but have the hooks that move tensors from part to part.
     plain, spread = (load_base(str(bases / family), "fp32", 32) for _ in range(2))
     skeleton = load_skeleton(str(bases / family))
     places: dict[str, Any] = dict.fromkeys(placement(skeleton, GPUS), "cpu")
     assert len(places) > 2
     dispatch_model(spread.model, places, force_hooks=True)
     assert len([module for module in spread.model.modules() if hasattr(module, "_hf_hook")]) > 2
-    mine, theirs = result(spread, family), result(plain, family)
-    assert len(mine) == len(theirs) > 3
-    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    actual, expected = result(spread), result(plain)
+    assert len(actual) == len(expected) > 3
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_a_run_of_another_machine_s_device_is_used_on_this_one(config, tmp_path) -> None:

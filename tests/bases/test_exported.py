@@ -15,7 +15,6 @@ import coterie
 from coterie.bases import BaseSpec, load_base, load_tokenizer
 from coterie.errors import CoterieError
 from coterie.runs import RunFolder
-from coterie.testing.loop import assert_same_states
 from coterie.testing.small import TOKENS, write_tokenizer
 
 IDS = torch.arange(30)[None]
@@ -36,12 +35,8 @@ def mixture(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["comigs-1g1s", "fedit", "local-full"])
-def test_a_mixture_can_be_trained_further(name, mixture, config, killed_in_round, tmp_path) -> None:
-    run = config(base=str(mixture), method=METHODS[name], evaluation=LAST)
-    finished = coterie.run(run, out=tmp_path / "run").path
-    killed_in_round(2, run, tmp_path / "again")
-    coterie.resume(tmp_path / "again")
-    assert_same_states(RunFolder(tmp_path / "again"), RunFolder(finished))
+def test_a_mixture_can_be_trained_further(name, mixture, config, resumed) -> None:
+    finished = resumed(config(base=str(mixture), method=METHODS[name], evaluation=LAST)).path
     base: Any = AutoModelForCausalLM.from_pretrained(mixture)
     with torch.no_grad():
         change = coterie.load(finished, "poet")(IDS).logits - base(IDS).logits
@@ -65,7 +60,6 @@ def test_a_saved_model_is_a_base_with_its_score(config, bases, tmp_path) -> None
 
 
 def test_an_adapter_of_experts_and_gate_is_merged(mixture, tmp_path) -> None:
-    """The adapter changes the parameters of a mixture: the weights of its experts and its gate."""
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     settings = {"target_modules": ["q_proj"], "target_parameters": parameters}
     ranks = {"rank_pattern": {"mlp.experts.gate_up_proj": 8}, "lora_dropout": 0.0}

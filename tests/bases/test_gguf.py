@@ -66,7 +66,7 @@ NAMES = {
 def tensors(model: LlamaForCausalLM) -> dict[str, tuple[str, torch.Tensor, int]]:
     """Return each tensor of a GGUF file by name: our name, our weight, and its heads or 0."""
     state = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    found = {
+    names = {
         "token_embd.weight": ("model.embed_tokens.weight", 0),
         "output_norm.weight": ("model.norm.weight", 0),
         "output.weight": ("lm_head.weight", 0),
@@ -74,8 +74,27 @@ def tensors(model: LlamaForCausalLM) -> dict[str, tuple[str, torch.Tensor, int]]
     for layer in range(LAYERS):
         for name, short in NAMES.items():
             heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(short, 0)
-            found[f"blk.{layer}.{short}.weight"] = f"model.layers.{layer}.{name}.weight", heads
-    return {short: (name, state[name], heads) for short, (name, heads) in found.items()}
+            names[f"blk.{layer}.{short}.weight"] = f"model.layers.{layer}.{name}.weight", heads
+    return {short: (name, state[name], heads) for short, (name, heads) in names.items()}
+
+
+def add_tokenizer(writer: Any, folder: Path) -> dict[str, int]:
+    """Add the tokens of the small tokenizer to a file; return their ids."""
+    write_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([token.encode() for token in content["vocab"]])
+    writer.add_token_merges([" ".join(merge) for merge in content["merges"]])
+    return content["vocab"]
+
+
+def finish(writer: Any, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def write(
@@ -104,14 +123,9 @@ def write(
     for name, value in sizes.items():
         getattr(writer, f"add_{name}")(value)
     if tokenizer:
-        write_tokenizer(path.parent)
-        content = json.loads((path.parent / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([token.encode() for token in content["vocab"]])
-        writer.add_token_merges([" ".join(merge) for merge in content["merges"]])
+        vocabulary = add_tokenizer(writer, path.parent)
         for name in ("bos", "eos", "unk"):
-            getattr(writer, f"add_{name}_token_id")(content["vocab"]["<|endoftext|>"])
+            getattr(writer, f"add_{name}_token_id")(vocabulary["<|endoftext|>"])
         writer.add_chat_template(TEMPLATE)
     for key, value in changes.items():
         writer.kv_data[0].pop(key, None)
@@ -128,11 +142,7 @@ def write(
             writer.add_tensor(name, data)
         else:
             writer.add_tensor(name, gguf.quants.quantize(data, type), raw_dtype=type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def dequantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
@@ -185,7 +195,7 @@ def test_a_file_is_converted_once_until_it_changes(model, cache, tmp_path, monke
 
 
 def unknown_quantisation(file: Path) -> None:
-    """Change the format of a tensor to one that does not exist."""
+    """Set the format of a tensor to a number that no format has."""
     data = bytearray(file.read_bytes())
     name = b"blk.0.attn_q.weight"
     place = data.index(name) + len(name) + 4 + 2 * 8  # after the dimensions
@@ -194,15 +204,14 @@ def unknown_quantisation(file: Path) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_bytes(file.read_bytes()[:-5000]),
-        lambda file: file.write_bytes(b"GGUF or not, this is no such file" * 100),
-        unknown_quantisation,
-    ],
-    ids=["truncated", "unreadable", "unknown quantisation"],
-)
+DAMAGES = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-5000]),
+    "unreadable": lambda file: file.write_bytes(b"GGUF or not, this is no such file" * 100),
+    "unknown quantisation": unknown_quantisation,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_one_sentence_and_leaves_nothing(damage, model, cache, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model)
     damage(file)

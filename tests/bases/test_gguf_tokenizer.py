@@ -10,7 +10,6 @@ from test_gguf import cache, model, write
 from coterie.bases import gguf as ours
 from coterie.bases import load_tokenizer
 from coterie.bases.gguf_tokenizer import RULES
-from coterie.errors import CoterieError
 
 __all__ = ["cache", "model"]
 TEXT = "I'LL: 1234,5\n\nÉcoleA  $x/\ny"
@@ -95,33 +94,14 @@ def test_the_first_token_is_that_of_the_file(begins, model, tmp_path) -> None:
     assert (tokenizer(" the").input_ids[0] == tokenizer.bos_token_id) == begins
 
 
-@pytest.mark.parametrize(
-    ("pre", "message"),
-    [
-        ("newest", r"sets tokenizer\.ggml\.pre to 'newest', a rule that is not supported; convert"),
-        ("default", r"sets tokenizer\.ggml\.pre to 'default'"),
-        (None, r"lacks tokenizer\.ggml\.pre, the rule by which its tokenizer splits text"),
-    ],
-)
-def test_an_unknown_rule_is_refused(pre, message, model, tmp_path) -> None:
-    with pytest.raises(CoterieError, match=message):
-        load_tokenizer(str(with_rule(tmp_path / "small.gguf", model, pre)))
+PREFIXES = [
+    (None, {"a": "▁a", " a": "▁▁a", "a b": "▁a ▁b", "</s>a": "</s> ▁a"}),
+    (True, {"a": "▁a", " a": "▁▁a", "a b": "▁a ▁b", "</s>a": "</s> ▁a"}),
+    (False, {"a": "a", " a": "▁a", "a b": "a ▁b", "</s>a": "</s> a"}),
+]
 
 
-def test_another_kind_of_tokenizer_is_refused(model, tmp_path) -> None:
-    file = write(tmp_path / "small.gguf", model, changes={"tokenizer.ggml.model": "bert"})
-    with pytest.raises(CoterieError, match=r"its tokenizer 'bert' \(tokenizer\.ggml\.model\)"):
-        load_tokenizer(str(file))
-
-
-@pytest.mark.parametrize(
-    ("prefixed", "tokens"),
-    [
-        (None, {"a": "▁a", " a": "▁▁a", "a b": "▁a ▁b", "</s>a": "</s> ▁a"}),
-        (True, {"a": "▁a", " a": "▁▁a", "a b": "▁a ▁b", "</s>a": "</s> ▁a"}),
-        (False, {"a": "a", " a": "▁a", "a b": "a ▁b", "</s>a": "</s> a"}),
-    ],
-)
+@pytest.mark.parametrize(("prefixed", "tokens"), PREFIXES)
 def test_sentencepiece_begins_as_the_file_says(prefixed, tokens, model, tmp_path) -> None:
     file = write(tmp_path / "small.gguf", model, changes=sentencepiece(prefixed))
     tokenizer = load_tokenizer(str(file))

@@ -1,14 +1,12 @@
 """Bases whose files state sizes that no model has: each is refused before anything is built."""
 
-import json
-import shutil
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from test_gguf import cache, model, write
+from test_incomplete_bases import configure
 
 from coterie.bases import checks, load_base, load_skeleton, load_tokenizer
 from coterie.bases.checks import check_numbers
@@ -25,20 +23,9 @@ COUNTS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def folder(bases: Path, tmp_path: Path) -> Path:
-    """A copy of the small GPT-2."""
-    return Path(shutil.copytree(bases / "gpt2", tmp_path / "base"))
-
-
-def configure(folder: Path, values: dict[str, Any]) -> None:
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(content | values))
-
-
 @pytest.mark.parametrize("key", COUNTS)
 def test_numbers_that_no_model_has_are_refused(key, folder) -> None:
-    configure(folder, {key: COUNTS[key]})
+    configure(folder, **{key: COUNTS[key]})
     for load in (load_skeleton, load_tokenizer, lambda base: load_base(base, "fp32", 8)):
         with pytest.raises(CoterieError, match=rf"config.json of .*base' sets {key}\S* to [0-9,]+"):
             load(str(folder))

@@ -70,12 +70,12 @@ def test_a_deployment_has_the_same_bits(config, adapter, finished, tmp_path) -> 
 def test_a_client_reads_no_adapter_that_only_the_server_names(config, adapter, tmp_path) -> None:
     run = config(adapter=str(adapter))
     order = Order(run="0" * 16, client="poet", kind="join", turn=0, config=run.visible_to("poet"))
-    mine = site(run, "poet", tmp_path)
-    assert mine.config(order).base == run.base
+    client = site(run, "poet", tmp_path)
+    assert client.config(order).base == run.base
     with pytest.raises(CoterieError, match="copy of the adapter with --adapter"):
-        replace(mine, adapter=None).config(order)
+        replace(client, adapter=None).config(order)
     plain = order.model_copy(update={"config": config().visible_to("poet")})
-    assert mine.config(plain).base == config().base
+    assert client.config(plain).base == config().base
 
 
 @pytest.mark.parametrize("change", ["changed", "gone"])

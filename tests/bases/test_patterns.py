@@ -22,11 +22,12 @@ PROGRAM = """
 import sys
 from coterie.bases import BaseSpec, load_base
 from coterie.errors import CoterieError
-try:
-    load_base(BaseSpec(name=sys.argv[1], adapter=sys.argv[2]), "fp32", 8)
-    print("loaded")
-except CoterieError as error:
-    print(error)
+for adapter in sys.argv[2:]:
+    try:
+        load_base(BaseSpec(name=sys.argv[1], adapter=adapter), "fp32", 8)
+        print("loaded", flush=True)
+    except CoterieError as error:
+        print(error, flush=True)
 """
 
 
@@ -69,32 +70,32 @@ def test_a_methods_targets_are_matched_in_a_limited_time() -> None:
         chosen_linears(base, "([a-z_]+)+!")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("target_modules", r"(.*)*!"),
-        ("exclude_modules", r"(.*)*!"),
-        ("rank_pattern", {r"(.*)*!": 2}),
-        ("alpha_pattern", {r"(\w|[a-z]|\.)*!": 2}),
-        ("layers_pattern", r"(.*)*!"),
-    ],
-)
-def test_no_pattern_of_an_adapter_hangs(key, value, bases, tmp_path) -> None:
-    folder = write_lora(tmp_path, bases / "llama")
-    file = folder / "adapter_config.json"
-    changed = {key: value} | ({"layers_to_transform": [0]} if key == "layers_pattern" else {})
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changed))
-    command = [sys.executable, "-c", PROGRAM, str(bases / "llama"), str(folder)]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    refused = {"target_modules": "no module of the base matches", "layers_pattern": "is not the na"}
-    assert refused.get(key, "loaded") in output
+def adapter_with(folder: Path, base: Path, **settings: Any) -> Path:
+    """Write an adapter whose configuration has other settings."""
+    file = write_lora(folder, base) / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | settings))
+    return folder
+
+
+def test_no_pattern_of_an_adapter_hangs(bases, tmp_path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"target_modules": r"(.*)*!"}, "no module of the base matches"),
+        ({"exclude_modules": r"(.*)*!"}, "loaded"),
+        ({"rank_pattern": {r"(.*)*!": 2}}, "loaded"),
+        ({"alpha_pattern": {r"(\w|[a-z]|\.)*!": 2}}, "loaded"),
+        ({"layers_pattern": r"(.*)*!", "layers_to_transform": [0]}, "is not the na"),
+    ]
+    base = bases / "llama"
+    folders = [adapter_with(tmp_path / f"{n}", base, **case) for n, (case, _) in enumerate(cases)]
+    command = [sys.executable, "-c", PROGRAM, *map(str, (base, *folders))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    for (settings, message), line in zip(cases, done.stdout.splitlines(), strict=True):
+        assert message in line, settings
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "target_modules", "layers_pattern", "r"])
 @pytest.mark.parametrize("value", [10**12, [3], {"a": {}}, [[]], "", {"(": 2}])
-def test_settings_of_any_type_are_accepted_or_refused(key, value, bases, tmp_path: Path) -> None:
-    folder = write_lora(tmp_path, bases / "llama")
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {key: value}))
+def test_settings_of_any_type_are_accepted_or_refused(key, value, bases, tmp_path) -> None:
+    adapter_with(tmp_path, bases / "llama", **{key: value})
     with suppress(CoterieError):  # any other exception fails the test
-        load_base(BaseSpec(name=str(bases / "llama"), adapter=str(folder)), "fp32", 8)
+        load_base(BaseSpec(name=str(bases / "llama"), adapter=str(tmp_path)), "fp32", 8)

@@ -27,7 +27,6 @@ def test_without_kernels_for_bf16_fp32_is_used(available, kernels, chosen, monke
 
 
 def test_processors_without_avx512_are_those_without_kernels() -> None:
-    """This asks the operating system what PyTorch's private function should know."""
     flags = Path("/proc/cpuinfo")
     if platform.machine() != "x86_64" or not flags.exists():
         pytest.skip("needs Linux on x86-64")
@@ -36,7 +35,6 @@ def test_processors_without_avx512_are_those_without_kernels() -> None:
 
 
 def test_clients_and_servers_may_choose_different_precisions(values, monkeypatch) -> None:
-    """A client that gave a run file need not have the server's processor."""
     runs: dict[str, RunConfig] = {}
     for fast in ("bf16", "fp32"):
         monkeypatch.setattr("coterie.config.run.fast_precision", lambda _, fast=fast: fast)
@@ -50,11 +48,11 @@ def test_clients_and_servers_may_choose_different_precisions(values, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("found", "native", "chosen"),
+    ("available", "native", "chosen"),
     [(False, False, "bf16"), (True, False, "fp32"), (True, True, "bf16")],
 )
-def test_a_gpu_that_emulates_bf16_computes_in_fp32(found, native, chosen, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+def test_a_gpu_that_emulates_bf16_computes_in_fp32(available, native, chosen, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: native)
     assert (fast_precision("cuda"), fast_precision("mps")) == (chosen, "bf16")
 

@@ -14,7 +14,7 @@ from coterie.bases.sites import sizes
 from coterie.errors import CoterieError
 from coterie.losses.tokens import language_model_loss
 from coterie.runs import RunFolder
-from coterie.testing.loop import assert_as_local, assert_same_states, deploy
+from coterie.testing.loop import assert_as_local, deploy
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 FORMATS = ("int8", "nf4")
@@ -24,7 +24,7 @@ IDS = torch.arange(3, 67).view(2, 32)
 @pytest.fixture(scope="module")
 def folders(bases, tmp_path_factory) -> dict[str, str]:
     """Bases wide enough that rounding averages out."""
-    folder, found = tmp_path_factory.mktemp("wide"), {}
+    folder, paths = tmp_path_factory.mktemp("wide"), {}
     tokenizer = AutoTokenizer.from_pretrained(bases / "gpt2")
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
     sizes |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -35,8 +35,8 @@ def folders(bases, tmp_path_factory) -> dict[str, str]:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
-        found[family] = str(folder / family)
-    return found
+        paths[family] = str(folder / family)
+    return paths
 
 
 def loaded(folder: str, weights: Any, precision: Any = "fp32") -> Base:
@@ -44,20 +44,19 @@ def loaded(folder: str, weights: Any, precision: Any = "fp32") -> Base:
 
 
 def gradients(base: Base) -> torch.Tensor:
-    """Of an adapter's matrices that begin as zero, in a row."""
+    """Return the gradients of an adapter's matrices B as one vector."""
     adapter = Adapter(base.model, Layout(), 0, "ada", lambda _: True)
     model = adapter.attach(base.model)
     adapter.require_grad(of_roles("generalist", "specialist", "dense"))
     language_model_loss(model, IDS).backward()
     detach(base.model)
-    found = [p.grad for n, p in adapter.tensors().items() if n.endswith(".B")]
-    return torch.cat([grad.flatten() for grad in found if grad is not None])
+    grads = [p.grad for n, p in adapter.tensors().items() if n.endswith(".B")]
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(("weights", "near"), [("int8", 0.999), ("nf4", 0.95)])
 def test_it_computes_nearly_what_the_checkpoint_does(folders, family, weights, near) -> None:
-    """Gradients too, and after an evaluation as before it."""
     base, exact = loaded(folders[family], weights), loaded(folders[family], None)
     same = torch.nn.functional.cosine_similarity
     before = gradients(base)
@@ -75,8 +74,8 @@ def test_its_linear_layers_are_small_and_as_a_server_knows_them(folders, family,
     plain = loaded(folders[family], "bf16", "bf16").model.get_memory_footprint()
     assert base.model.get_memory_footprint() < plain
     adapters = [Adapter(m, Layout(), 0, "ada", lambda _: True) for m in (base.model, skeleton)]
-    mine, ours = ({n: (p.shape, p.dtype) for n, p in a.tensors().items()} for a in adapters)
-    assert mine == ours
+    kinds = [{n: (p.shape, p.dtype) for n, p in a.tensors().items()} for a in adapters]
+    assert kinds[0] == kinds[1]
     head = base.model.get_output_embeddings()
     assert head.weight.dtype == torch.bfloat16  # pyright: ignore
     assert sizes(head) == (64, base.model.config.vocab_size)  # pyright: ignore
@@ -84,40 +83,26 @@ def test_its_linear_layers_are_small_and_as_a_server_knows_them(folders, family,
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_its_digest_is_that_of_what_was_loaded(folders, weights) -> None:
-    one, again = loaded(folders["llama"], weights), loaded(folders["llama"], weights)
+    first, again = loaded(folders["llama"], weights), loaded(folders["llama"], weights)
     gradients(again)  # what a layer does on its first use changes nothing
     with torch.no_grad():
         again.model(IDS)
-    assert one.digest == again.digest != loaded(folders["llama"], None).digest
+    assert first.digest == again.digest != loaded(folders["llama"], None).digest
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "comigs-1g1s": {"router": {"every": 2, "steps": 1}},
-    "fedit": {},
-    "fedamole": {},
-}
+SLOW = (("comigs-1g1s", "int8"), ("fedit", "nf4"), ("fedamole", "nf4"))
+RESUMED = [
+    ("comigs-1g1s", "nf4"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        ("comigs-1g1s", "nf4"),
-        pytest.param("comigs-1g1s", "int8", marks=pytest.mark.slow),
-        pytest.param("fedit", "nf4", marks=pytest.mark.slow),
-        pytest.param("fedamole", "nf4", marks=pytest.mark.slow),
-    ],
-)
-def test_resuming_ends_the_same(name, weights, config, folders, tmp_path, killed_in_round) -> None:
-    run = config(
-        method={"name": name, **METHODS[name]},
-        base={"name": folders["llama"], "weights": weights},
-        rounds=2,
-        training={"steps": 2, "batch": 2, "precision": "bf16"},
-    )
-    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
-    killed_in_round(2, run, tmp_path / "again")
-    coterie.resume(tmp_path / "again")
-    assert_same_states(RunFolder(tmp_path / "again"), whole)
+@pytest.mark.parametrize(("name", "weights"), RESUMED)
+def test_resuming_ends_the_same(name, weights, config, folders, resumed) -> None:
+    method = {"name": name} | ({"router": {"every": 2, "steps": 1}} if "comigs" in name else {})
+    training = {"steps": 2, "batch": 2, "precision": "bf16"}
+    base = {"name": folders["llama"], "weights": weights}
+    whole = resumed(config(method=method, base=base, rounds=2, training=training))
     with torch.no_grad():
         assert coterie.load(whole.path, "poet")(input_ids=IDS).logits.isfinite().all()
 

@@ -16,7 +16,7 @@ from coterie.bases import Base, BaseSpec, load_base
 from coterie.bases.precision import autocast
 from coterie.config.run import RunConfig
 from coterie.runs import RunFolder
-from coterie.testing.loop import assert_as_local, assert_same_states, deploy
+from coterie.testing.loop import assert_as_local, deploy
 
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,37 +41,37 @@ def weights_of(base: Base) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("precision", ["bf16", None])
 def test_a_base_kept_in_bf16_has_its_checkpoint_s_bits(kept, family, precision) -> None:
-    found = weights_of(load_base(kept(family, "bf16"), precision, 16))
+    actual = weights_of(load_base(kept(family, "bf16"), precision, 16))
     stored = load_file(Path(kept(family, "bf16")) / "model.safetensors")
-    assert all(torch.equal(found[name], stored[name]) for name in found)
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert all(torch.equal(actual[name], stored[name]) for name in actual)
+    assert {tensor.dtype for tensor in actual.values()} == {torch.bfloat16}
 
 
 def test_float16_becomes_bfloat16(kept) -> None:
     base = load_base(kept("llama", "fp16"), "bf16", 16)
     stored = load_file(Path(kept("llama", "fp16")) / "model.safetensors")
-    for name, found in weights_of(base).items():
-        assert torch.equal(found, stored[name].bfloat16())
+    for name, weight in weights_of(base).items():
+        assert torch.equal(weight, stored[name].bfloat16())
     assert base.model.model.rotary_emb.inv_freq.dtype == torch.float32  # pyright: ignore
 
 
-@pytest.mark.parametrize(
-    ("weights", "precision", "outer", "linear"),
-    [
-        (None, "fp32", torch.float32, torch.float32),
-        ("fp32", "fp32", torch.float32, torch.float32),
-        ("fp32", "bf16", torch.float32, torch.bfloat16),
-        ("fp32", None, torch.float32, torch.float32),
-        ("bf16", "bf16", torch.bfloat16, torch.bfloat16),
-    ],
-)
+NAMED_FORMATS = [
+    (None, "fp32", torch.float32, torch.float32),
+    ("fp32", "fp32", torch.float32, torch.float32),
+    ("fp32", "bf16", torch.float32, torch.bfloat16),
+    ("fp32", None, torch.float32, torch.float32),
+    ("bf16", "bf16", torch.bfloat16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("weights", "precision", "outer", "linear"), NAMED_FORMATS)
 @pytest.mark.parametrize("stored", ["bf16", "fp32"])
 def test_weights_have_named_formats(kept, bases, stored, weights, precision, outer, linear) -> None:
     folder = kept("llama", "bf16") if stored == "bf16" else str(bases / "llama")
-    found = load_base(BaseSpec(name=folder, weights=weights), precision, 16).model
-    assert found.get_input_embeddings().weight.dtype == outer
-    assert found.model.layers[0].mlp.up_proj.weight.dtype == linear  # pyright: ignore
-    assert found.model.norm.weight.dtype == outer  # pyright: ignore
+    model: Any = load_base(BaseSpec(name=folder, weights=weights), precision, 16).model
+    assert model.get_input_embeddings().weight.dtype == outer
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == linear
+    assert model.model.norm.weight.dtype == outer
 
 
 def test_digests_tell_formats_and_weights_apart(kept, bases) -> None:
@@ -95,12 +95,8 @@ def halved(config: Callable[..., RunConfig], kept: Callable[..., str]) -> Callab
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_bf16_base_resumes_to_the_same_bits(halved, family, tmp_path, killed_in_round) -> None:
-    run = halved(family)
-    whole = RunFolder(coterie.run(run, out=tmp_path / "whole").path)
-    killed_in_round(2, run, tmp_path / "again")
-    coterie.resume(tmp_path / "again")
-    assert_same_states(RunFolder(tmp_path / "again"), whole)
+def test_a_bf16_base_resumes_to_the_same_bits(halved, family, resumed) -> None:
+    whole = resumed(halved(family))
     trained = whole.load("client-poet")["adapter"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
     model = coterie.load(whole.path, "poet")
@@ -118,15 +114,12 @@ def test_a_base_kept_in_bf16_ends_in_the_same_bits_when_deployed(halved, tmp_pat
 
 
 def test_scores_in_bf16_are_near_those_in_fp32(halved, kept, tmp_path) -> None:
-    """The same weights, computed with in fp32; what is measured is rounding alone."""
     run = halved("llama", method="pretrained")
     fp32 = run.training.model_copy(update={"precision": "fp32"})
     exact = run.model_copy(update={"training": fp32})
-    found = [
-        coterie.run(one, out=tmp_path / name).results["pretrained"]["trained"]["poet"]["perplexity"]
-        for name, one in (("bf16", run), ("fp32", exact))
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
+    results = [coterie.run(run, out=tmp_path / run.precision).results for run in (run, exact)]
+    scores = [result["pretrained"]["trained"]["poet"]["perplexity"] for result in results]
+    assert scores[0] == pytest.approx(scores[1], rel=1e-2)
 
 
 class _Shapes(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,23 @@ def refuses(coterie_command) -> Refuses:
     """Check that `coterie ...` prints nothing but an error of one line with a sentence."""
 
     def check(sentence: str, *arguments: object) -> str:
-        said = coterie_command(*arguments, width=400)
-        assert (said.code, said.out, said.err.count("\n")) == (2, "", 1), said
-        assert said.err.startswith("Error: ")
-        assert sentence in said.err
-        return said.err
+        result = coterie_command(*arguments, width=400)
+        assert (result.code, result.out, result.err.count("\n")) == (2, "", 1), result
+        assert result.err.startswith("Error: ")
+        assert sentence in result.err
+        return result.err
+
+    return check
+
+
+@pytest.fixture
+def succeeds(coterie_command) -> Callable[..., str]:
+    """Check that `coterie ...` succeeds, and return its output."""
+
+    def check(*arguments: object, width: int = 80) -> str:
+        result = coterie_command(*arguments, width=width)
+        assert result.code == 0, result.err
+        return result.out
 
     return check
 

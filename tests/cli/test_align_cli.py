@@ -5,18 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
-
-from coterie.cli import app
-from coterie.errors import CoterieError
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
     """Two small vocabularies, and a cache of the test's own."""
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("coterie.cli.terminal.console", Console(width=80))
     a = {"a": 0, "bb": 1, "ccc": 2, "Ċ" * 60: 3, "<|endoftext|>": 4}
     b = {"a": 0, "b": 1, "cccc": 2, "Ċ": 3, "<s>": 4, "<pad>": 5}
     for name, ids in (("a", a), ("b", b)):
@@ -24,14 +18,8 @@ def files(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def said(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["align", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0
-    return result.output
-
-
-def test_both_ways_with_worst_cases_and_roles(files) -> None:
-    out = said(files / "a.json", files / "b.json", "--json", files / "out.json")
+def test_both_ways_with_worst_cases_and_roles(files, succeeds) -> None:
+    out = succeeds("align", files / "a.json", files / "b.json", "--json", files / "out.json")
     for line in (
         r"A is .*a\.json: 5 tokens",
         r"^A -> B +25\.0% +1 +2 +0 +0 +1 +15\.25 +\d\.\d s",
@@ -45,40 +33,37 @@ def test_both_ways_with_worst_cases_and_roles(files) -> None:
     assert max(map(len, out.splitlines())) <= max(80, len(str(files)) + 30)
     figures = json.loads((files / "out.json").read_text())
     assert figures["tokens"] == {"A": 5, "B": 6}
-    there = figures["A -> B"]
-    assert there["histogram"] == [1, 2, 0, 0, 1]
-    assert there["exact"] == 0.25
+    forward = figures["A -> B"]
+    assert forward["histogram"] == [1, 2, 0, 0, 1]
+    assert forward["exact"] == 0.25
     token = {"id": 3, "token": '"' + r"\n" * 60 + '"', "edited": 59}
-    assert there["worst"][0] == {**token, "nearest_id": 3, "nearest": r'"\n"'}
+    assert forward["worst"][0] == {**token, "nearest_id": 3, "nearest": r'"\n"'}
     assert [case["edited"] for case in figures["B -> A"]["worst"]] == [1, 1, 1]
 
 
-def test_the_second_time_maps_come_from_the_cache(files) -> None:
-    pair = (files / "a.json", files / "b.json", "--worst", 0)
-    first, again = said(*pair), said(*pair)
+def test_the_second_time_maps_come_from_the_cache(files, succeeds) -> None:
+    pair = ("align", files / "a.json", files / "b.json", "--worst", 0)
+    first, again = succeeds(*pair), succeeds(*pair)
     assert not re.search("Worst matches|cache", first)
     assert re.search(r"A -> B .* cache", again)
     assert re.search(r"B -> A .* cache", again)
-    assert "cache" not in said(*pair, "--no-cache")
+    assert "cache" not in succeeds(*pair, "--no-cache")
 
 
-def test_without_the_cache_nothing_is_kept(files) -> None:
-    out = said("tiny-gpt2", "tiny-gpt2", "--no-cache")
+def test_without_the_cache_nothing_is_kept(files, succeeds) -> None:
+    out = succeeds("align", "tiny-gpt2", "tiny-gpt2", "--no-cache")
     assert not (files / "cache").exists()
     assert len(re.findall(r"100\.0%", out)) == 2
     assert "Worst matches" not in out
 
 
-def test_a_tokenizer_that_cannot_be_read_is_one_sentence(files) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_one_sentence(files, refuses) -> None:
     (files / "c.json").write_text("[]")
     for bad in (files / "c.json", files):
-        result = CliRunner().invoke(app, ["align", str(files / "a.json"), str(bad)])
-        assert isinstance(result.exception, CoterieError)
-        assert str(bad) in str(result.exception)
-        assert "\n" not in str(result.exception)
+        refuses(str(bad), "align", files / "a.json", bad)
 
 
-def test_its_help_says_what_it_is_for() -> None:
-    out = said("--help")
+def test_its_help_says_what_it_is_for(succeeds) -> None:
+    out = succeeds("align", "--help")
     for words in ("nearest token", "tokenizer.model", "--worst", "--no-cache", "tiny-gpt2"):
         assert words in out

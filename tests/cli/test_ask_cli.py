@@ -39,7 +39,7 @@ def test_every_model_answers_every_question_once(coterie_command, chatted, monke
         return generate(base, model, examples, tokens, batch)
 
     monkeypatch.setattr(asking, "generate_answers", counted)
-    said = coterie_command("ask", chatted, *QUESTIONS, width=120)
+    result = coterie_command("ask", chatted, *QUESTIONS, width=120)
     inner = chatted / "baselines"
     models = {
         "base": alone(chatted, None),
@@ -56,17 +56,17 @@ def test_every_model_answers_every_question_once(coterie_command, chatted, monke
     for n, question in enumerate(QUESTIONS):
         rows = (shown(name, texts[n], column) for name, texts in models.items())
         expected += "\n".join([f"\n{question}", *rows, ""])
-    assert (said.code, said.out, said.err) == (0, expected, "")
+    assert (result.code, result.out, result.err) == (0, expected, "")
     assert batches == [(2, 2)] * len(models)
     assert len({tuple(texts) for texts in models.values()}) == len(models)
 
 
 def test_only_the_chosen_clients_answer(coterie_command, chatted) -> None:
-    said = coterie_command("ask", chatted, "Sea?", "--client", "ben", "--tokens", 1)
-    names = [line.partition("  ")[0] for line in said.out.splitlines()[2:] if line[0] != " "]
+    result = coterie_command("ask", chatted, "Sea?", "--client", "ben", "--tokens", 1)
+    names = [line.partition("  ")[0] for line in result.out.splitlines()[2:] if line[0] != " "]
     assert names == ["base", "local: ben", "fedavg", "centralized", "comigs-1g1s: ben"]
     tokenizer = coterie.tokenizer(chatted)
-    first = said.out.splitlines()[2].removeprefix("base").strip()
+    first = result.out.splitlines()[2].removeprefix("base").strip()
     assert first == "(no answer)" or len(tokenizer(first)["input_ids"]) == 1
 
 
@@ -104,10 +104,10 @@ def test_a_question_fills_the_prompt_template(coterie_command, values, tmp_path)
     coterie.run(run, out=tmp_path / "run")
     file = tmp_path / "them.jsonl"
     file.write_text('{"question": "Sea", "note": "!"}\n', encoding="utf-8")
-    said = coterie_command("ask", tmp_path / "run", "--questions", file, "--tokens", 6)
+    result = coterie_command("ask", tmp_path / "run", "--questions", file, "--tokens", 6)
     fields = ["--client", "poet", "--field", "instruction=Sea", "--field", "note=!"]
     single = coterie_command("generate", tmp_path / "run", *fields, "--tokens", 6).out
-    assert shown("local", single, len("local") + 2) in said.out
+    assert shown("local", single, len("local") + 2) in result.out
 
 
 def test_a_run_shows_answers_at_its_end(coterie_command, chats, chatted, tmp_path) -> None:

@@ -1,21 +1,16 @@
 """`coterie base`: a base is shown, and what a run with it needs, without its weights."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import yaml
 
 
 @pytest.fixture
-def shown(coterie_command) -> Callable[..., str]:
-    """A function that runs `coterie base` and returns what it prints."""
-
-    def show(*arguments: object) -> str:
-        said = coterie_command("base", *arguments, width=200)
-        assert said.code == 0, said.err
-        return said.out
-
-    return show
+def shown(succeeds) -> Callable[..., str]:
+    """A function that runs `coterie base` and returns its output."""
+    return partial(succeeds, "base", width=200)
 
 
 def test_a_base_is_shown_without_its_weights(shown, bases, monkeypatch) -> None:

@@ -47,17 +47,17 @@ def alone(run: Path, client: str | None, questions: list[str]) -> list[str]:
 
 
 def test_a_question_a_line_and_nothing_but_answers(ask, finished) -> None:
-    said = ask(["Name a sea.", "", "And?"], "--client", "poet", *HOW)
-    assert said.code == 0
+    result = ask(["Name a sea.", "", "And?"], "--client", "poet", *HOW)
+    assert result.code == 0
     answers = alone(finished, "poet", ["Name a sea.", "And?"])
-    assert said.out.splitlines() == "\n".join(answers).splitlines()
-    assert said.err == "Note: these models were not trained on conversations: poet.\n"
+    assert result.out.splitlines() == "\n".join(answers).splitlines()
+    assert result.err == "Note: these models were not trained on conversations: poet.\n"
 
 
 def test_models_side_by_side_have_histories_of_their_own(ask, finished) -> None:
     others = f"base,whaler,local:poet,{finished}:diarist"
-    said = ask(["Name a sea.", "And?"], "--client", "poet", "--with", others, *HOW)
-    assert said.code == 0
+    result = ask(["Name a sea.", "And?"], "--client", "poet", "--with", others, *HOW)
+    assert result.code == 0
     inner, asked = finished / "baselines" / "local", ["Name a sea.", "And?"]
     models = {
         "poet": alone(finished, "poet", asked),
@@ -69,12 +69,12 @@ def test_models_side_by_side_have_histories_of_their_own(ask, finished) -> None:
     shown = ""
     for turn in range(2):
         shown += "".join(f"{name}{answers[turn]}" for name, answers in models.items())
-    assert "".join(said.out.split()) == "".join(shown.split())
+    assert "".join(result.out.split()) == "".join(shown.split())
     assert len({tuple(answers) for answers in models.values()}) == 5
     again = ask(["Hm?"], "--client", "poet", "--with", "local:poet,comigs-1g1s:poet", *HOW)
     assert again.code == 2  # the run itself is not beside it
-    said = ask(["Hm?"], "--client", "poet", "--with", "comigs-1g1s:poet", *HOW, run=inner)
-    assert said.code == 0
+    result = ask(["Hm?"], "--client", "poet", "--with", "comigs-1g1s:poet", *HOW, run=inner)
+    assert result.code == 0
 
 
 def test_models_on_one_base_share_it(finished) -> None:
@@ -88,8 +88,8 @@ def test_what_is_saved_is_a_conversation(ask, tmp_path) -> None:
     file.write_text('{"messages": []}', encoding="utf-8")  # without a line break at its end
     save = f"/save {file}"
     lines = ["Name a sea.", "And?", save, "/reset", "Who?", save, "/quit", "x"]
-    said = ask(lines, "--client", "poet", "--system", "Be brief.", "--with", "base", *HOW)
-    assert said.code == 0
+    result = ask(lines, "--client", "poet", "--system", "Be brief.", "--with", "base", *HOW)
+    assert result.code == 0
     _, *records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     first, second = (tuple(Turn(**turn) for turn in record["messages"]) for record in records)
     roles = [turn.role for turn in first]
@@ -98,7 +98,7 @@ def test_what_is_saved_is_a_conversation(ask, tmp_path) -> None:
     assert [turn.role for turn in second] == ["system", "user", "assistant"]
     tokenizer = coterie.tokenizer(Path(sys.argv[2]))
     assert chat_template(tokenizer, None).rendered(Conversation(first)).bytes > 0
-    assert "\nx" not in said.out
+    assert "\nx" not in result.out
 
 
 def test_a_typed_conversation_goes_on_after_mistakes_and_stops(ask, monkeypatch, tmp_path) -> None:
@@ -121,18 +121,17 @@ def test_a_typed_conversation_goes_on_after_mistakes_and_stops(ask, monkeypatch,
 
     monkeypatch.setattr("builtins.input", type)
     monkeypatch.setattr(Speaker, "answer", answer)
-    said = ask([], "--client", "poet", typed=True)
-    assert said.code == 0
+    result = ask([], "--client", "poet", typed=True)
+    assert result.code == 0
     assert answered == ["Stop?", "Name a sea."]
     hint = "press Ctrl-D or type /quit"
     for words in ("/save FILE", "It is \n(Stopped.)", hint, "It is so."):
-        assert words in said.out
-    assert "There is no command '/nope'" in said.err
-    assert said.err.count("the oldest turns are left out") == 1
+        assert words in result.out
+    assert "There is no command '/nope'" in result.err
+    assert result.err.count("the oldest turns are left out") == 1
 
 
 def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
-    """Of a run on conversations; and what is saved can be trained on."""
     turns = [{"role": "user", "content": "Name a sea."}, {"role": "assistant", "content": "So."}]
     chats = tmp_path / "anna.jsonl"
     chats.write_text(f"{json.dumps({'messages': turns})}\n" * 12, encoding="utf-8")
@@ -142,13 +141,13 @@ def test_the_runs_own_template_is_read(values, ask, tmp_path) -> None:
     run = values(rounds=1, method="local", data=data, clients=clients, data_root=str(tmp_path))
     coterie.run(run, out=tmp_path / "run")
     words = ("--client", "anna", "--with", "base", *HOW)
-    said = ask(["Name it.", f"/save {chats}"], *words, run=tmp_path / "run")
-    assert said.err == f"Appended to {chats}.\n"
+    result = ask(["Name it.", f"/save {chats}"], *words, run=tmp_path / "run")
+    assert result.err == f"Appended to {chats}.\n"
     loader, config = Loader(), recorded(RunFolder(tmp_path / "run"))
     model = loader.load(RunFolder(tmp_path / "run"), config, "anna")
     template = chat_template(model.base.tokenizer, own)
     expected = Speaker(*model, template, Sampling(6, 0, 0.95, 0)).answer("Name it.", lambda _: None)
-    assert f"anna\n{expected}\n" in said.out
+    assert f"anna\n{expected}\n" in result.out
     again = coterie.run({**run, "data": data | {"window": 60}}, out=tmp_path / "again")
     counts = RunFolder(again.path).description["clients"]["anna"]["samples"]
     assert sum(counts.values()) == 13
@@ -169,11 +168,11 @@ def test_wrong_input_is_one_sentence(ask, finished, tmp_path) -> None:
         ([long], ["--client", "poet"], "exceed the base's context of 64 tokens"),
         (["Hm?", f"/save {tmp_path}/no/it.jsonl"], ["--client", "poet", *HOW], "Could not write"),
     ]:
-        said = ask(lines, *arguments)
-        assert said.code == 2, sentence
-        assert sentence in said.err
-        notes = "Note: these models were not trained" in said.err
-        assert said.err.count("\n") == 1 + notes
+        result = ask(lines, *arguments)
+        assert result.code == 2, sentence
+        assert sentence in result.err
+        notes = "Note: these models were not trained" in result.err
+        assert result.err.count("\n") == 1 + notes
 
 
 def test_who_is_not_asked_after_ctrl_c_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +191,6 @@ def test_too_little_memory_is_one_sentence(ask, finished, coterie_command, monke
     helps = "set a smaller number of new tokens."
     sentence = f"The GPU has too little memory for an answer; {helps}"
     assert ask(["Who?", "Where?"], "--client", "poet", *HOW, typed=True).err.count(sentence) == 2
-    said = coterie_command("generate", finished, "--client", "poet", "--prompt", "The sea", *HOW)
-    assert said.code == 2
-    assert said.err == f"Error: The GPU has too little memory for a text; {helps}\n"
+    result = coterie_command("generate", finished, "--client", "poet", "--prompt", "The sea", *HOW)
+    assert result.code == 2
+    assert result.err == f"Error: The GPU has too little memory for a text; {helps}\n"

@@ -33,82 +33,78 @@ def run_file(values, tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["run", "compare", "report", "methods", "audit", "generate"]),
-        (["run"], ["method: auto", "docs/use/run-file-keys.md", "coterie methods", "--resume"]),
-        (["compare"], ["--methods", "--seeds", "saved and reused"]),
-        (["methods"], ["whose settings are listed"]),
-        (["audit"], ["a client sends and receives"]),
-        (["generate"], ["--client", "--prompt", "I sing of"]),
-        (["report"], ["--texts", "--out", "--layer"]),
-    ],
-)
-def test_help_teaches_within_80_columns(arguments, words, coterie_command) -> None:
-    said = coterie_command(*arguments, "--help")
-    assert said.code == 0
-    assert max(map(len, said.out.splitlines())) <= 80
-    assert all(word in said.out for word in words)
+HELP = [
+    ([], ["run", "compare", "report", "methods", "audit", "generate"]),
+    (["run"], ["method: auto", "docs/use/run-file-keys.md", "coterie methods", "--resume"]),
+    (["compare"], ["--methods", "--seeds", "saved and reused"]),
+    (["methods"], ["whose settings are listed"]),
+    (["audit"], ["a client sends and receives"]),
+    (["generate"], ["--client", "--prompt", "I sing of"]),
+    (["report"], ["--texts", "--out", "--layer"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), HELP)
+def test_help_teaches_within_80_columns(arguments, words, succeeds) -> None:
+    out = succeeds(*arguments, "--help")
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(word in out for word in words)
 
 
 def test_a_run_shows_its_table_and_what_to_do_next(run_file, tmp_path, coterie_command) -> None:
-    said = coterie_command("run", run_file, "--out", tmp_path / "out", "--set", "rounds=2")
-    assert (said.code, said.err) == (0, "")
-    lines = said.out.splitlines()
+    result = coterie_command("run", run_file, "--out", tmp_path / "out", "--set", "rounds=2")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
     assert lines[0] == "comigs-1g1s: experts inside GPT2MLP (c_fc, c_proj) in all 2 layers"
     assert lines[2] == "comigs-1g1s: 2 rounds, 3 clients"
     assert lines[3].startswith("comigs-1g1s: round 1/2  loss ")
     assert "test perplexity" in lines[4]
     assert lines[-1] == f'  coterie generate {tmp_path / "out"} --client diarist --prompt "..."'
-    result = RunFolder(tmp_path / "out").result
-    assert result is not None
+    scores = RunFolder(tmp_path / "out").result
+    assert scores is not None
     poet = next(line for line in lines if line.startswith("poet"))
-    assert poet.split()[1] == f"{result['trained']['poet']['perplexity']:.2f}"
+    assert poet.split()[1] == f"{scores['trained']['poet']['perplexity']:.2f}"
 
 
 def test_a_run_says_who_learned_with_whom(values, tmp_path, coterie_command) -> None:
     method = {"name": "pcl-uniform", "warmup": 1, "every": 1}
     run = values(method=method, rounds=2, baselines=["local"], evaluation={"keep": "last"})
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(run))
-    said = coterie_command("run", tmp_path / "small.yaml", "--out", tmp_path / "out")
+    result = coterie_command("run", tmp_path / "small.yaml", "--out", tmp_path / "out")
     gain = r"test perplexity \d+\.\d % (lower|higher) than alone\npoet learns with diarist "
     others = r"\ndiarist learns with poet \(0\.33\) and whaler \(0\.33\); "
-    assert re.search(others + gain, said.out), said.out
+    assert re.search(others + gain, result.out), result.out
 
 
-def test_a_finished_run_shows_its_table_again(finished, coterie_command, monkeypatch) -> None:
+def test_a_finished_run_shows_its_table_again(finished, succeeds, monkeypatch) -> None:
     monkeypatch.setattr(Rounds, "run", None)  # nothing is run
-    said = coterie_command("run", "--resume", finished)
-    assert said.code == 0
-    assert said.out.splitlines()[2].split() == ["client", "pretrained", "local", "comigs-1g1s"]
+    out = succeeds("run", "--resume", finished)
+    assert out.splitlines()[2].split() == ["client", "pretrained", "local", "comigs-1g1s"]
 
 
 def test_methods_are_listed_and_explained(coterie_command) -> None:
-    said = coterie_command("methods")
-    assert re.search(r"comigs-1g1s +arXiv 2409\.13931", said.out)
-    assert "centralized" in said.out
-    said = coterie_command("methods", "comigs-2g")
-    assert max(map(len, said.out.splitlines())) <= 80
-    assert "{name: comigs-2g, mlp: {rank: 8}}" in said.out
-    assert "experts averaged over clients" in " ".join(said.out.split())
+    result = coterie_command("methods")
+    assert re.search(r"comigs-1g1s +arXiv 2409\.13931", result.out)
+    assert "centralized" in result.out
+    result = coterie_command("methods", "comigs-2g")
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "{name: comigs-2g, mlp: {rank: 8}}" in result.out
+    assert "experts averaged over clients" in " ".join(result.out.split())
 
 
-def test_an_audit_names_what_travels(run_file, coterie_command) -> None:
-    said = coterie_command("audit", run_file)
-    assert said.code == 0
-    assert max(map(len, said.out.splitlines())) <= 80
-    assert "generalist 1, mlp.up" in " ".join(said.out.split())
-    assert "per public sample" not in said.out
-    computed = said.out.index("peak memory of one client's process")
-    assert computed < said.out.index("the only fields that messages may contain")
+def test_an_audit_names_what_travels(run_file, succeeds) -> None:
+    out = succeeds("audit", run_file)
+    assert max(map(len, out.splitlines())) <= 80
+    assert "generalist 1, mlp.up" in " ".join(out.split())
+    assert "per public sample" not in out
+    computed = out.index("peak memory of one client's process")
+    assert computed < out.index("the only fields that messages may contain")
 
 
-def test_an_audit_of_teaching_names_a_public_samples_bytes(teachers, tmp_path, coterie_command):
+def test_an_audit_of_teaching_names_a_public_samples_bytes(teachers, tmp_path, succeeds):
     (tmp_path / "teaching.yaml").write_text(yaml.safe_dump(teachers().as_dict()))
-    said = coterie_command("audit", tmp_path / "teaching.yaml")
-    assert said.code == 0
-    lines = [line for line in said.out.splitlines() if line.startswith("average per public")]
+    out = succeeds("audit", tmp_path / "teaching.yaml")
+    lines = [line for line in out.splitlines() if line.startswith("average per public")]
     assert len(lines) == 4  # up and down, of each client
     assert all(line.split()[-1].replace(",", "").isdecimal() for line in lines)
 
@@ -135,9 +131,9 @@ def test_compare_keeps_what_is_there(run_file, tmp_path, coterie_command) -> Non
 
 def test_writing_with_a_clients_model(finished, coterie_command) -> None:
     ask = ["generate", finished, "--client", "poet", "--prompt", "I sing of", "--tokens", 5]
-    one, same, other = (coterie_command(*ask, "--seed", seed) for seed in (0, 0, 1))
-    assert one.out.startswith("I sing of")
-    assert one.out == same.out != other.out
+    first, same, other = (coterie_command(*ask, "--seed", seed) for seed in (0, 0, 1))
+    assert first.out.startswith("I sing of")
+    assert first.out == same.out != other.out
     for extreme in (["--top-p", 0], ["--top-p", 1], ["--temperature", 0]):
         assert coterie_command(*ask, *extreme).code == 0
     assert coterie_command(*ask[:4], "--prompt", "", "--tokens", 5).code == 0
@@ -149,20 +145,20 @@ def test_writing_with_an_unfinished_run_says_so(finished, tmp_path, coterie_comm
     ask = ["generate", run, "--client", "poet", "--prompt", "I sing of", "--tokens", 5]
     assert coterie_command(*ask).err == ""
     (run / "result.json").unlink()
-    said = coterie_command(*ask)
-    assert said.code == 0
+    result = coterie_command(*ask)
+    assert result.code == 0
     warning = f"The run in {run} is not finished, and its models may still improve; finish it with"
-    assert said.err == f"{warning} `coterie run --resume {run}`.\n"
+    assert result.err == f"{warning} `coterie run --resume {run}`.\n"
     shutil.rmtree(run / "checkpoints")
-    said = coterie_command(*ask)
-    assert said.code == 2
-    assert f"The run in {run} is not finished and has no model yet; finish it" in said.err
+    result = coterie_command(*ask)
+    assert result.code == 2
+    assert f"The run in {run} is not finished and has no model yet; finish it" in result.err
 
 
 def test_a_clients_model_answers_the_template(instructed, coterie_command) -> None:
     write = ["generate", instructed, "--client", "anna", "--tokens", 4]
     fields = ["--field", "who=ann=a", "--field", "what=rain"]
-    said, again = (coterie_command(*write, *fields, "--seed", seed) for seed in (0, 1))
+    result, again = (coterie_command(*write, *fields, "--seed", seed) for seed in (0, 1))
     model, words = coterie.load(instructed, "anna"), cast(Any, coterie.tokenizer(instructed))
     ids = words("Does ann=a like rain?", add_special_tokens=False)["input_ids"]
     ids = [words.bos_token_id or words.eos_token_id, *ids]
@@ -170,7 +166,7 @@ def test_a_clients_model_answers_the_template(instructed, coterie_command) -> No
     for _ in range(4):  # the likeliest token each time
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     assert words.eos_token_id not in ids[before:]
-    assert said.out == again.out == words.decode(ids[before:]).strip() + "\n"
+    assert result.out == again.out == words.decode(ids[before:]).strip() + "\n"
     assert coterie_command(*write, *fields, "--temperature", 2).code == 0
     whole = coterie_command(*write, "--prompt", "Does it", "--temperature", 0)
     assert whole.out.startswith("Does it")
@@ -181,9 +177,9 @@ def test_a_full_disk_names_the_file(run_file, tmp_path, coterie_command, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.pwrite", full)
-    said = coterie_command("run", run_file, "--out", tmp_path / "out")
-    assert said.code == 2
-    assert said.err.endswith(f"Could not write {tmp_path / 'out'}: No space left on device.\n")
+    result = coterie_command("run", run_file, "--out", tmp_path / "out")
+    assert result.code == 2
+    assert result.err.endswith(f"Could not write {tmp_path / 'out'}: No space left on device.\n")
     monkeypatch.undo()
     coterie.resume(tmp_path / "out")
 
@@ -197,13 +193,13 @@ def test_ctrl_c_says_how_to_go_on(run_file, tmp_path, coterie_command, monkeypat
         resume = f"resume with `coterie run --resume {tmp_path / 'out'}`"
         for command, hint in (("run", resume), ("compare", "resume with the same command")):
             out = tmp_path / ("out" if command == "run" else "compare")
-            said = coterie_command(command, run_file, "--out", out)
-            assert said.code == 130
-            assert hint in said.err
+            result = coterie_command(command, run_file, "--out", out)
+            assert result.code == 130
+            assert hint in result.err
         # Before there is a folder, there is nothing to resume.
         patch.setattr(Session, "check", interrupted)
-        said = coterie_command("run", run_file, "--out", tmp_path / "other")
-        assert "resume with the same command" in said.err
+        result = coterie_command("run", run_file, "--out", tmp_path / "other")
+        assert "resume with the same command" in result.err
     assert coterie_command("run", "--resume", tmp_path / "out").code == 0
 
 
@@ -220,9 +216,9 @@ def test_two_processes_on_one_folder_and_a_real_ctrl_c(run_file, tmp_path, coter
             assert working.poll() is None
             time.sleep(0.05)
         for arguments in (["--resume", out], [run_file, "--out", out, "--force"]):
-            said = coterie_command("run", *arguments)
-            assert said.code == 2
-            assert said.err == f"Error: Another process is using {out}; wait for it, or stop it.\n"
+            result = coterie_command("run", *arguments)
+            error = f"Error: Another process is using {out}; wait for it, or stop it.\n"
+            assert (result.code, result.err) == (2, error)
         working.send_signal(signal.SIGINT)
         _, err = working.communicate(timeout=60)
     finally:
@@ -238,26 +234,24 @@ def test_too_little_gpu_memory_is_a_sentence(run_file, coterie_command, monkeypa
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("coterie.api.run", fail)
-    said = coterie_command("run", run_file)
-    assert said.code == 2
-    assert "out of memory" in said.err
+    result = coterie_command("run", run_file)
+    assert result.code == 2
+    assert "out of memory" in result.err
 
 
-@pytest.mark.parametrize(
-    ("recorded", "hint"),
-    [
-        ({}, "`coterie run --resume {folder}`"),  # a run of an earlier version
-        ({"plugins": {}}, "`coterie run --resume {folder}`"),
-        (
-            {"plugins": {"mine": {"file": "/a/mine.py", "sha256": "0"}}},
-            "`coterie run --resume {folder} --plugin /a/mine.py`",
-        ),
-    ],
-)
+PLUGIN = {"plugins": {"mine": {"file": "/a/mine.py", "sha256": "0"}}}
+HINTS = [
+    ({}, "`coterie run --resume {folder}`"),  # a run of an earlier version
+    ({"plugins": {}}, "`coterie run --resume {folder}`"),
+    (PLUGIN, "`coterie run --resume {folder} --plugin /a/mine.py`"),
+]
+
+
+@pytest.mark.parametrize(("recorded", "hint"), HINTS)
 def test_ctrl_c_names_the_plugins_of_the_run(recorded, hint, tmp_path, monkeypatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(terminal, "complain", said.append)
+    errors: list[str] = []
+    monkeypatch.setattr(terminal, "complain", errors.append)
     (tmp_path / "run.json").write_text(json.dumps(recorded), encoding="utf-8")
     with pytest.raises(typer.Exit), terminal.stoppable(tmp_path):
         raise KeyboardInterrupt
-    assert said[0].endswith(f"resume with {hint.format(folder=tmp_path)}.")
+    assert errors[0].endswith(f"resume with {hint.format(folder=tmp_path)}.")

@@ -105,9 +105,9 @@ def test_what_is_wrong_is_a_sentence_and_leaves_nothing(command, sentence, place
 
 @pytest.mark.parametrize("words", ["rn", "comparee", "keys ad", "flower int"])
 def test_a_misspelt_command_has_one_suggestion(words, coterie_command) -> None:
-    said = coterie_command(*words.split())
-    assert said.code == 2
-    assert said.err.count("Did you mean") == 1
+    result = coterie_command(*words.split())
+    assert result.code == 2
+    assert result.err.count("Did you mean") == 1
 
 
 def test_a_traceback_is_shown_when_asked_for_only(coterie_command) -> None:

@@ -147,8 +147,7 @@ def test_a_clients_time_left_does_not_count_waiting(console, monkeypatch) -> Non
     monkeypatch.setattr(module, "protection", lambda _: [])
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    host = SimpleNamespace(schema=Schema((), ()), covered=())
-    run = run_of(5, host)
+    run = run_of(5, SimpleNamespace(schema=Schema((), ()), covered=()))
     with ClientBoard(console) as board:
         board("joined", run)
         for round, (wait, work) in enumerate(((5000, 10), (90_000, 12), (0, 11))):
@@ -189,16 +188,16 @@ def asked(console, config, monkeypatch):
     return ask
 
 
-@pytest.mark.parametrize(
-    ("answers", "agrees", "shows"),
-    [
-        (["y"], True, False),
-        (["n"], False, False),
-        (["what", "show", "y"], True, True),
-        ([], False, False),  # the end of the input
-        (["show"], False, True),
-    ],
-)
+REPLIES = [
+    (["y"], True, False),
+    (["n"], False, False),
+    (["what", "show", "y"], True, True),
+    ([], False, False),  # the end of the input
+    (["show"], False, True),
+]
+
+
+@pytest.mark.parametrize(("answers", "agrees", "shows"), REPLIES)
 def test_a_user_agrees_or_declines(answers, agrees, shows, asked, config) -> None:
     answer, text = asked(config(), *answers)
     assert answer == agrees
@@ -268,8 +267,7 @@ def test_on_a_terminal_everything_fits_in_a_line() -> None:
     progress = ConsoleProgress(Console(file=out, width=80, force_terminal=True, color_system=None))
     progress.on_run_begin(RunStart("comigs-1g1s", 20, 3, NAMES, 4000, (), 20, 3))
     progress.on_metric(3, "lexicographer", "loss/experts", 4.5)
-    shown = Console(width=200, file=(text := io.StringIO()))
-    shown.print(progress.live.get_renderable())
+    Console(width=200, file=(text := io.StringIO())).print(progress.live.get_renderable())
     progress.live.refresh()
     progress.on_run_end(None)
     (line,) = text.getvalue().rstrip().splitlines()

@@ -54,24 +54,24 @@ def complaint(*arguments: object) -> str:
 DORA = {"dora": 1, "others": 1}
 
 
-@pytest.mark.parametrize(
-    ("run", "sentence"),
-    [
-        ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
-        ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
-        ({"divide": {"source": "x.jsonl", "by": "label"}}, "`coterie divide`"),
-        ({"method": "centralized"}, "cannot be deployed"),
-        ({"checkpoint": {"every": 2}}, "every is 2, but the server .* in every round; remove"),
-        ({"clients": 3}, "clients should be a list"),
-        ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
-        ({"method": {"name": "comigs-1g1s", "mlp": {"specialists": DORA}}}, "'dora'"),
-    ],
-)
+NOT_DEPLOYABLE = [
+    ({"clients": [{"name": "anna"}, {"name": "carol"}]}, "'carol' has no key.* keys add carol"),
+    ({"clients": [{"name": "anna"}], "deployment": {"quorum": 2}}, "quorum is 2, but .* 1 "),
+    ({"divide": {"source": "x.jsonl", "by": "label"}}, "`coterie divide`"),
+    ({"method": "centralized"}, "cannot be deployed"),
+    ({"checkpoint": {"every": 2}}, "every is 2, but the server .* in every round; remove"),
+    ({"clients": 3}, "clients should be a list"),
+    ({"deployment": {"deadline": 0}}, "deployment.deadline should be greater than 0"),
+    ({"method": {"name": "comigs-1g1s", "mlp": {"specialists": DORA}}}, "'dora'"),
+]
+
+
+@pytest.mark.parametrize(("run", "sentence"), NOT_DEPLOYABLE)
 def test_run_files_that_no_server_takes(run, sentence, keys, tmp_path) -> None:
     path = tmp_path / "us.yaml"
     path.write_text(yaml.safe_dump(run))
-    said = complaint("server", path, "--keys", keys / "keys", "--out", tmp_path / "out")
-    assert re.search(sentence, said), said
+    error = complaint("server", path, "--keys", keys / "keys", "--out", tmp_path / "out")
+    assert re.search(sentence, error), error
     assert not (tmp_path / "out").exists()
 
 
@@ -86,19 +86,19 @@ def test_a_server_without_keys_says_how_to_make_them(tmp_path) -> None:
 ANNA = "--server x:1 --key anna.key"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ("--server localhost --key anna.key --data t", "takes HOST:PORT"),
-        ("--server https://x:1 --key anna.key --data t", "takes HOST:PORT"),
-        ("--server x:1 --key none.key --data t", "none.key"),
-        ("--server x:1 --key keys/ca.pem --data t", "not a client's key file"),
-        (f"{ANNA} --name ben --data t", "belongs to 'anna'"),
-        (ANNA, "Neither --data nor --train is given; give --data"),
-        (f"{ANNA} --data nowhere", "No such file or folder: .*nowhere"),
-        (f"{ANNA} --data t --train t", "Both --data and --train are given"),
-    ],
-)
+WRONG_OPTIONS = [
+    ("--server localhost --key anna.key --data t", "takes HOST:PORT"),
+    ("--server https://x:1 --key anna.key --data t", "takes HOST:PORT"),
+    ("--server x:1 --key none.key --data t", "none.key"),
+    ("--server x:1 --key keys/ca.pem --data t", "not a client's key file"),
+    (f"{ANNA} --name ben --data t", "belongs to 'anna'"),
+    (ANNA, "Neither --data nor --train is given; give --data"),
+    (f"{ANNA} --data nowhere", "No such file or folder: .*nowhere"),
+    (f"{ANNA} --data t --train t", "Both --data and --train are given"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG_OPTIONS)
 def test_what_a_client_cannot_begin_with(arguments, sentence, keys, monkeypatch) -> None:
     monkeypatch.chdir(keys)
     Path("t").mkdir(exist_ok=True)
@@ -118,36 +118,35 @@ def waiting_run(keys, tmp_path, monkeypatch) -> list[object]:
 def test_an_address_that_is_in_use_is_one_sentence(waiting_run, metrics, tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         busy = f"127.0.0.1:{other.getsockname()[1]}"
-        said = complaint(*waiting_run, "--address", busy, *metrics)
-        assert re.search(rf"Could not listen on {busy}: another program uses port", said)
+        error = complaint(*waiting_run, "--address", busy, *metrics)
+        assert re.search(rf"Could not listen on {busy}: another program uses port", error)
         free = f"127.0.0.1:{free_port()}"
-        assert complaint(*waiting_run, "--address", free, "--metrics", busy) == said
-    log = (tmp_path / "out" / "server.log").read_text()
-    assert log.count(f"ERROR {said}") == 2
+        assert complaint(*waiting_run, "--address", free, "--metrics", busy) == error
+    assert (tmp_path / "out" / "server.log").read_text().count(f"ERROR {error}") == 2
 
 
 @pytest.mark.parametrize("metrics", ["localhost:9192", "9192", "127.0.0.1", "[::1]"])
 def test_an_address_for_monitoring_has_the_form_of_an_example(waiting_run, metrics) -> None:
-    said = complaint(*waiting_run, "--address", "127.0.0.1:0", "--metrics", metrics)
+    error = complaint(*waiting_run, "--address", "127.0.0.1:0", "--metrics", metrics)
     form = "--metrics takes an IP address and a port, such as 127.0.0.1:9192"
-    assert said == f"{form}, not {metrics!r}."
+    assert error == f"{form}, not {metrics!r}."
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("CERTIFICATE_LASTS", timedelta(hours=-1), "certificate expired on .* renew it with `cot"),
-        ("DAY", -timedelta(days=1), "certificate is not valid yet, by .*; set the clock"),
-    ],
-)
+INVALID_CERTIFICATES = [
+    ("CERTIFICATE_LASTS", timedelta(hours=-1), "certificate expired on .* renew it with `cot"),
+    ("DAY", -timedelta(days=1), "certificate is not valid yet, by .*; set the clock"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), INVALID_CERTIFICATES)
 def test_a_certificate_must_be_valid(name, value, sentence, waiting_run, tmp_path, monkeypatch):
     made = Keys.create(tmp_path / "keys")
     made.add("anna", tmp_path / "anna.key")
     with monkeypatch.context() as patch:
         patch.setattr(certificates, name, value)
         made.certify()
-    said = complaint(*waiting_run, "--keys", made.folder)
-    assert re.search(sentence, said), said
+    error = complaint(*waiting_run, "--keys", made.folder)
+    assert re.search(sentence, error), error
 
 
 def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
@@ -156,8 +155,8 @@ def test_without_the_extra_its_name_is_given(keys, monkeypatch) -> None:
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("coterie.deployment.mailbox", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    said = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
-    assert "pip install 'coterie[deployment]'" in said
+    error = complaint("client", "--server", "x:1", "--key", keys / "anna.key", "--data", keys)
+    assert "pip install 'coterie[deployment]'" in error
 
 
 def test_a_run_without_clients_is_for_everybody_with_a_key(tmp_path) -> None:
@@ -267,8 +266,8 @@ def test_a_port_in_use_and_a_certificate_that_ended(place, tmp_path, monkeypatch
 
 
 def order(run: dict[str, Any], protocol: int = PROTOCOL, public: str | None = None) -> Order:
-    told = parse(run).visible_to("poet")
-    more: dict[str, Any] = {"protocol": protocol, "config": told, "public": public}
+    config = parse(run).visible_to("poet")
+    more: dict[str, Any] = {"protocol": protocol, "config": config, "public": public}
     return Order(run="0" * 16, client="poet", kind="join", turn=0, **more)
 
 
@@ -308,8 +307,8 @@ def test_a_client_that_agreed_to_another_run_or_has_another_public_text(place, m
     assert "run         NOT OK  The run differs from what was agreed" in result.output
     assert "rounds: agreed 3, requested 9" in " ".join(result.output.split())
     monkeypatch.setattr(check, "first_order", lambda *_: order(place, public="0" * 32))
-    mine = str(Path(place["data_root"]) / "whaler.txt")
-    result = client(place, "--run", "run.yaml", "--public", mine)
+    other = str(Path(place["data_root"]) / "whaler.txt")
+    result = client(place, "--run", "run.yaml", "--public", other)
     assert "run         NOT OK  The run has a different public text than" in result.output
 
 

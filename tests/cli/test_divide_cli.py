@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
@@ -66,32 +65,32 @@ def questions(participant: Participant) -> list[tuple[str, tuple[str, ...], tupl
     return [(q.text, q.content, q.choices) for q in participant.data.train.questions]
 
 
-@pytest.mark.parametrize(
-    ("divide", "data"),
-    [
-        ({"by": "label"}, {"text": ["title", "text"], "limits": {"train": 500}}),
-        ({"by": "mixture", "share": 0.5, "public": 0.2}, {}),
-        ({**DIRICHLET, "held_out": "uniform", "where": "answer != 'no'"}, {}),
-        ({"source": {"day": "day.txt", "night": "night.txt"}, "by": "label", "piece": 40}, {}),
-        (EVEN, {}),
-        ({"by": "label"}, ASKED),
-        (EVEN, ASKED),
-        (DIRICHLET, {"instructions": {**ASKED["instructions"], "choices": [*ANSWERS]}}),
-        (DIRICHLET, {"instructions": {"template": "chat", "choices": [*ANSWERS]}}),
-        (DIRICHLET, TALKS),
-        (DIRICHLET, {"preferences": True}),
-    ],
-)
+DIVISIONS = [
+    ({"by": "label"}, {"text": ["title", "text"], "limits": {"train": 500}}),
+    ({"by": "mixture", "share": 0.5, "public": 0.2}, {}),
+    ({**DIRICHLET, "held_out": "uniform", "where": "answer != 'no'"}, {}),
+    ({"source": {"day": "day.txt", "night": "night.txt"}, "by": "label", "piece": 40}, {}),
+    (EVEN, {}),
+    ({"by": "label"}, ASKED),
+    (EVEN, ASKED),
+    (DIRICHLET, {"instructions": {**ASKED["instructions"], "choices": [*ANSWERS]}}),
+    (DIRICHLET, {"instructions": {"template": "chat", "choices": [*ANSWERS]}}),
+    (DIRICHLET, TALKS),
+    (DIRICHLET, {"preferences": True}),
+]
+
+
+@pytest.mark.parametrize(("divide", "data"), DIVISIONS)
 def test_clients_have_the_same_tokens(coterie_command, news, bases, tmp_path, divide, data) -> None:
     if data.get("instructions", {}).get("template") == "chat":
         lines = (news / "news.jsonl").read_text().replace("question", "instruction")
         (news / "news.jsonl").write_text(lines.replace('"answer"', '"output"'))
     path = write_run(news, bases / "llama", divide, data=data)
     out = tmp_path / "divided"
-    said = coterie_command("divide", path, "--out", out)
-    assert said.code == 0, said.err
-    assert "differs" not in said.out
-    assert f"coterie run {out}/run.yaml" in said.out
+    result = coterie_command("divide", path, "--out", out)
+    assert result.code == 0, result.err
+    assert "differs" not in result.out
+    assert f"coterie run {out}/run.yaml" in result.out
     before, after = read(load_config(path)), read(load_config(out / "run.yaml"))
     assert [c.name for c in after.clients] == [c.name for c in before.clients]
     for first, second in zip(before.clients, after.clients, strict=True):
@@ -123,38 +122,36 @@ def test_other_paths_of_the_run_file_stay_valid(coterie_command, news, bases, tm
     written = yaml.safe_load((tmp_path / "files" / "run.yaml").read_text())
     assert written["data_root"] == "../texts"
     assert written["clients"][0]["test"] == "../files/l-0/test.jsonl"
-    config = load_config(tmp_path / "files" / "run.yaml")
-    assert len(read(config).clients) == 3
+    assert len(read(load_config(tmp_path / "files" / "run.yaml")).clients) == 3
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"method": "centralized"}, "centralized does not train on a public set that is a file."),
-        ({"server": {}, "method": "fedmkt"}, "The server's validation text is its test text."),
-        ({"data": {"instructions": TITLED}}, "client-2's own"),
-    ],
-)
-def test_differences_are_printed(coterie_command, news, bases, tmp_path, changes, sentence) -> None:
+DIFFERENCES = [
+    ({"method": "centralized"}, "centralized does not train on a public set that is a file."),
+    ({"server": {}, "method": "fedmkt"}, "The server's validation text is its test text."),
+    ({"data": {"instructions": TITLED}}, "client-2's own"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), DIFFERENCES)
+def test_differences_are_printed(succeeds, news, bases, tmp_path, changes, sentence) -> None:
     if "data" in changes:  # too many answers for choices, but few enough in a client's records
         lines = (news / "news.jsonl").read_text().splitlines()[:40]
         (news / "news.jsonl").write_text("\n".join(lines))
     path = write_run(news, bases / "llama", EVEN, **changes)
-    said = coterie_command("divide", path, "--out", tmp_path / "files", width=200)
-    assert said.code == 0, said.err
-    assert "differs from the run that divides" in said.out
-    assert sentence in said.out
+    out = succeeds("divide", path, "--out", tmp_path / "files", width=200)
+    assert "differs from the run that divides" in out
+    assert sentence in out
 
 
-@pytest.mark.parametrize(
-    ("divide", "changes", "sentence"),
-    [
-        (None, {}, "has no section `divide`"),
-        ({"by": "label", "source": "no.jsonl"}, {}, "no.jsonl is neither a file or folder"),
-        (DIRICHLET, {"data": {"fractions": {"test": 0.001}}}, "client-1 receives no test text"),
-        ({"by": "label", "source": "dates.parquet"}, {"data": DATED}, "cannot be written as JSON"),
-    ],
-)
+REFUSED = [
+    (None, {}, "has no section `divide`"),
+    ({"by": "label", "source": "no.jsonl"}, {}, "no.jsonl is neither a file or folder"),
+    (DIRICHLET, {"data": {"fractions": {"test": 0.001}}}, "client-1 receives no test text"),
+    ({"by": "label", "source": "dates.parquet"}, {"data": DATED}, "cannot be written as JSON"),
+]
+
+
+@pytest.mark.parametrize(("divide", "changes", "sentence"), REFUSED)
 def test_what_is_refused(refuses, news, bases, tmp_path, divide, changes, sentence) -> None:
     texts = {"label": ["a", "b"] * 20, "text": ["x"] * 40, "output": ["y"] * 40}
     columns: dict[str, list[Any]] = {**texts, "when": [datetime.date(1851, 10, 18)] * 40}

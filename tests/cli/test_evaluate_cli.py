@@ -77,29 +77,29 @@ def test_scores_are_those_of_a_naive_version(coterie_command, chatted, task, mon
 
     monkeypatch.setattr(Harness, "scores", counted)
     words = ("evaluate", chatted, "--client", "anna", "--tasks", task, "--limit", 8)
-    said = coterie_command(*words, width=140)
-    assert said.code == 0, said.err
+    result = coterie_command(*words, width=140)
+    assert result.code == 0, result.err
     assert scored == ["of-anna"] * 5
-    assert said.err.splitlines()[0] == "Model 1 of 5: base: anna"
-    assert said.err.count("\n") == 5
+    assert result.err.splitlines()[0] == "Model 1 of 5: base: anna"
+    assert result.err.count("\n") == 5
     methods = ["base", "local", "fedavg", "centralized", "comigs-1g1s"]
     expected = {method: naive(chatted, "anna", method, 8) for method in methods}
     for method in methods:
         file = chatted / "evaluations" / "anna" / method / "of-anna.json"
         assert json.loads(file.read_text("utf-8"))["scores"][0]["value"] == expected[method]
     assert len(set(expected.values())) > 1
-    rows = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    rows = {line.split()[0]: line for line in result.out.splitlines() if line.strip()}
     gain = expected["local"] - expected["base"]
     assert f"({gain:+.4f})" in rows["answers_of_anna"]
-    result = RunFolder(chatted).result or {}
-    assert f"{result['trained']['anna']['perplexity']:.2f}" in rows["test"]
+    outcome = RunFolder(chatted).result or {}
+    assert f"{outcome['trained']['anna']['perplexity']:.2f}" in rows["test"]
 
     scored.clear()
-    again = coterie_command(*words, width=140)
-    assert (again.out, scored) == (said.out, [])
+    assert (coterie_command(*words, width=140).out, scored) == (result.out, [])
     both = evaluate(chatted, ["anna", "ben"], [str(task)], limit=8)
     assert scored == ["of-anna"] * 2  # ben's models of `local` and of the run; the others are known
     assert [table.title.partition("'")[0] for table in both] == ["small: anna", "small: ben"]
+    monkeypatch.setattr("coterie.report.style.Picture.render", lambda *_: b"")  # drawing is slow
     page = write_report([chatted], chatted / "report").page.read_text("utf-8")
     for row in (row for table in both for row in table.rows):
         assert all(cell in page for cell in row)
@@ -135,33 +135,32 @@ def test_mistakes_are_one_sentence(coterie_command, chatted, task, tmp_path, mon
         ("anna", ",", "names no task"),
         ("anna", broken, "The task 'broken' or its data cannot be loaded:"),
     ]:
-        said = coterie_command(*words, client, "--tasks", tasks)
-        assert said.code == 2
-        assert sentence in said.err.splitlines()[-1]
+        result = coterie_command(*words, client, "--tasks", tasks)
+        assert result.code == 2
+        assert sentence in result.err.splitlines()[-1]
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    said = coterie_command(*words, "anna", "--tasks", task)
-    assert "pip install 'coterie[eval]'" in said.err
+    result = coterie_command(*words, "anna", "--tasks", task)
+    assert "pip install 'coterie[eval]'" in result.err
     monkeypatch.undo()
     with pytest.raises(CoterieError, match="at least one client"):
         benchmarks.evaluate(chatted, [], [str(task)])
 
 
 def test_files_with_one_name_are_refused(coterie_command, chatted, task, tmp_path) -> None:
-    """Also a file with the name of a task of lm-eval, and names that differ only in case."""
     for other in ("of-anna.yaml", "of-anna.yml", "Of-Anna.yaml"):
         (tmp_path / other).write_bytes(task.read_bytes())
         tasks = f"{task},{tmp_path / other}"
-        said = coterie_command("evaluate", chatted, "--client", "anna", "--tasks", tasks)
-        assert said.code == 2
-        assert f"--tasks: {task} and {tmp_path / other} have the same name" in said.err
+        result = coterie_command("evaluate", chatted, "--client", "anna", "--tasks", tasks)
+        assert result.code == 2
+        assert f"--tasks: {task} and {tmp_path / other} have the same name" in result.err
     with pytest.raises(CoterieError, match=r"of-anna and .*of-anna\.yaml have the same name"):
         Harness(["of-anna", str(task)])
     assert Harness([str(task), f"{task.parent}/./{task.name}"]).names == ["of-anna"]
 
 
 def test_tasks_that_a_file_name_cannot_hold_are_kept_apart(chatted, monkeypatch) -> None:
-    """The first two are tasks of lm-eval, and so are the next two."""
-    names = ["bertaqa-7b-v1", "bertaqa-7b-v1.1", "ulqa", "ulqa_", "a|b", "a b", "."]
+    tasks_of_lm_eval = ["bertaqa-7b-v1", "bertaqa-7b-v1.1", "ulqa", "ulqa_"]
+    names = [*tasks_of_lm_eval, "a|b", "a b", "."]
     monkeypatch.setattr(Harness, "__init__", lambda self, _: setattr(self, "names", names))
     monkeypatch.setattr(Harness, "digest", lambda *_: None)
     monkeypatch.setattr(Harness, "scores", lambda *_: [])
@@ -191,28 +190,26 @@ def test_names_of_tasks_are_checked_and_need_the_hub(chatted) -> None:
     words = [*command, "--tasks", "arc_easy"]
     done = subprocess.run(words, env=env, capture_output=True, text=True)
     assert done.returncode == 2
-    said = done.stderr.splitlines()
-    assert said[-1].startswith("Error: The task 'arc_easy' or its data cannot be loaded:")
-    assert "without a network, use a YAML file with local data" in said[-1]
+    lines = done.stderr.splitlines()
+    assert lines[-1].startswith("Error: The task 'arc_easy' or its data cannot be loaded:")
+    assert "without a network, use a YAML file with local data" in lines[-1]
 
 
-def test_the_example_of_the_page_works(coterie_command, chatted, tmp_path, monkeypatch) -> None:
+def test_the_example_of_the_page_works(succeeds, chatted, tmp_path, monkeypatch) -> None:
     page = (ROOT / "docs" / "use" / "use-a-model.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for language, name in (("yaml", "capitals.yaml"), ("json", "capitals.jsonl")):
         [text] = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
         Path(name).write_text(text, encoding="utf-8")
     (command,) = re.findall(r"^coterie (.* capitals\.yaml)$", page, re.MULTILINE)
-    words = command.replace("runs/us", str(chatted)).split()
-    said = coterie_command(*words, width=160)
-    assert said.code == 0, said.err
-    row = next(line for line in said.out.splitlines() if line.startswith("capitals"))
+    out = succeeds(*command.replace("runs/us", str(chatted)).split(), width=160)
+    row = next(line for line in out.splitlines() if line.startswith("capitals"))
     assert row.split()[1:4] == ["acc", "↑", "3"]
 
 
 @pytest.mark.parametrize("method", ["fedprompt", "comigs-1g1s"])
 def test_generated_answers_are_those_of_the_loaded_model(method, values, tmp_path) -> None:
-    """The task's right answers are what the client's model generates, so its score is 1."""
+    # The right answers of the task are the texts that the client's model generates.
     run = values(method=method, rounds=1, evaluation={"keep": "last"})
     coterie.run(run, out=tmp_path / "run")
     model: Any = coterie.load(tmp_path / "run", "poet")

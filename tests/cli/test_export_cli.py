@@ -1,7 +1,6 @@
 """`coterie export`, and the commands that use a bundle."""
 
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -14,20 +13,10 @@ from coterie.exports.parity import Parity
 
 
 @pytest.fixture(scope="module")
-def finished(values, bases, tmp_path_factory) -> Path:
+def finished(chats, bases, tmp_path_factory) -> Path:
     """A run on conversations, whose model is a mixture of experts."""
-    folder = tmp_path_factory.mktemp("talks")
-    turns = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "The sea."}]
-    (folder / "anna.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 12, "utf-8")
-    run = values(
-        base=str(bases / "llama"),
-        rounds=1,
-        data={"window": 40, "messages": {}},
-        data_root=str(folder),
-        clients=[{"name": name, "path": "anna.jsonl"} for name in ("anna", "ben")],
-        evaluation={"keep": "last"},
-    )
-    return coterie.run(run, out=folder / "run").path
+    run = chats | {"base": str(bases / "llama"), "baselines": []}
+    return coterie.run(run, out=tmp_path_factory.mktemp("talks") / "run").path
 
 
 PARITY = "The logits differ from the trained model's by at most 1.7e-05 (largest logit: 17)"
@@ -43,11 +32,10 @@ def test_the_formats_of_the_option_are_those_of_the_function() -> None:
     assert (exporting.AUTO, *exporting.FORMATS) == FORMATS
 
 
-def test_a_model_is_exported(finished, measured, coterie_command, refuses, tmp_path) -> None:
+def test_a_model_is_exported(finished, measured, succeeds, refuses, tmp_path) -> None:
     out = tmp_path / "mine"
-    said = coterie_command("export", finished, "--client", "anna", "--to", out)
-    assert said.code == 0
-    first, second, *_, last = said.out.splitlines()
+    printed = succeeds("export", finished, "--client", "anna", "--to", out)
+    first, second, *_, last = printed.splitlines()
     assert first.startswith(f"{out} contains a mixture-of-experts checkpoint (not peft, because a")
     assert second == f"{PARITY}, as computed with transformers."
     assert last == f"{out / 'README.md'} shows how to load it."
@@ -57,21 +45,19 @@ def test_a_model_is_exported(finished, measured, coterie_command, refuses, tmp_p
     refuses(formats, "export", finished, "--client", "anna", "--to", out, "--format", "gif")
 
 
-def test_a_bundle_chats(finished, measured, coterie_command, refuses, bases, tmp_path, monkeypatch):
+def test_a_bundle_chats(finished, measured, succeeds, refuses, bases, tmp_path, monkeypatch):
     bundle = tmp_path / "mine"
     command = ("export", finished, "--client", "anna", "--to", bundle, "--format", "bundle")
-    assert coterie_command(*command).code == 0
+    succeeds(*command)
     monkeypatch.chdir(bases)  # where the base lies
     options = ("--temperature", 0, "--tokens", 5)
-    of_run = coterie_command("generate", finished, "--client", "anna", "--prompt", "So", *options)
-    of_bundle = coterie_command("generate", bundle, "--prompt", "So", *options)
-    assert of_bundle.out == of_run.out != ""
+    of_run = succeeds("generate", finished, "--client", "anna", "--prompt", "So", *options)
+    of_bundle = succeeds("generate", bundle, "--prompt", "So", *options)
+    assert of_bundle == of_run != ""
     outputs = []
     for model in ([finished, "--client", "anna"], [bundle]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("So?\n"))
-        said = coterie_command("chat", *model, *options)
-        assert said.code == 0
-        outputs.append(said.out)
+        outputs.append(succeeds("chat", *model, *options))
     assert outputs[0] == outputs[1] != ""
     refuses("--with compares models of runs", "chat", bundle, "--with", "base")
     refuses("has no prompt template; use --prompt", "generate", bundle, "--field", "a=b")

@@ -147,19 +147,19 @@ def test_the_app_contains_the_run_but_no_clients_paths(run, tmp_path) -> None:
     assert "lists no clients" in str(write({**run, "clients": []}, tmp_path).exception)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"partition-id": 1}, "A Flower simulation gives its nodes a partition number"),
-        ({"yes": False}, r"add `run` \(the run file to agree to\), or `yes=true`"),
-        ({"folder": None}, "folder: .*path"),
-        ({"folders": "x"}, "folders: extra"),
-        ({"data": None}, "Neither data nor train is given"),
-        ({"data": "nowhere.txt"}, "No such file or folder"),
-        ({"run": "nowhere.yaml"}, "There is no run file nowhere.yaml"),
-        ({"plugins": "nowhere.py"}, "The plugin nowhere.py cannot be read"),
-    ],
-)
+WRONG_NODES = [
+    ({"partition-id": 1}, "A Flower simulation gives its nodes a partition number"),
+    ({"yes": False}, r"add `run` \(the run file to agree to\), or `yes=true`"),
+    ({"folder": None}, "folder: .*path"),
+    ({"folders": "x"}, "folders: extra"),
+    ({"data": None}, "Neither data nor train is given"),
+    ({"data": "nowhere.txt"}, "No such file or folder"),
+    ({"run": "nowhere.yaml"}, "There is no run file nowhere.yaml"),
+    ({"plugins": "nowhere.py"}, "The plugin nowhere.py cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), WRONG_NODES)
 def test_a_node_config_that_cannot_be_used(changes, sentence, run, tmp_path) -> None:
     with pytest.raises(CoterieError, match=sentence):
         flower.site_of(node(run, tmp_path, "poet", **changes))

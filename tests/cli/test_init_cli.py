@@ -39,38 +39,34 @@ def write(folder: Path, files: dict[str, str]) -> None:
         path.write_text(json.dumps(RECORDS[text[1:]]) if text.startswith("=") else text)
 
 
-@pytest.mark.parametrize(
-    ("files", "clients", "data"),
-    [
-        (
-            {"anna.txt": TEXT, "Ben B.txt": TEXT, "cleo/2024/a.txt": TEXT, ".hidden": ""},
-            {
-                "anna": {"path": "anna.txt"},
-                "ben-b": {"path": "Ben B.txt"},
-                "cleo": {"path": "cleo"},
-            },
-            {},
-        ),
-        (
-            {"anna/train.txt": TEXT, "anna/test/a.txt": TEXT, "ben/train.txt": "", "ben/x.txt": ""},
-            {"anna": {"train": "anna/train.txt", "test": "anna/test"}, "ben": {"path": "ben"}},
-            {},
-        ),
-        ({"yes.jsonl": "=text"}, {"yes": {"path": "yes.jsonl"}}, {}),
-        ({"anna.jsonl": "=messages"}, ANNA, {"messages": True}),
-        ({"anna.jsonl": "=conversations"}, ANNA, {"messages": True}),
-        ({"anna.jsonl": "=preferences"}, ANNA, {"preferences": True}),
-        ({"anna.jsonl": "=instructions"}, ANNA, {"instructions": {}}),
-    ],
-)
+FOLDERS = [
+    (
+        {"anna.txt": TEXT, "Ben B.txt": TEXT, "cleo/2024/a.txt": TEXT, ".hidden": ""},
+        {"anna": {"path": "anna.txt"}, "ben-b": {"path": "Ben B.txt"}, "cleo": {"path": "cleo"}},
+        {},
+    ),
+    (
+        {"anna/train.txt": TEXT, "anna/test/a.txt": TEXT, "ben/train.txt": "", "ben/x.txt": ""},
+        {"anna": {"train": "anna/train.txt", "test": "anna/test"}, "ben": {"path": "ben"}},
+        {},
+    ),
+    ({"yes.jsonl": "=text"}, {"yes": {"path": "yes.jsonl"}}, {}),
+    ({"anna.jsonl": "=messages"}, ANNA, {"messages": True}),
+    ({"anna.jsonl": "=conversations"}, ANNA, {"messages": True}),
+    ({"anna.jsonl": "=preferences"}, ANNA, {"preferences": True}),
+    ({"anna.jsonl": "=instructions"}, ANNA, {"instructions": {}}),
+]
+
+
+@pytest.mark.parametrize(("files", "clients", "data"), FOLDERS)
 @pytest.mark.parametrize("options", [[], ["--all"]])
 def test_a_run_is_written(coterie_command, tmp_path, files, clients, data, options) -> None:
     write(tmp_path / "texts", files)
     out = tmp_path / "run files" / "us.yaml"
     out.parent.mkdir()
-    said = coterie_command("init", tmp_path / "texts", "--out", out, *options)
-    assert said.code == 0, said.err
-    assert f"{len(clients)} client" in said.out
+    result = coterie_command("init", tmp_path / "texts", "--out", out, *options)
+    assert result.code == 0, result.err
+    assert f"{len(clients)} client" in result.out
     listed = [
         {"name": name} | {key: f"../texts/{path}" for key, path in paths.items()}
         for name, paths in clients.items()
@@ -88,8 +84,8 @@ def test_it_ends_with_the_same_bits(coterie_command, texts, values, tmp_path, mo
     settings = [f"{key}={json.dumps(small[key])}" for key in ("base", "method", "data", "training")]
     settings += ["rounds=1", "threads=1"]
     options = [word for setting in settings for word in ("--set", setting)]
-    said = coterie_command("run", "coterie.yaml", "--out", "first", *options)
-    assert said.code == 0, said.err
+    result = coterie_command("run", "coterie.yaml", "--out", "first", *options)
+    assert result.code == 0, result.err
     second = coterie.run(small, out=tmp_path / "second")
     for client in ("diarist", "poet", "whaler"):
         models = [coterie.load(path, client=client) for path in (Path("first"), second.path)]
@@ -132,8 +128,8 @@ def test_a_base_has_settings_that_fit(coterie_command, bases, texts, tmp_path, m
     monkeypatch.setattr("coterie.bases.devices.memory_of", lambda kind: size)
     monkeypatch.chdir(bases)
     out = tmp_path / "us.yaml"
-    said = coterie_command("init", texts, "--base", "llama", "--out", out)
-    assert said.code == 0, said.err
+    result = coterie_command("init", texts, "--base", "llama", "--out", out)
+    assert result.code == 0, result.err
     written, config = yaml.safe_load(out.read_text(encoding="utf-8")), load_config(out)
     assert written["data"]["window"] == 64  # the base's context
     assert ("micro_batch" in written["training"]) == (size < CONTEXT + 10**9)
@@ -149,22 +145,22 @@ def test_a_base_that_does_not_fit_is_refused(refuses, bases, texts, tmp_path, mo
     assert not (tmp_path / "us.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
-        (None, "There is no folder texts; name a folder"),
-        ({}, "the folder texts contains no .txt, .jsonl or .parquet file"),
-        ({".hidden.txt": TEXT}, "the folder texts contains no"),
-        ({"anna.txt": TEXT, "ben/.keep": ""}, "the folder texts/ben contains no"),
-        ({"anna.txt": TEXT, "us.yaml": "rounds: 2"}, "contains the run file us.yaml; run it with"),
-        ({"anna.txt": TEXT, "ben/a.pdf": "", "b.md": ""}, "unknown kinds (1 .md, 1 .pdf); convert"),
-        ({"train.txt": TEXT, "test.txt": TEXT}, "texts/test.txt is one split of a text"),
-        ({"anna.txt": TEXT, "Anna/a.txt": TEXT}, "both give the client name anna; rename"),
-        ({"anna.txt": TEXT, "ben.jsonl": "=messages"}, "contains plain text and texts/ben.jsonl"),
-        ({"anna.jsonl": '{"title": "a"}'}, "line 1 of texts/anna.jsonl has the fields"),
-        ({"anna.jsonl": "{"}, "is not valid JSON"),
-    ],
-)
+REFUSED_FOLDERS = [
+    (None, "There is no folder texts; name a folder"),
+    ({}, "the folder texts contains no .txt, .jsonl or .parquet file"),
+    ({".hidden.txt": TEXT}, "the folder texts contains no"),
+    ({"anna.txt": TEXT, "ben/.keep": ""}, "the folder texts/ben contains no"),
+    ({"anna.txt": TEXT, "us.yaml": "rounds: 2"}, "contains the run file us.yaml; run it with"),
+    ({"anna.txt": TEXT, "ben/a.pdf": "", "b.md": ""}, "unknown kinds (1 .md, 1 .pdf); convert"),
+    ({"train.txt": TEXT, "test.txt": TEXT}, "texts/test.txt is one split of a text"),
+    ({"anna.txt": TEXT, "Anna/a.txt": TEXT}, "both give the client name anna; rename"),
+    ({"anna.txt": TEXT, "ben.jsonl": "=messages"}, "contains plain text and texts/ben.jsonl"),
+    ({"anna.jsonl": '{"title": "a"}'}, "line 1 of texts/anna.jsonl has the fields"),
+    ({"anna.jsonl": "{"}, "is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("files", "sentence"), REFUSED_FOLDERS)
 def test_folders_that_are_refused(refuses, tmp_path, monkeypatch, files, sentence) -> None:
     monkeypatch.chdir(tmp_path)
     if files is not None:

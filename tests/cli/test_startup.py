@@ -1,4 +1,4 @@
-"""What is wrong on a command line is said before slow imports, in characters of the terminal."""
+"""Errors on the command line: reported before slow imports, in characters of the terminal."""
 
 import os
 import subprocess
@@ -20,51 +20,51 @@ SLOW = {"torch", "transformers", "datasets", "aiohttp", "ray", "pandas", "matplo
 
 
 def outcome(folder: Path, command: str, module: str = "coterie.cli") -> tuple[str, set[str]]:
-    """What a command says in a process of its own, and the modules that it imported."""
+    """Return the output of a command in its own process, and the modules that it imported."""
     process = [sys.executable, "-c", PROGRAM.format(module=module), *command.split()]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = subprocess.run(process, env=env, capture_output=True, text=True, cwd=folder)
-    assert found.returncode == (0 if "--help" in command or "--version" in command else 2)
-    *said, modules = (found.stderr + found.stdout).splitlines()
-    return "\n".join(said), set(modules.split())
+    done = subprocess.run(process, env=env, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == (0 if "--help" in command or "--version" in command else 2)
+    *lines, modules = (done.stderr + done.stdout).splitlines()
+    return "\n".join(lines), set(modules.split())
 
 
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("--help", "fine-tuning of language models"),
-        ("run --help", "coterie run mine.yaml"),
-        ("--version", "coterie 0."),
-        ("run nofile.yaml", "no run file nofile.yaml"),
-        ("audit nofile.yaml", "no run file nofile.yaml"),
-        ("data nofile.yaml", "no run file nofile.yaml"),
-        ("data lost.yaml", "there is no file or folder"),
-        ("compare nofile.yaml", "no run file nofile.yaml"),
-        ("run wrong.yaml", "Unknown key 'rouns'. Did you mean 'rounds'?"),
-        ("run lost.yaml", "there is no file or folder"),
-        ("run --set training.bach=4", "Unknown key 'training.bach'"),
-        ("run --set training.batch=few", "training.batch should be a whole number"),
-        ("run --set method=fedavgg", "no method 'fedavgg'"),
-        ("methods fedavgg", "no method 'fedavgg'"),
-        ("compare table.yaml", "run it with `python -m reproduce` in papers/ of the repository."),
-        ("run --resume nowhere", "nowhere"),
-        ("generate nowhere --client a --prompt b", "nowhere"),
-        ("chat --help", "Chat with a client's model"),
-        ("chat nowhere --client a", "nowhere"),
-        ("export nowhere --client a --to b", "nowhere"),
-        ("serve --help", "coterie serve runs/mine"),
-        ("serve nowhere", "no folder nowhere"),
-        ("report nowhere", "nowhere"),
-        ("server nofile.yaml", "coterie keys init"),
-        ("client --server host:1 --key nokey --data texts", "nokey"),
-    ],
-)
-def test_a_mistake_costs_no_import_of_torch(command, said, tmp_path) -> None:
+COMMANDS = [
+    ("--help", "fine-tuning of language models"),
+    ("run --help", "coterie run mine.yaml"),
+    ("--version", "coterie 0."),
+    ("run nofile.yaml", "no run file nofile.yaml"),
+    ("audit nofile.yaml", "no run file nofile.yaml"),
+    ("data nofile.yaml", "no run file nofile.yaml"),
+    ("data lost.yaml", "there is no file or folder"),
+    ("compare nofile.yaml", "no run file nofile.yaml"),
+    ("run wrong.yaml", "Unknown key 'rouns'. Did you mean 'rounds'?"),
+    ("run lost.yaml", "there is no file or folder"),
+    ("run --set training.bach=4", "Unknown key 'training.bach'"),
+    ("run --set training.batch=few", "training.batch should be a whole number"),
+    ("run --set method=fedavgg", "no method 'fedavgg'"),
+    ("methods fedavgg", "no method 'fedavgg'"),
+    ("compare table.yaml", "run it with `python -m reproduce` in papers/ of the repository."),
+    ("run --resume nowhere", "nowhere"),
+    ("generate nowhere --client a --prompt b", "nowhere"),
+    ("chat --help", "Chat with a client's model"),
+    ("chat nowhere --client a", "nowhere"),
+    ("export nowhere --client a --to b", "nowhere"),
+    ("serve --help", "coterie serve runs/mine"),
+    ("serve nowhere", "no folder nowhere"),
+    ("report nowhere", "nowhere"),
+    ("server nofile.yaml", "coterie keys init"),
+    ("client --server host:1 --key nokey --data texts", "nokey"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), COMMANDS)
+def test_a_mistake_costs_no_import_of_torch(command, message, tmp_path) -> None:
     (tmp_path / "wrong.yaml").write_text("rouns: 3\n", encoding="utf-8")
     (tmp_path / "lost.yaml").write_text("clients: [{name: anna, path: lost.txt}]", encoding="utf-8")
     (tmp_path / "table.yaml").write_text("rows: [{method: local}]", encoding="utf-8")
     text, modules = outcome(tmp_path, command)
-    assert said in text
+    assert message in text
     assert not SLOW & modules
 
 

@@ -11,6 +11,24 @@ from coterie.config.run import RunConfig, parse
 from coterie.methods.registry import method_from
 
 ROUTER = {"name": "pfedmoe", "router": {"toppk": 2}}
+RANDOM = {"assignment": "random"}
+VANILLA = {"kind": "vanilla", "score_scale": "dim"}
+METHODS = [
+    ("fedavg", {"router": {"top_k": 1}}, "Unknown key 'method.router'."),
+    ("fedavg", {"top_k": 1}, "Unknown key 'method.top_k'. Known keys: name, mlp, attention"),
+    ("fedavg", {"specialists": 1}, "Unknown key 'method.specialists'. Known keys:"),
+    ("fedit", {"mlp": {"rank": 4}}, "Unknown key 'method.mlp'."),
+    ("pfedmoe", {"router": {"every": 3}}, "Unknown key 'method.router.every'."),
+    ("pcl-uniform", {"trusted": {"top": 1}}, "Unknown key 'method.trusted'."),
+    ("pcl-theoretical", {"top": 1}, "Unknown key 'method.top'. Known keys:"),
+    ("pcl-1", {"exact": True}, "Unknown key 'method.exact'."),
+    ("fedamole", RANDOM | {"embeddings": {"share": 0.1}}, "has no effect with `assignment: ran"),
+    ("fedamole", RANDOM | {"router": VANILLA}, "method.router: score_scale has no effect with"),
+    ("comigs-1g1s", {"mlp": None}, "method.mlp should be a mapping of keys to values"),
+    ("fedit", {"attention": None}, "method.attention should be a mapping of keys to values"),
+    ("fedavg", {"mlp": {"ranc": 4}}, "'method.mlp.ranc'. Did you mean 'method.mlp.rank'?"),
+]
+"""Settings that the named methods do not have, and the errors."""
 WRONG = [
     ("roundz", 3, "Unknown key 'roundz'. Did you mean 'rounds'?"),
     ("training", {"bacth": 3}, "Unknown key 'training.bacth'. Did you mean 'training.batch'?"),
@@ -20,11 +38,12 @@ WRONG = [
     ("clients", [{"name": "a", "pth": ""}], "'clients[0].pth'. Did you mean 'clients[0].path'?"),
     ("server", {"tset": "x"}, "Unknown key 'server.tset'. Did you mean 'server.test'"),
     ("training", {"learning_rates": {"poet": 0}}, "learning_rates.poet should be greater than 0"),
+    *(("method", {"name": name, **settings}, message) for name, settings, message in METHODS),
 ]
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), WRONG)
-def test_a_misspelt_key_is_named_with_the_nearest_right_one(key, value, sentence, values) -> None:
+def test_an_unknown_key_is_named_with_the_nearest_right_one(key, value, sentence, values) -> None:
     with pytest.raises(CoterieError) as error:
         parse(values(**{key: value}))
     assert sentence in str(error.value)
@@ -38,52 +57,49 @@ ENDLESS = ["[" * 100_000, "1" * 5000, "0x" + "f" * 5000]
 """YAML that Python cannot hold."""
 
 
-@pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ("rounds=many", "rounds should be a whole number, not 'many'."),
-        ("rounds=1.5", "rounds should be a whole number, not 1.5."),
-        ("rounds=", "rounds should be a whole number, not None."),
-        ("rounds=0", "rounds should be greater than or equal to 1, not 0."),
-        ("training=5", "training should be a mapping of keys to values, not 5."),
-        ("training.optimiser.betas=[1]", "optimiser.betas should be a list of 2 numbers, not [1]."),
-        ("training.precision=fp8", "training.precision should be 'fp32' or 'bf16', not 'fp8'."),
-        ("method.mlp.specialists=abc", "specialists should be a whole number or a mapping"),
-        ("method.mlp.specialists={poet: x}", "mlp.specialists.poet should be a whole number"),
-        ("clients=poet", "clients should be a list, not 'poet'."),
-        ("clients=[poet]", "clients[0] should be a mapping of keys to values, not 'poet'."),
-        ("clients=[{path: x}]", "clients[0].name is missing."),
-        ("clients=[{nam: a, path: x}]", "Did you mean 'clients[0].name'?"),
-        ("clients=[{name: a}]", "client a has neither path nor train"),
-        ("clients=[{name: a, path: x}, {name: a, path: y}]", "client name 'a' is used twice"),
-        (
-            "clients=[{name: A, path: x}, {name: a, path: y}]",
-            "'a' in `clients` differ only in case",
-        ),
-        ("clients=[{name: Con, path: x}]", "'Con' is the name of a device on Windows"),
-        ("name=lpt1.2026", "'lpt1.2026' is the name of a device on Windows"),
-        ("clients=[]", "The run has no clients"),
-        ("divide={source: x.jsonl, by: label}", "are mutually exclusive"),
-        ("name=../x", "name should be up to 64 letters"),
-        ("data.window=5000", "limit of 2000 train tokens is too small"),
-        ("evaluation.metric=accuracy", "set data.instructions"),
-        ("evaluation.generate=9", "set data.instructions"),
-        ("data.instructions.template=ask.jinja", "there is no file"),
-        ("data.instructions={choices: [yes, no]}", "quote them"),
-        ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
-        ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
-        ("clients.poet.path=x", CLIENTS),
-        ("method={name: fedit, attention: {rank: yes}}", "method.attention.rank should be a whole"),
-        *((f"{key}=yes", f"{key} should be a whole number, not True") for key in WHOLE),
-        *((f"{key}=yes", f"{key} should be a number, not True") for key in NUMBERS),
-        *((f"{BOOLEAN}={n}", f"{BOOLEAN} should be true or false, not {n}") for n in (0, 1, 1.0)),
-        *((f"training.steps={value}", "is not valid YAML") for value in ENDLESS),
-        ("rounds", "--set takes key=value"),
-        ("=4", "--set takes key=value"),
-        ("rounds=[1", "the value is not valid YAML"),
-        ("a.b=3", "Unknown key 'a'."),
-    ],
-)
+WRONG_SETTINGS = [
+    ("rounds=many", "rounds should be a whole number, not 'many'."),
+    ("rounds=1.5", "rounds should be a whole number, not 1.5."),
+    ("rounds=", "rounds should be a whole number, not None."),
+    ("rounds=0", "rounds should be greater than or equal to 1, not 0."),
+    ("training=5", "training should be a mapping of keys to values, not 5."),
+    ("training.optimiser.betas=[1]", "optimiser.betas should be a list of 2 numbers, not [1]."),
+    ("training.precision=fp8", "training.precision should be 'fp32' or 'bf16', not 'fp8'."),
+    ("method.mlp.specialists=abc", "specialists should be a whole number or a mapping"),
+    ("method.mlp.specialists={poet: x}", "mlp.specialists.poet should be a whole number"),
+    ("clients=poet", "clients should be a list, not 'poet'."),
+    ("clients=[poet]", "clients[0] should be a mapping of keys to values, not 'poet'."),
+    ("clients=[{path: x}]", "clients[0].name is missing."),
+    ("clients=[{nam: a, path: x}]", "Did you mean 'clients[0].name'?"),
+    ("clients=[{name: a}]", "client a has neither path nor train"),
+    ("clients=[{name: a, path: x}, {name: a, path: y}]", "client name 'a' is used twice"),
+    ("clients=[{name: A, path: x}, {name: a, path: y}]", "'a' in `clients` differ only in case"),
+    ("clients=[{name: Con, path: x}]", "'Con' is the name of a device on Windows"),
+    ("name=lpt1.2026", "'lpt1.2026' is the name of a device on Windows"),
+    ("clients=[]", "The run has no clients"),
+    ("divide={source: x.jsonl, by: label}", "are mutually exclusive"),
+    ("name=../x", "name should be up to 64 letters"),
+    ("data.window=5000", "limit of 2000 train tokens is too small"),
+    ("evaluation.metric=accuracy", "set data.instructions"),
+    ("evaluation.generate=9", "set data.instructions"),
+    ("data.instructions.template=ask.jinja", "there is no file"),
+    ("data.instructions={choices: [yes, no]}", "quote them"),
+    ("method=fedavgg", "There is no method 'fedavgg'. Did you mean 'fedavg'?"),
+    ("baselines=[lokal]", "There is no method 'lokal'. Did you mean 'local'?"),
+    ("clients.poet.path=x", CLIENTS),
+    ("method={name: fedit, attention: {rank: yes}}", "method.attention.rank should be a whole"),
+    *((f"{key}=yes", f"{key} should be a whole number, not True") for key in WHOLE),
+    *((f"{key}=yes", f"{key} should be a number, not True") for key in NUMBERS),
+    *((f"{BOOLEAN}={n}", f"{BOOLEAN} should be true or false, not {n}") for n in (0, 1, 1.0)),
+    *((f"training.steps={value}", "is not valid YAML") for value in ENDLESS),
+    ("rounds", "--set takes key=value"),
+    ("=4", "--set takes key=value"),
+    ("rounds=[1", "the value is not valid YAML"),
+    ("a.b=3", "Unknown key 'a'."),
+]
+
+
+@pytest.mark.parametrize(("setting", "sentence"), WRONG_SETTINGS)
 def test_a_wrong_setting_is_one_sentence(setting, sentence, run_file) -> None:
     with pytest.raises(CoterieError) as error:
         load_config(run_file, [setting])
@@ -101,18 +117,18 @@ def run_file(values, tmp_path) -> Path:
 EMPTY = "needs at least `clients` or `divide` (to run the demo, use `coterie run` without a run f"
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", EMPTY),
-        (b"- a\n", "is not a mapping of keys to values."),
-        (b"name: [a\nb: }", "is not valid YAML, line 2, column 2: expected ',' or ']'"),
-        ("name: café".encode("latin-1"), "is not UTF-8 text."),
-        (b"name: \x00", "is not valid YAML"),
-        (b"rounds: 1\nrounds: 2", "duplicate key 'rounds'"),
-        (b"name: !!python/object:os.system x", "is not valid YAML, line 1"),
-    ],
-)
+NO_RUN_FILES = [
+    (b"", EMPTY),
+    (b"- a\n", "is not a mapping of keys to values."),
+    (b"name: [a\nb: }", "is not valid YAML, line 2, column 2: expected ',' or ']'"),
+    ("name: café".encode("latin-1"), "is not UTF-8 text."),
+    (b"name: \x00", "is not valid YAML"),
+    (b"rounds: 1\nrounds: 2", "duplicate key 'rounds'"),
+    (b"name: !!python/object:os.system x", "is not valid YAML, line 1"),
+]
+
+
+@pytest.mark.parametrize(("content", "sentence"), NO_RUN_FILES)
 def test_a_file_that_is_no_run_file(content, sentence, tmp_path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
@@ -217,47 +233,14 @@ def test_clients_and_the_server_may_have_a_base_and_a_rate_of_their_own(config) 
     pooled = run.model_copy(update={"pooled": True})
     assert pooled.base_of("poet").name == "large"
     assert pooled.training_of("poet").learning_rate == 1e-3
-    alone = pooled.model_copy(update={"server": None})
-    assert alone.base_of("poet") == run.base
+    assert pooled.model_copy(update={"server": None}).base_of("poet") == run.base
     assert config(server={}).base_of("server") == run.base
 
 
-RANDOM = {"assignment": "random"}
-VANILLA = {"kind": "vanilla", "score_scale": "dim"}
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "sentence"),
-    [
-        ("fedavg", {"router": {"top_k": 1}}, "Unknown key 'method.router'."),
-        ("fedavg", {"top_k": 1}, "Unknown key 'method.top_k'. Known keys: name, mlp, attention"),
-        ("fedavg", {"specialists": 1}, "Unknown key 'method.specialists'. Known keys:"),
-        ("fedit", {"mlp": {"rank": 4}}, "Unknown key 'method.mlp'."),
-        ("pfedmoe", {"router": {"every": 3}}, "Unknown key 'method.router.every'."),
-        ("pcl-uniform", {"trusted": {"top": 1}}, "Unknown key 'method.trusted'."),
-        ("pcl-theoretical", {"top": 1}, "Unknown key 'method.top'. Known keys:"),
-        ("pcl-1", {"exact": True}, "Unknown key 'method.exact'."),
-        (
-            "fedamole",
-            RANDOM | {"embeddings": {"share": 0.1}},
-            "has no effect with `assignment: ran",
-        ),
-        ("fedamole", RANDOM | {"router": VANILLA}, "method.router: score_scale has no effect with"),
-        ("comigs-1g1s", {"mlp": None}, "method.mlp should be a mapping of keys to values"),
-        ("fedit", {"attention": None}, "method.attention should be a mapping of keys to values"),
-        ("fedavg", {"mlp": {"ranc": 4}}, "'method.mlp.ranc'. Did you mean 'method.mlp.rank'?"),
-    ],
-)
-def test_what_does_nothing_in_a_method_is_refused(name, settings, sentence, values) -> None:
-    with pytest.raises(CoterieError) as error:
-        parse(values(method={"name": name, **settings}))
-    assert sentence in str(error.value)
-
-
 def settings(run: RunConfig, name: str) -> dict:
-    """The settings of another method in the same run, as they differ from its own defaults."""
-    found, own = run.with_method(name).method.described(), method_from(name).described()
-    return {key: value for key, value in found.items() if value != own[key]}
+    """Return the settings of another method in a run that differ from that method's defaults."""
+    values, own = run.with_method(name).method.described(), method_from(name).described()
+    return {key: value for key, value in values.items() if value != own[key]}
 
 
 def test_a_changed_part_is_carried_as_a_whole_and_an_unchanged_one_is_not(config) -> None:

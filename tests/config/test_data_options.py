@@ -49,19 +49,19 @@ def test_limits_of_an_unknown_client_are_refused(config, values) -> None:
             parse(values(data={"window": 16, "limits_of": {"poet": limits}}))
 
 
-def joining(told: dict[str, Any]) -> Order:
-    """What a server says to whoever joins."""
-    return Order(run="0" * 16, client="poet", kind="join", turn=0, config=told)
+def joining(visible: dict[str, Any]) -> Order:
+    """Return a server's order to join."""
+    return Order(run="0" * 16, client="poet", kind="join", turn=0, config=visible)
 
 
 def test_a_client_elsewhere_knows_its_own_limits_alone(config, tmp_path) -> None:
     own = {"poet": {"train": 300}, "whaler": {"train": 200}}
     run = config(data={"window": 16, "limits": LIMITS, "limits_of": own})
     for name, size in (("poet", 300), ("whaler", 200), ("diarist", 500)):
-        told = run.visible_to(name)
+        visible = run.visible_to(name)
         others = {client.name for client in run.clients} - {name}
-        assert not any(re.search(other, repr(told)) for other in others)
-        at_home = site(run, name, tmp_path).config(joining(told))
+        assert not any(re.search(other, repr(visible)) for other in others)
+        at_home = site(run, name, tmp_path).config(joining(visible))
         assert tokens(at_home) == {name: (size, 100, 90)}
 
 
@@ -77,8 +77,7 @@ def test_duplicates_are_left_out_at_home_too(config, texts, tmp_path) -> None:
 
     data = [{"window": 16, "deduplicate": on} for on in (False, True)]
     plain, clean = (config(clients=clients, data=each) for each in data)
-    share = 1 - 12_000 / len(book)
-    assert size(clean) == pytest.approx(share * size(plain), rel=0.1)
+    assert size(clean) == pytest.approx((1 - 12_000 / len(book)) * size(plain), rel=0.1)
     files |= {"validation": str(texts / "whaler.txt")}
     at_home = Site("poet", files, tmp_path, clean.base.name)
     assert size(at_home.config(joining(clean.visible_to("poet")))) == size(clean)

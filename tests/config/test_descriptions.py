@@ -99,14 +99,14 @@ def test_a_plugin_s_settings_are_described(tmp_path) -> None:
     assert descriptions(near) == descriptions(kind_of("fedprox")) | own
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        *(AggregationSpec, ServerOptimiserSpec, BaseSpec, DeploymentSpec),
-        *(DataSpec, InstructionSpec, ClientSpec, DivideSpec, SourceSpec),
-        *(TrainingSpec, DPOSpec, EvaluationSpec),
-    ],
-)
+DESCRIBED = [
+    *(AggregationSpec, ServerOptimiserSpec, BaseSpec, DeploymentSpec),
+    *(DataSpec, InstructionSpec, ClientSpec, DivideSpec, SourceSpec),
+    *(TrainingSpec, DPOSpec, EvaluationSpec),
+]
+
+
+@pytest.mark.parametrize("model", DESCRIBED)
 def test_every_field_is_described_and_pydantic_reads_no_source(model: type[BaseModel]) -> None:
     assert all(descriptions(model).values())
     assert not model.model_config.get("use_attribute_docstrings")

@@ -33,15 +33,15 @@ DEEP = [
 
 
 def originals() -> list[str]:
-    """The run files of the package and of the documentation."""
+    """Return the run files of the package and of the documentation."""
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     blocks = [re.findall(r"```yaml\n(.*?)```", page.read_text(), flags=re.DOTALL) for page in pages]
     shipped = Path(coterie.__file__).parent.glob("assets/*.yaml")
-    return [*(path.read_text() for path in shipped), *(text for found in blocks for text in found)]
+    return [*(path.read_text() for path in shipped), *(text for texts in blocks for text in texts)]
 
 
 def mutated(text: str, rng: random.Random) -> str:
-    """A run file in which some lines are not what they were."""
+    """Return a run file with some lines changed."""
     lines = text.split("\n")
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         at = rng.randrange(len(lines))
@@ -78,16 +78,16 @@ READERS = (
     ("seed", "count"), [(0, 300), pytest.param(1, 10_000, marks=pytest.mark.slow)]
 )
 def test_run_files_are_read_or_refused_in_a_sentence(seed, count, tmp_path) -> None:
-    rng, found = random.Random(seed), Counter[str]()
+    rng, counts = random.Random(seed), Counter[str]()
     path, texts = tmp_path / "run.yaml", originals()
     for number in range(count):
         text = DEEP[number] if number < len(DEEP) else mutated(rng.choice(texts), rng)
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         try:
             READERS[number % len(READERS)](path)
-            found["taken"] += 1
+            counts["taken"] += 1
         except CoterieError:
-            found["refused"] += 1
+            counts["refused"] += 1
         except BaseException as error:
             raise AssertionError(f"{error!r} on {text[:3000]!r}") from error
-    assert min(found["taken"], found["refused"]) > count / 20  # both happen
+    assert min(counts["taken"], counts["refused"]) > count / 20  # both happen

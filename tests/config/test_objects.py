@@ -68,8 +68,7 @@ def test_an_object_is_the_transform_that_its_name_and_settings_are(values) -> No
     assert given == named
     assert given.digest() == named.digest()
     assert given.as_dict()["aggregation"]["transforms"] == [{"name": "trimmed_mean", "trim": 0.3}]
-    mixed = with_transforms(values, Smaller(), "median")
-    assert mixed.transforms == (Smaller(), Median())
+    assert with_transforms(values, Smaller(), "median").transforms == (Smaller(), Median())
 
 
 def test_a_run_with_an_object_has_the_bits_of_the_registered_name(values, tmp_path) -> None:
@@ -117,9 +116,9 @@ def test_an_object_from_a_plugin_is_recorded(values, tmp_path) -> None:
 def test_tuning_keeps_objects(values, tmp_path) -> None:
     run = with_transforms(values, Smaller(factor=0.0))
     tune = {"training.learning_rate": [0.01, 0.02]}
-    found = coterie.compare(run, [FedAvg()], tune=tune, out=tmp_path)
-    [result] = found.results["fedavg"]
-    rate = found.tuned["fedavg"]["settings"]["training.learning_rate"]
+    compared = coterie.compare(run, [FedAvg()], tune=tune, out=tmp_path)
+    [result] = compared.results["fedavg"]
+    rate = compared.tuned["fedavg"]["settings"]["training.learning_rate"]
     training = run.training.model_copy(update={"learning_rate": rate})
     tuned = run.model_copy(update={"method": FedAvg(), "training": training})
     single = coterie.run(tuned, out=tmp_path / "single")
@@ -135,11 +134,11 @@ def test_other_objects_are_refused(values) -> None:
 
 def test_other_processes_cannot_import_them(values, tmp_path) -> None:
     pytest.importorskip("ray")
-    for run, what in (
+    for run, subject in (
         (with_transforms(values, Smaller()), "transform 'smaller'"),
         (parse(values(evaluation={"metric": Nats()})), "metric 'nats-per-window'"),
     ):
-        with pytest.raises(CoterieError, match=f"cannot import the {what}"):
+        with pytest.raises(CoterieError, match=f"cannot import the {subject}"):
             coterie.run(run, out=tmp_path / "run", engine="ray")
 
 

@@ -28,20 +28,20 @@ def _as_in_a_new_process(monkeypatch) -> None:
 
 
 def forgotten(monkeypatch) -> None:
-    """As in a new process, which was given no plugin."""
+    """Remove all plugins, as in a new process."""
     monkeypatch.setattr(METHODS, "registered", {})
 
 
 @pytest.fixture
-def mine(tmp_path) -> Path:
+def plugin(tmp_path) -> Path:
     """The example, to be changed."""
     return Path(shutil.copy(EXAMPLE, tmp_path / "mine.py"))
 
 
 @pytest.fixture
-def done(mine, config, tmp_path) -> Path:
+def done(plugin, config, tmp_path) -> Path:
     """A finished run with the plugin."""
-    load_plugin(mine)
+    load_plugin(plugin)
     return coterie.run(config(method="fedsa-lora", rounds=1), out=tmp_path / "run").path
 
 
@@ -49,23 +49,23 @@ def change(file: Path) -> None:
     file.write_text(file.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
 
 
-def test_a_plugin_is_loaded_once_and_its_classes_have_names(mine) -> None:
-    [kind] = load_plugin(mine)
-    assert load_plugin(mine) == [kind]
+def test_a_plugin_is_loaded_once_and_its_classes_have_names(plugin) -> None:
+    [kind] = load_plugin(plugin)
+    assert load_plugin(plugin) == [kind]
     assert kind_of("fedsa-lora") is kind
-    assert plugin_of(kind) == plugins.Plugin(str(mine), version_of(kind))
+    assert plugin_of(kind) == plugins.Plugin(str(plugin), version_of(kind))
 
 
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [
-        ("class X(:\n", r"mine\.py is not valid Python \(line 1: "),
-        ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
-        ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
-        ("x = 1\n", r"mine\.py defines no method or .*, that is, no subclass of coterie\.M"),
-        ("from coterie.methods.averaging import FedAvg\n", r"defines no method"),
-    ],
-)
+WRONG_PLUGINS = [
+    ("class X(:\n", r"mine\.py is not valid Python \(line 1: "),
+    ("x = 1\nimport nosuch\n", r"mine\.py cannot be loaded, line 2: ModuleNotFoundError"),
+    ("def f():\n    raise ValueError\nf()\n", r"cannot be loaded, line 2: ValueError\.$"),
+    ("x = 1\n", r"mine\.py defines no method or .*, that is, no subclass of coterie\.M"),
+    ("from coterie.methods.averaging import FedAvg\n", r"defines no method"),
+]
+
+
+@pytest.mark.parametrize(("code", "sentence"), WRONG_PLUGINS)
 def test_what_is_wrong_with_a_plugin_is_one_sentence(code, sentence, tmp_path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(code, encoding="utf-8")
@@ -77,32 +77,31 @@ def test_what_is_wrong_with_a_plugin_is_one_sentence(code, sentence, tmp_path) -
         load_plugin(tmp_path / "lost.py")
 
 
-def test_a_run_records_its_plugin_and_asks_for_it(done, mine, monkeypatch) -> None:
-    recorded = RunFolder(done).description["plugins"]["fedsa-lora"]
-    assert recorded["file"] == str(mine)
+def test_a_run_records_its_plugin_and_asks_for_it(done, plugin, monkeypatch) -> None:
+    assert RunFolder(done).description["plugins"]["fedsa-lora"]["file"] == str(plugin)
     forgotten(monkeypatch)
     for again in (lambda: coterie.load(done, "poet"), lambda: coterie.resume(done)):
-        with pytest.raises(CoterieError, match=f"'fedsa-lora' .* {mine}.* --plugin"):
+        with pytest.raises(CoterieError, match=f"'fedsa-lora' .* {plugin}.* --plugin"):
             again()
-    load_plugin(mine)
+    load_plugin(plugin)
     assert coterie.load(done, "poet") is not None
     assert coterie.tokenizer(done) is not None
 
 
-def test_a_plugin_that_has_changed_is_refused(done, mine, monkeypatch) -> None:
+def test_a_plugin_that_has_changed_is_refused(done, plugin, monkeypatch) -> None:
     forgotten(monkeypatch)
-    change(mine)
-    load_plugin(mine)
-    with pytest.raises(CoterieError, match=f"plugin {mine}, but the plugin that is loaded now"):
+    change(plugin)
+    load_plugin(plugin)
+    with pytest.raises(CoterieError, match=f"plugin {plugin}, but the plugin that is loaded now"):
         coterie.resume(done)
 
 
-def test_a_changed_plugin_is_another_run_of_a_comparison(config, mine, monkeypatch) -> None:
-    load_plugin(mine)
+def test_a_changed_plugin_is_another_run_of_a_comparison(config, plugin, monkeypatch) -> None:
+    load_plugin(plugin)
     run = config(method="fedsa-lora")
     forgotten(monkeypatch)
-    change(mine)
-    load_plugin(mine)
+    change(plugin)
+    load_plugin(plugin)
     assert config(method="fedsa-lora").digest() != run.digest()
     forgotten(monkeypatch)
     load_plugin(EXAMPLE)
@@ -110,24 +109,24 @@ def test_a_changed_plugin_is_another_run_of_a_comparison(config, mine, monkeypat
 
 
 @pytest.fixture
-def deployed(mine, config):
-    load_plugin(mine)
+def deployed(plugin, config):
+    load_plugin(plugin)
     return config(method="fedsa-lora", rounds=1)
 
 
 def refusals(run, tmp_path, monkeypatch, clients) -> list[str]:
-    """What clients say at the order to join, when `clients` has been called in their place."""
-    said: list[str] = []
+    """Return the messages of clients on the order to join, after a call of `clients`."""
+    texts: list[str] = []
     network = loop.Loop({})
     server = loop.server(run, tmp_path / "server", network)
     sites = [loop.site(run, client.name, tmp_path) for client in run.clients]
-    network.workers = {s.name: Worker(s, lambda _, value: said.append(str(value))) for s in sites}
+    network.workers = {s.name: Worker(s, lambda _, v: texts.append(str(v))) for s in sites}
     server._send("poet", "join")
     [(_, order)] = network.pending.values()
     clients()
     network.workers["poet"].answer(order)
     assert str(tmp_path).encode() not in order  # the file's name travels, its place does not
-    return said
+    return texts
 
 
 def test_a_client_without_the_plugin_is_told(deployed, tmp_path, monkeypatch) -> None:
@@ -136,11 +135,11 @@ def test_a_client_without_the_plugin_is_told(deployed, tmp_path, monkeypatch) ->
     assert why == f"the run needs the plugin mine.py; {advice}"
 
 
-def test_a_client_with_another_file_is_told(deployed, mine, tmp_path, monkeypatch) -> None:
+def test_a_client_with_another_file_is_told(deployed, plugin, tmp_path, monkeypatch) -> None:
     def other() -> None:
         forgotten(monkeypatch)
-        change(mine)
-        load_plugin(mine)
+        change(plugin)
+        load_plugin(plugin)
 
     [why] = refusals(deployed, tmp_path, monkeypatch, other)
     advice = "the server and this client need the same file"
@@ -161,8 +160,8 @@ def test_workers_of_ray_load_it_too(deployed, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_takes_it(mine, values, tmp_path) -> None:
-    runner, options = CliRunner(), ["--plugin", str(mine)]
+def test_every_command_takes_it(plugin, values, tmp_path) -> None:
+    runner, options = CliRunner(), ["--plugin", str(plugin)]
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(values(method="fedsa-lora", rounds=1)), encoding="utf-8")
     out = tmp_path / "out"

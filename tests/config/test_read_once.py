@@ -34,14 +34,14 @@ sys.addaudithook(_count)
 @pytest.fixture
 def validations(monkeypatch) -> list[str]:
     """Record the names of the classes that validate a run file."""
-    found: list[str] = []
+    names: list[str] = []
 
     def counting(cls: type[BaseModel], values: Any) -> BaseModel:
-        found.append(cls.__name__)
+        names.append(cls.__name__)
         return BaseModel.model_validate.__func__(cls, values)  # pyright: ignore[reportFunctionMemberAccess]
 
     monkeypatch.setattr(Sections, "model_validate", classmethod(counting))
-    return found
+    return names
 
 
 def execute(*arguments: object) -> None:
@@ -110,13 +110,13 @@ def test_a_methods_settings_are_as_in_the_file_until_they_are_bound(values, tmp_
     file = tmp_path / FILE
     settings = {"mlp": {"rank": 3}, "exact": True}
     file.write_text(yaml.safe_dump(values(method={"name": "fedavg", **settings})))
-    found = validated(RunFile, read_values(file))
-    assert (found.method.name, found.method.settings) == ("fedavg", settings)
-    config = resolve(found)
+    file_values = validated(RunFile, read_values(file))
+    assert (file_values.method.name, file_values.method.settings) == ("fedavg", settings)
+    config = resolve(file_values)
     assert isinstance(config.method, kind_of("fedavg"))
     assert config == coterie.load_config(file)
-    assert {**dict(config), "method": None} == {**dict(found), "method": None}
-    assert found.model_dump(mode="json")["method"] == {"name": "fedavg", **settings}
+    assert {**dict(config), "method": None} == {**dict(file_values), "method": None}
+    assert file_values.model_dump(mode="json")["method"] == {"name": "fedavg", **settings}
 
 
 @pytest.mark.parametrize("method", [None, 5, [], ["local"], True, {"name": None}])

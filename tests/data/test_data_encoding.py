@@ -56,8 +56,7 @@ def test_the_loss_counts_the_answer_and_the_end_alone(tokenizer) -> None:
 
 
 def test_a_tokenizer_s_own_first_token_comes_first() -> None:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*letters, "<start>", "<end>"]
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<start>", "<end>"]
     encoder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     ends = {"bos_token": "<start>", "eos_token": "<end>"}
@@ -80,8 +79,8 @@ def test_what_is_too_long_is_dropped_and_counted_and_limits_count_samples(tokeni
     assert split.items == (given[0], given[2], given[3])
     assert split.too_long == 3
     assert split.batch(range(3)).ids.shape == (3, window + 1)
-    one = encoded(tokenizer, given, window=window, limits=Limits(train=1))
-    assert one.items == (given[0],)
+    limited = encoded(tokenizer, given, window=window, limits=Limits(train=1))
+    assert limited.items == (given[0],)
     for samples, reason in ((given[1:2], "sample of at most"), ([], "samples; add")):
         with pytest.raises(CoterieError, match=f"^The train text of client anna has no {reason}"):
             encoded(tokenizer, samples, window=10)
@@ -103,10 +102,10 @@ def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBa
     both = pooled([ClientData(ann, bob, ann), ClientData(bob, bob, ann)])
     whole = encoded(tokenizer, SAMPLES)
     train = data_of(both.train)
-    for found, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
-        assert found is not None
+    for actual, wanted in zip(train.batch(range(5)), whole.batch(range(5)), strict=True):
+        assert actual is not None
         assert wanted is not None
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, wanted)
     assert (train.items, train.bytes) == (whole.items, whole.bytes)
     assert len(data_of(both.validation)) == 6
 
@@ -114,9 +113,9 @@ def test_pooling_puts_samples_one_after_another(tokenizer: PreTrainedTokenizerBa
 def test_the_public_text_may_be_instructions(tokenizer, tmp_path) -> None:
     write(tmp_path / "public.jsonl", *rows(10))
     data = DataSpec(instructions=SHORT, public="public.jsonl", limits=Limits(public=4))
-    found = data_of(public_text(data, tmp_path, tokenizer))
-    assert [item.prompt for item in found.instructions] == [f"case {i}:" for i in range(4)]
-    assert {item.choices for item in found.items} == {("no", "yes")}
+    public = data_of(public_text(data, tmp_path, tokenizer))
+    assert [item.prompt for item in public.instructions] == [f"case {i}:" for i in range(4)]
+    assert {item.choices for item in public.items} == {("no", "yes")}
 
 
 SPACE = "\u2581"
@@ -131,7 +130,7 @@ PREFIXED = {
 
 
 def characters(normalizer: normalizers.Normalizer, pre: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    """A tokenizer of single characters."""
+    """Return a tokenizer of single characters."""
     alphabet = sorted({*"Isityesno?", " ", SPACE, *pre_tokenizers.ByteLevel.alphabet()})
     made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     if normalizer is not None:
@@ -148,8 +147,7 @@ def test_prompt_and_answer_are_the_tokens_of_both_together(kind, answer) -> None
     [[prompt, after]] = PartEncoder(encoder).batch([["Is it?", answer]])
     assert prompt.ids + after.ids == encoder.encode(f"Is it?{answer}").ids
     assert prompt.ids == encoder.encode("Is it?").ids
-    ends = [end for _, end in after.offsets]
-    assert ends == list(range(1, len(answer) + 1))
+    assert [end for _, end in after.offsets] == list(range(1, len(answer) + 1))
 
 
 def test_a_tokenizer_is_copied_once() -> None:
@@ -164,9 +162,8 @@ def test_a_part_of_the_samples_is_as_if_there_were_no_others() -> None:
     encoder, end = bare_encoder(load_tokenizer("tiny-gpt2"))
     items = [Instruction(f"{n} and {n}:", f"{2 * n}") for n in (1, 20, 300, 4000)]
     how = Encoding(encoder, (end, end), 40, None, "ada")
-    made = (examples(i, how) for i in (items, [items[2], items[1]]))
-    whole, wanted = made
-    found = whole.only([2, 1])
+    whole, wanted = (examples(i, how) for i in (items, [items[2], items[1]]))
+    part = whole.only([2, 1])
     for name in ("ids", "starts", "answers"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name))
-    assert (found.bytes, found.items) == (wanted.bytes, wanted.items)
+        assert torch.equal(getattr(part, name), getattr(wanted, name))
+    assert (part.bytes, part.items) == (wanted.bytes, wanted.items)

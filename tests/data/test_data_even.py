@@ -101,7 +101,6 @@ def test_text_files_are_dealt_in_pieces_and_labels_sources_together(root) -> Non
 
 
 def test_a_hub_data_set_needs_no_label(root, hub) -> None:
-    """The data set's own splits are named, too."""
     asked = hub(lambda split: {"text": [f"{split} {i}" for i in range(40)]})
     glue = {**EVEN, "source": "some/glue", "subset": "rte"}
     assert [len(t.train) for t in divide(root, split="dev", **glue).values()] == [8] * 4

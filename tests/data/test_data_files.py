@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 
@@ -60,27 +59,27 @@ FIELDS = r"no field text \(did you mean texts\?\); its fields are: texts, id\. C
 NO_RECORDS = b"a table without rows"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("gone.txt", None, r"there is no file or folder .*gone\.txt"),
-        ("empty.txt", b" \n", r"empty\.txt is empty; add text"),
-        ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it contains NUL bytes\); export"),
-        ("latin.txt", "né".encode("latin-1"), r"latin\.txt is not UTF-8 \(at byte 1\); save it"),
-        ("bom.txt", b"\xef\xbb\xbfab\xff", r"not UTF-8 \(at byte 5\)"),
-        ("notes.docx", b"text", r"notes\.docx is not a \.txt, \.jsonl or \.parquet file; convert"),
-        ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not valid JSON"),
-        ("list.jsonl", b'["a"]', r"line 1 of .*list\.jsonl is not a JSON object"),
-        ("empty.jsonl", b"\n\n", r"empty\.jsonl is empty"),
-        ("field.jsonl", b'{"texts": "a", "id": 1}', FIELDS),
-        ("none.jsonl", b"{}", r"line 1 of .* has no field text; its fields are: none"),
-        ("null.jsonl", b'{"text": null}', r"field text contains NoneType, not text"),
-        ("half.jsonl", b'{"text": "ab\\ud83d"}', r"half a character .* at character 2"),
-        ("none.parquet", NO_RECORDS, r"none\.parquet has no records"),
-        ("notes.md", b"text", r"no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"),
-        ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
-    ],
-)
+UNUSABLE_FILES = [
+    ("gone.txt", None, r"there is no file or folder .*gone\.txt"),
+    ("empty.txt", b" \n", r"empty\.txt is empty; add text"),
+    ("zip.txt", b"PK\0\1", r"zip\.txt is not text \(it contains NUL bytes\); export"),
+    ("latin.txt", "né".encode("latin-1"), r"latin\.txt is not UTF-8 \(at byte 1\); save it"),
+    ("bom.txt", b"\xef\xbb\xbfab\xff", r"not UTF-8 \(at byte 5\)"),
+    ("notes.docx", b"text", r"notes\.docx is not a \.txt, \.jsonl or \.parquet file; convert"),
+    ("bad.jsonl", b'{"text": "a"}\n{"text": }', r"line 2 of .*bad\.jsonl is not valid JSON"),
+    ("list.jsonl", b'["a"]', r"line 1 of .*list\.jsonl is not a JSON object"),
+    ("empty.jsonl", b"\n\n", r"empty\.jsonl is empty"),
+    ("field.jsonl", b'{"texts": "a", "id": 1}', FIELDS),
+    ("none.jsonl", b"{}", r"line 1 of .* has no field text; its fields are: none"),
+    ("null.jsonl", b'{"text": null}', r"field text contains NoneType, not text"),
+    ("half.jsonl", b'{"text": "ab\\ud83d"}', r"half a character .* at character 2"),
+    ("none.parquet", NO_RECORDS, r"none\.parquet has no records"),
+    ("notes.md", b"text", r"no \.txt, \.jsonl or \.parquet file \(it has 1 \.md\); add"),
+    ("broken.parquet", b"PAR1", r"broken\.parquet cannot be read as Parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "sentence"), UNUSABLE_FILES)
 def test_what_cannot_be_used_is_named_with_a_remedy(tmp_path, name, content, sentence) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)

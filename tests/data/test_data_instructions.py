@@ -9,7 +9,6 @@ import pytest
 from divisions import divide, items
 from public_text import public_text
 from questions import SHORT, data_of, records, rows, write
-from transformers import PreTrainedTokenizerBase
 
 from coterie.data.division.divide import Division
 from coterie.data.kinds.instructions import instructions
@@ -33,13 +32,13 @@ def test_choices_are_the_answers_of_the_same_task() -> None:
         {"input": "f", "output": "left"},
         {"input": "g", "output": "right"},
     )
-    found = instructions(given, SHORT)
-    assert [getattr(item, "prompt", "") for item in found] == [f"{c}:" for c in "abcdefg"]
+    samples = instructions(given, SHORT)
+    assert [getattr(item, "prompt", "") for item in samples] == [f"{c}:" for c in "abcdefg"]
     answers = ["red", "2", "blue", "1.5", "because", "left", "right"]
-    assert [item.answer for item in found] == answers
+    assert [item.answer for item in samples] == answers
     colours, numbers, sides = ("blue", "red"), ("1.5", "2"), ("left", "right")
     choices = [colours, numbers, colours, numbers, (), sides, sides]
-    assert [item.choices for item in found] == choices
+    assert [item.choices for item in samples] == choices
 
 
 @pytest.mark.parametrize(("count", "choices"), [(1, 0), (2, 2), (20, 20), (21, 0)])
@@ -69,31 +68,31 @@ def test_choices_made_by_a_template_stand_one_a_line() -> None:
     two = {"label": ["1", "2"], "text": ["the moon", " a star"]}
     three = {"label": ["A", "B", "C"], "text": ["x: y", "7", "x: y"]}
     asked = [{"q": "?", "key": "2", "options": two}, {"q": "?", "key": "C", "options": three}]
-    found = instructions(records(*asked), spec)
-    assert [item.answer for item in found] == ["a star", "x: y"]
-    assert [item.choices for item in found] == [("the moon", "a star"), ("x: y", "7")]
+    samples = instructions(records(*asked), spec)
+    assert [item.answer for item in samples] == ["a star", "x: y"]
+    assert [item.choices for item in samples] == [("the moon", "a star"), ("x: y", "7")]
 
 
-@pytest.mark.parametrize(
-    ("fields", "choices", "sentence"),
-    [
-        ({"q": "?"}, None, "has no field output; its fields are: q"),
-        ({"output": "a"}, None, "has no field q; its fields are: output"),
-        ({"q": "?", "output": ""}, None, "field output contains '', not an answer"),
-        ({"q": "?", "output": " \n"}, None, "not an answer"),
-        ({"q": "?", "output": None}, None, "contains None, not an answer"),
-        ({"q": "?", "output": True}, None, "contains True, not an answer"),
-        ({"q": "?", "output": ["a"]}, None, r"contains \['a'\], not an answer .* fix the"),
-        ({"q": "?", "output": "\ud83d"}, None, "half a character"),
-        ({"q": "", "output": "a"}, None, "gives an empty text"),
-        ({"q": "?", "output": "a"}, ["b", "c"], r"'a' is not one of the choices \(b, c\); fix"),
-        ({"q": "?", "output": "a"}, "{{ 'b\nd' }}", r"'a' is not one of the choices \(b, d\); fix"),
-        ({"q": "?", "output": "a"}, "{{ options|join('\n') }}", "has no field options"),
-        ({"q": "?", "output": "a"}, "options", "has no field options"),
-        ({"q": "?", "output": "a", "o": "a b"}, "o", "field o contains 'a b', not a list"),
-        ({"q": "?", "output": "a", "o": ["a", ""]}, "o", "field o contains '', not an ans"),
-    ],
-)
+UNUSABLE_RECORDS = [
+    ({"q": "?"}, None, "has no field output; its fields are: q"),
+    ({"output": "a"}, None, "has no field q; its fields are: output"),
+    ({"q": "?", "output": ""}, None, "field output contains '', not an answer"),
+    ({"q": "?", "output": " \n"}, None, "not an answer"),
+    ({"q": "?", "output": None}, None, "contains None, not an answer"),
+    ({"q": "?", "output": True}, None, "contains True, not an answer"),
+    ({"q": "?", "output": ["a"]}, None, r"contains \['a'\], not an answer .* fix the"),
+    ({"q": "?", "output": "\ud83d"}, None, "half a character"),
+    ({"q": "", "output": "a"}, None, "gives an empty text"),
+    ({"q": "?", "output": "a"}, ["b", "c"], r"'a' is not one of the choices \(b, c\); fix"),
+    ({"q": "?", "output": "a"}, "{{ 'b\nd' }}", r"'a' is not one of the choices \(b, d\); fix"),
+    ({"q": "?", "output": "a"}, "{{ options|join('\n') }}", "has no field options"),
+    ({"q": "?", "output": "a"}, "options", "has no field options"),
+    ({"q": "?", "output": "a", "o": "a b"}, "o", "field o contains 'a b', not a list"),
+    ({"q": "?", "output": "a", "o": ["a", ""]}, "o", "field o contains '', not an ans"),
+]
+
+
+@pytest.mark.parametrize(("fields", "choices", "sentence"), UNUSABLE_RECORDS)
 def test_a_record_that_cannot_be_used_is_named(fields, choices, sentence) -> None:
     spec = InstructionSpec(template="{{ q }}", choices=choices)
     given = records({"q": "?", "output": "b", "o": ["a", "b"], "options": ["a", "b"]}, fields)
@@ -133,7 +132,7 @@ def test_given_splits_are_whole_and_find_their_choices_together(tmp_path: Path) 
     assert {i.choices for i in texts.train + texts.test} == {("no", "yes")}
 
 
-def test_plain_text_has_no_fields(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_plain_text_has_no_fields(tmp_path: Path, tokenizer) -> None:
     (tmp_path / "notes.txt").write_text("text")
     spec = ClientSpec(name="anna", path=".")
     data = DataSpec(instructions=SHORT, public="notes.txt")
@@ -221,7 +220,7 @@ def test_a_hub_data_set_has_the_names_of_its_classes_as_answers(tmp_path, hub) -
 
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="needs the instruction tasks beside the repository")
-def test_ten_tasks_for_ten_clients(tokenizer: PreTrainedTokenizerBase, tmp_path) -> None:
+def test_ten_tasks_for_ten_clients(tokenizer, tmp_path) -> None:
     source = {file.stem: file.name for file in sorted(TASKS.glob("*.jsonl"))}
     for name in source.values():
         start = (TASKS / name).read_text(encoding="utf-8").splitlines()[:300]

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pyarrow.parquet
 import pytest
 from divisions import divide
 from questions import records, rows, write
-from transformers import PreTrainedTokenizerBase
 
 from coterie.config.run import parse
 from coterie.data.items import Conversation, Turn
@@ -34,7 +32,7 @@ MOVE = "move the thinking to the beginning of"
 OTHER = "of type 'image' in content"
 
 
-def said(user: Any = HI, assistant: Any = HELLO) -> list[Any]:
+def pair(user: Any = HI, assistant: Any = HELLO) -> list[Any]:
     return [user, assistant]
 
 
@@ -56,17 +54,17 @@ def test_both_forms_are_the_same_conversation() -> None:
 
 
 def test_what_follows_the_last_answer_is_left_out() -> None:
-    assert read({"messages": [*said(), HI, HI]}) == read({"messages": said()})
+    assert read({"messages": [*pair(), HI, HI]}) == read({"messages": pair()})
 
 
 def test_keys_that_hold_nothing_are_passed_over() -> None:
     empty = {"tool_calls": None, "name": "", "images": [], "function_call": {}}
-    assert read({"messages": said(HI | empty, HELLO | empty)}) == read({"messages": said()})
+    assert read({"messages": pair(HI | empty, HELLO | empty)}) == read({"messages": pair()})
 
 
 def test_thinking_stays_in_the_answer_and_is_not_what_is_compared() -> None:
     thought = HELLO | {"content": "<think>\nhm\n</think>\n\nHello!"}
-    [item] = conversations(records({"messages": said(HI, thought)}), MessagesSpec())
+    [item] = conversations(records({"messages": pair(HI, thought)}), MessagesSpec())
     assert item.turns[-1].content == thought["content"]
     assert item.answer == "Hello!"
 
@@ -76,29 +74,26 @@ TURNS = [
     ([], r": field messages is an empty list"),
     ([HI], ": the conversation has no turn of the assistant; add an answer"),
     (["Hi"], ": turn 1 is 'Hi', not a mapping like "),
-    (said({"content": "Hi"}), ": turn 1 has no role"),
-    (said(HI | {"role": "bot"}), ": turn 1 has 'bot' under the key role, but"),
-    (said(HI | {"role": 1}), ": turn 1 has 1 under the key role"),
-    (said({"role": "user"}), ": turn 1 is an empty turn of the user; correct"),
-    (said(HI | {"content": " \n"}), ": turn 1 is an empty turn of the user"),
-    (said(HI | {"content": 3}), ": turn 1 has 3, not text, in content; fix"),
-    (said(HI, HELLO | {"content": ""}), ": turn 2 is an empty answer; correct"),
-    (said(HI, HELLO | {"content": "<think>hm</think> "}), ": turn 2 is an empty answer"),
-    ([*said(), {"role": "system", "content": "s"}, *said()], f": turn 3 is {FIRST}"),
+    (pair({"content": "Hi"}), ": turn 1 has no role"),
+    (pair(HI | {"role": "bot"}), ": turn 1 has 'bot' under the key role, but"),
+    (pair(HI | {"role": 1}), ": turn 1 has 1 under the key role"),
+    (pair({"role": "user"}), ": turn 1 is an empty turn of the user; correct"),
+    (pair(HI | {"content": " \n"}), ": turn 1 is an empty turn of the user"),
+    (pair(HI | {"content": 3}), ": turn 1 has 3, not text, in content; fix"),
+    (pair(HI, HELLO | {"content": ""}), ": turn 2 is an empty answer; correct"),
+    (pair(HI, HELLO | {"content": "<think>hm</think> "}), ": turn 2 is an empty answer"),
+    ([*pair(), {"role": "system", "content": "s"}, *pair()], f": turn 3 is {FIRST}"),
+    (pair(HI, HELLO | {"tool_calls": [3]}), f": turn 2 has the key tool_calls: {TOOLS}; remove"),
+    ([*pair(), {"role": "tool", "content": "4"}], f": turn 3 has the role tool: {TOOLS}"),
+    (pair(HI, HELLO | {"reasoning_content": "hm"}), f": turn 2 has the key reason.*{MOVE} content"),
+    (pair(HI | {"weight": 0}), ": turn 1 has the key weight: Coterie does not"),
+    (pair(HI | {"content": [IMAGE]}), f": turn 1 has a part {OTHER}; only text is supported"),
+    (pair(HI | {"content": ["Hi"]}), ": turn 1 has a part of type 'str' in"),
     (
-        [HI, HELLO | {"tool_calls": [{"id": 1}]}],
-        f": turn 2 has the key tool_calls: {TOOLS}; remove",
-    ),
-    ([*said(), {"role": "tool", "content": "4"}], f": turn 3 has the role tool: {TOOLS}"),
-    (said(HI, HELLO | {"reasoning_content": "hm"}), f": turn 2 has the key reason.*{MOVE} content"),
-    (said(HI | {"weight": 0}), ": turn 1 has the key weight: Coterie does not"),
-    (said(HI | {"content": [IMAGE]}), f": turn 1 has a part {OTHER}; only text is supported"),
-    (said(HI | {"content": ["Hi"]}), ": turn 1 has a part of type 'str' in"),
-    (
-        said(HI | {"content": [PART | {"cache": 1}]}),
+        pair(HI | {"content": [PART | {"cache": 1}]}),
         ": turn 1 has the key cache in content; fix or",
     ),
-    (said(HI | {"content": "\ud83d"}), ": turn 1 contains half a character"),
+    (pair(HI | {"content": "\ud83d"}), ": turn 1 contains half a character"),
 ]
 SHAREGPT = [
     ({"from": "bard", "value": "Hi"}, ": turn 1 has 'bard' under the key from"),
@@ -107,8 +102,8 @@ SHAREGPT = [
 ]
 RECORDS = [
     ({"text": "Hi"}, " has no field messages; its fields are: text"),
-    ({"messages": said(), "tools": [{"name": "f"}]}, f" has the field tools: {TOOLS}"),
-    ({"messages": said(), "system": "s"}, ' has a system prompt in the field "system", not in the'),
+    ({"messages": pair(), "tools": [{"name": "f"}]}, f" has the field tools: {TOOLS}"),
+    ({"messages": pair(), "system": "s"}, ' has a system prompt in the field "system", not in the'),
     *(({"messages": turns}, sentence) for turns, sentence in TURNS),
     *(({"conversations": [turn]}, sentence) for turn, sentence in SHAREGPT),
 ]
@@ -117,7 +112,7 @@ RECORDS = [
 @pytest.mark.parametrize(("fields", "sentence"), RECORDS)
 def test_a_record_that_is_no_conversation_is_named(fields, sentence) -> None:
     with pytest.raises(CoterieError, match=rf"^line 2 of x\.jsonl{sentence}"):
-        read({"messages": said()}, fields)
+        read({"messages": pair()}, fields)
 
 
 def test_a_template_s_file_is_read_with_the_run_file(tmp_path: Path) -> None:
@@ -147,7 +142,7 @@ def test_a_template_s_file_is_read_with_the_run_file(tmp_path: Path) -> None:
 
 
 def many(count: int) -> list[dict[str, Any]]:
-    asked = [said(HI | {"content": f"case {n}"}) for n in range(count)]
+    asked = [pair(HI | {"content": f"case {n}"}) for n in range(count)]
     return [{"messages": turns, "label": "ab"[n % 2]} for n, turns in enumerate(asked)]
 
 
@@ -186,15 +181,15 @@ def test_prompts_with_answers_become_conversations() -> None:
     assert bare.turns[0] == Turn("user", "Why?")
 
 
-def test_copies_of_conversations_are_found(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_copies_of_conversations_are_found(tokenizer) -> None:
     def item(text: str) -> Conversation:
         return Conversation((Turn("user", text), Turn("assistant", "It is as it was before.")))
 
     copy, other = item("How is the weather at sea today?"), item("Who wrote these many letters?")
     texts = Texts([copy, other], [copy], [item("Where do the whales go in winter?")])
     data = tokenise(texts, tokenizer, DataSpec(messages=MessagesSpec()), "anna")
-    found = quality({"anna": texts}, {"anna": data}, 10**6, Survey(0, {}, {}), [])
-    copies = [(c.kind, c.place.split, c.exact) for c in found.copies]
+    report = quality({"anna": texts}, {"anna": data}, 10**6, Survey(0, {}, {}), [])
+    copies = [(c.kind, c.place.split, c.exact) for c in report.copies]
     assert copies == [("in_training", "validation", True)]
     assert without_held_out(texts, "Anna")[0].train == [other]
 
@@ -202,10 +197,10 @@ def test_copies_of_conversations_are_found(tokenizer: PreTrainedTokenizerBase) -
 def test_an_earlier_history_and_a_system_prompt_come_first() -> None:
     history = [["Hello?", "Hello."], ["Was it so?", "It was."]]
     [item] = instructions(records({**ASKED, "system": "Be brief.", "history": history}), CHAT)
-    said = ["Be brief.", *history[0], *history[1], "And now?", "Now too."]
+    contents = ["Be brief.", *history[0], *history[1], "And now?", "Now too."]
     roles: list[Any] = ["system", *["user", "assistant"] * 3]
     assert isinstance(item, Conversation)
-    assert item.turns == tuple(map(Turn, roles, said))
+    assert item.turns == tuple(map(Turn, roles, contents))
     nothing = {"system": "", "history": None}
     assert instructions(records({**ASKED, **nothing}), CHAT) == instructions(records(ASKED), CHAT)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from divisions import divide, items, labels
 from questions import write
-from transformers import PreTrainedTokenizerBase
 
 from coterie.data.division.divide import Division
 from coterie.data.spec import DataSpec, Fractions, Limits
@@ -78,8 +77,7 @@ def test_uniform_held_out_has_all_labels_and_training_the_mixture(root) -> None:
             assert abs(counts[label] - share * sum(counts.values())) <= 4 * LONGEST
 
 
-def test_every_start_of_a_text_has_the_shares(root, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A limit keeps the start of a split."""
+def test_every_start_of_a_text_has_the_shares(root, tokenizer) -> None:
     divided = mixed(root)
     for name, texts in divided.items():
         for split in vars(texts).values():

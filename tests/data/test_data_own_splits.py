@@ -1,4 +1,4 @@
-"""What a data set brings: its own validation and test, a public set, and records to leave out."""
+"""Parts of a data set: its own validation and test, a public set, and excluded records."""
 
 from itertools import chain
 from pathlib import Path

@@ -30,8 +30,8 @@ WHOLE = {"chosen": [SYSTEM, ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}
 
 
 def read(record: dict[str, Any], **spec: Any) -> Ranking:
-    [found] = preferences(records(record), PreferenceSpec(**spec))
-    return found
+    [ranking] = preferences(records(record), PreferenceSpec(**spec))
+    return ranking
 
 
 def made(items: list[Ranking], window: int = 60, limit: int | None = None) -> Pairs:
@@ -42,25 +42,24 @@ def made(items: list[Ranking], window: int = 60, limit: int | None = None) -> Pa
 def test_texts_are_a_prompt_and_the_answer_after_it() -> None:
     item = read({"prompt": "Is it so? ", "chosen": " Yes.", "rejected": "No, never."})
     assert item.answers[0] == Instruction("Is it so? ", "Yes.")
-    found = made([item])
+    pairs = made([item])
     wanted = [Instruction("Is it so?", "Yes."), Instruction("Is it so?", "No, never.")]
     alike = examples(wanted, Encoding(ENCODER, (FIRST, END), 60, None, "Ada"))
-    assert torch.equal(found.rows.ids, alike.ids)
-    assert torch.equal(found.rows.counted, alike.counted)
-    assert (len(found), found.rows.bytes, found.best.bytes) == (1, 14, 4)
+    assert torch.equal(pairs.rows.ids, alike.ids)
+    assert torch.equal(pairs.rows.counted, alike.counted)
+    assert (len(pairs), pairs.rows.bytes, pairs.best.bytes) == (1, 14, 4)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": [SYSTEM, ASKED], "chosen": "Yes.", "rejected": "No, never."},
-        {"prompt": [SYSTEM, ASKED], "chosen": [YES], "rejected": [NO]},
-        WHOLE,
-        {"prompt": "Is it so?", **WHOLE},
-        {"prompt": [SYSTEM, ASKED], **WHOLE},
-    ],
-    ids=["texts", "turns", "whole", "whole with the question", "whole with the prompt"],
-)
+FORMS = {
+    "texts": {"prompt": [SYSTEM, ASKED], "chosen": "Yes.", "rejected": "No, never."},
+    "turns": {"prompt": [SYSTEM, ASKED], "chosen": [YES], "rejected": [NO]},
+    "whole": WHOLE,
+    "whole with the question": {"prompt": "Is it so?", **WHOLE},
+    "whole with the prompt": {"prompt": [SYSTEM, ASKED], **WHOLE},
+}
+
+
+@pytest.mark.parametrize("record", FORMS.values(), ids=FORMS)
 def test_messages_go_through_the_chat_template(record) -> None:
     item = read(record)
     turns = Turn("system", "Be brief."), Turn("user", "Is it so?")
@@ -68,15 +67,15 @@ def test_messages_go_through_the_chat_template(record) -> None:
     assert list(item.answers) == [Conversation(t, "line 1 of x.jsonl") for t in both]
     how = Encoding(ENCODER, (FIRST, END), 60, None, "Ada", TEMPLATE)
     wanted = chats([Conversation(t) for t in both], how)
-    found = made([item]).rows
+    actual = made([item]).rows
     for name in ("ids", "starts", "answers", "counted", "sizes"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        assert torch.equal(getattr(actual, name), getattr(wanted, name)), name
 
 
 def test_sharegpts_form_and_answers_that_differ_in_thinking_alone() -> None:
     asked = {"from": "human", "value": "Is it so?"}
-    said = [{"from": "gpt", "value": f"<think>{text}</think>Yes."} for text in ("Hm.", "Oh.")]
-    item = read({"prompt": [asked], "chosen": said[:1], "rejected": said[1:]})
+    answers = [{"from": "gpt", "value": f"<think>{text}</think>Yes."} for text in ("Hm.", "Oh.")]
+    item = read({"prompt": [asked], "chosen": answers[:1], "rejected": answers[1:]})
     assert item.answers[0].answer == item.answers[1].answer == "Yes."
     assert item.answers[0] != item.answers[1]
 
@@ -90,38 +89,38 @@ def test_a_text_prompt_can_be_a_users_turn() -> None:
 
 def test_only_the_last_answer_counts() -> None:
     before = [ASKED, YES, {"role": "user", "content": "Sure?"}]
-    found = made([read({"prompt": before, "chosen": [YES], "rejected": [NO]})]).rows
+    rows = made([read({"prompt": before, "chosen": [YES], "rejected": [NO]})]).rows
     for row, answer in enumerate(("Yes.", "No, never.")):
-        ids = found.ids[found.starts[row] : found.starts[row + 1]]
-        said = ids[found.counted[found.starts[row] : found.starts[row + 1]]]
-        assert answer in str(TOKENIZER.decode(said))
-        assert len(said) < len(ids) / 2
+        ids = rows.ids[rows.starts[row] : rows.starts[row + 1]]
+        learnt = ids[rows.counted[rows.starts[row] : rows.starts[row + 1]]]
+        assert answer in str(TOKENIZER.decode(learnt))
+        assert len(learnt) < len(ids) / 2
 
 
 FINE = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"chosen": "c "}, "same answer"),
-        ({"prompt": " "}, "not text or a list"),
-        ({"rejected": ""}, "not text or a list"),
-        ({"rejected": None}, "not text or a list"),
-        ({"prompt": []}, "is an empty list"),
-        ({"chosen": [{"role": "assistant"}]}, "is an empty answer"),
-        ({"chosen": ["b"]}, "not a mapping"),
-        ({"chosen": [{"role": "tool", "content": "b"}]}, "tool calls are not supported"),
-        ({"chosen": [YES | {"reasoning_content": "Hm."}]}, "move the thinking to the beginning"),
-        ({"prompt": [ASKED, SYSTEM]}, "only the first turn"),
-        ({"prompt": [SYSTEM]}, "does not end with a turn of the user"),
-        ({"chosen": [ASKED]}, "must be exactly one assistant turn"),
-        ({"prompt": [ASKED, YES]}, "does not end with a turn of the user"),
-        ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
-        ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
-        ({"chosen": [ASKED, YES]}, "must be exactly one assistant turn"),
-    ],
-)
+WRONG_RECORDS = [
+    ({"chosen": "c "}, "same answer"),
+    ({"prompt": " "}, "not text or a list"),
+    ({"rejected": ""}, "not text or a list"),
+    ({"rejected": None}, "not text or a list"),
+    ({"prompt": []}, "is an empty list"),
+    ({"chosen": [{"role": "assistant"}]}, "is an empty answer"),
+    ({"chosen": ["b"]}, "not a mapping"),
+    ({"chosen": [{"role": "tool", "content": "b"}]}, "tool calls are not supported"),
+    ({"chosen": [YES | {"reasoning_content": "Hm."}]}, "move the thinking to the beginning"),
+    ({"prompt": [ASKED, SYSTEM]}, "only the first turn"),
+    ({"prompt": [SYSTEM]}, "does not end with a turn of the user"),
+    ({"chosen": [ASKED]}, "must be exactly one assistant turn"),
+    ({"prompt": [ASKED, YES]}, "does not end with a turn of the user"),
+    ({"chosen": [ASKED, YES], "rejected": [SYSTEM, ASKED, NO]}, "different prompts"),
+    ({"chosen": [ASKED, YES], "rejected": [ASKED, NO]}, "different prompts"),
+    ({"chosen": [ASKED, YES]}, "must be exactly one assistant turn"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_RECORDS)
 def test_a_wrong_record_is_named(changes, message) -> None:
     with pytest.raises(CoterieError, match=rf"^line 1 of x.jsonl.*{message}"):
         read(FINE | changes)
@@ -143,9 +142,9 @@ def some(count: int) -> list[Ranking]:
 
 def test_a_pair_is_dropped_whole_and_limits_count_pairs() -> None:
     items = some(9)
-    found = made(items, window=8)
-    assert 0 < len(found) < 8
-    assert (found.items, found.too_long) == (tuple(items[: len(found)]), 8 - len(found))
+    pairs = made(items, window=8)
+    assert 0 < len(pairs) < 8
+    assert (pairs.items, pairs.too_long) == (tuple(items[: len(pairs)]), 8 - len(pairs))
     assert len(made(items, limit=3)) == 3
     with pytest.raises(CoterieError, match=r"Ada: its text has no pair .*\(1 are longer"):
         made(items[-1:], window=3)
@@ -153,15 +152,15 @@ def test_a_pair_is_dropped_whole_and_limits_count_pairs() -> None:
         made([])
 
 
-def known(found: Pairs) -> Pairs:
-    numbers = torch.arange(2.0 * len(found), dtype=torch.float64).view(-1, 2)
-    return replace(found, reference=Reference(numbers, 0.1, 0.0, numbers[:, 0]))
+def known(pairs: Pairs) -> Pairs:
+    numbers = torch.arange(2.0 * len(pairs), dtype=torch.float64).view(-1, 2)
+    return replace(pairs, reference=Reference(numbers, 0.1, 0.0, numbers[:, 0]))
 
 
 def test_some_pairs_keep_their_reference() -> None:
-    found = known(made(some(7)))
-    part = found.only([4, 1])
-    alone = made([found.items[4], found.items[1]])
+    pairs = known(made(some(7)))
+    part = pairs.only([4, 1])
+    alone = made([pairs.items[4], pairs.items[1]])
     assert torch.equal(part.ids, alone.ids)
     assert part.items == alone.items
     batch = part.batch(torch.arange(2))

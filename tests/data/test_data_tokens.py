@@ -36,7 +36,7 @@ def train_tokens(documents: list[str], tokenizer: Any, limit: int | None = None)
 
 
 def spelled_bytes(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> int:
-    """A byte-level token is spelled with one letter per byte; end-of-text stands for none."""
+    """Count the letters of byte-level tokens, which have one letter per byte."""
     spelled = tokenizer.convert_ids_to_tokens(tokens.ids.tolist())
     return sum(len(token) for token in spelled if token != tokenizer.eos_token)
 
@@ -77,7 +77,7 @@ def test_a_limit_is_met_but_for_a_broken_character(tokenizer: PreTrainedTokenize
 
 
 def test_bytes_are_exact_where_a_tokenizer_trims_spaces_from_offsets() -> None:
-    """As GPT-2's own does: the offsets of its token "newline, space" leave out the space."""
+    # GPT-2's tokenizer excludes the space of the token "newline, space" from its offsets.
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĠ", "<end>"]
     vocabulary = {name: number for number, name in enumerate(names)}
     encoder = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ġ")]))
@@ -90,7 +90,7 @@ def test_bytes_are_exact_where_a_tokenizer_trims_spaces_from_offsets() -> None:
 
 
 def test_bytes_are_exact_with_byte_fallback_and_a_prepended_space() -> None:
-    """A tokenizer like Llama's: a space before the text, unknown characters as byte tokens."""
+    # Llama's tokenizer adds a space before the text, and has tokens for single bytes.
     names = [f"<0x{byte:02X}>" for byte in range(256)] + [*"▁abcdefghijklmnopqrstuvwxyz", "</s>"]
     vocabulary = {name: number for number, name in enumerate(names)}
     encoder = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -133,15 +133,15 @@ NO_END = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
 LONG = PLAIN * 20
 
 
-@pytest.mark.parametrize(
-    ("texts", "words", "sentence"),
-    [
-        ([[LONG], ["Short."], []], None, "validation text of client anna has 3 tokens, .* 129"),
-        ([[LONG], [LONG], []], None, "The test text of client .* has 0 tokens"),
-        ([[PLAIN]] * 3, NO_END, "has no end-of-text token"),
-        ([[PLAIN]] * 3, PreTrainedTokenizerBase(), r"has no tokenizer\.json"),
-    ],
-)
+NOT_ENCODABLE = [
+    ([[LONG], ["Short."], []], None, "validation text of client anna has 3 tokens, .* 129"),
+    ([[LONG], [LONG], []], None, "The test text of client .* has 0 tokens"),
+    ([[PLAIN]] * 3, NO_END, "has no end-of-text token"),
+    ([[PLAIN]] * 3, PreTrainedTokenizerBase(), r"has no tokenizer\.json"),
+]
+
+
+@pytest.mark.parametrize(("texts", "words", "sentence"), NOT_ENCODABLE)
 def test_texts_that_cannot_be_encoded_are_refused(texts, words, sentence, tokenizer) -> None:
     with pytest.raises(CoterieError, match=sentence):
         tokenise(Texts(*texts), words if words is not None else tokenizer, DataSpec(), "anna")
@@ -158,8 +158,7 @@ def test_the_public_text_is_read_whole_and_encoded_as_any_text(tokenizer, tmp_pa
     assert torch.equal(tokens.ids, as_usual.ids)
     assert tokens.bytes == as_usual.bytes == len((MIXED + PLAIN).encode())
     limited = data.model_copy(update={"limits": Limits(public=12)})
-    few = public_text(limited, tmp_path, tokenizer)
-    assert torch.equal(few.ids, tokens.ids[:12])
+    assert torch.equal(public_text(limited, tmp_path, tokenizer).ids, tokens.ids[:12])
 
 
 def test_a_public_text_that_cannot_be_used_is_said(tokenizer, tmp_path) -> None:
@@ -207,10 +206,9 @@ def test_every_token_is_predicted_once_after_the_token_before_it(count, window, 
 
 
 def test_batches_are_windows_of_the_stream_at_every_offset_alike() -> None:
-    tokens = stream(12)
-    found = sample_batch(tokens, 8000, 9, generator(0, "batch"))
-    assert isinstance(found, Batch)
-    batch, counted, real = found
+    sample = sample_batch(stream(12), 8000, 9, generator(0, "batch"))
+    assert isinstance(sample, Batch)
+    batch, counted, real = sample
     assert counted is None
     assert real is None
     assert batch.shape == (8000, 10)

@@ -73,24 +73,23 @@ def run(values, ranked, module):
 
 
 def probability(scores: list[float]) -> float:
-    """The probability of a ranking under Plackett and Luce: eq. 18 as it stands."""
-    found = 1.0
+    """Return the probability of a ranking by Plackett and Luce, eq. 18."""
+    product = 1.0
     for k in range(len(scores)):
-        found *= math.exp(scores[k]) / sum(math.exp(score) for score in scores[k:])
-    return found
+        product *= math.exp(scores[k]) / sum(math.exp(score) for score in scores[k:])
+    return product
 
 
 def test_the_probabilities_of_all_rankings_sum_to_one(module) -> None:
     scores = [0.3, -1.2, 2.0, 0.0]
     orders = [[scores[n] for n in order] for order in permutations(range(4))]
-    found = (-module["plackett_luce"]([torch.tensor(o) for o in orders])).exp()
-    assert found.sum().item() == pytest.approx(1)
-    assert found.tolist() == pytest.approx([probability(order) for order in orders])
+    probabilities = (-module["plackett_luce"]([torch.tensor(o) for o in orders])).exp()
+    assert probabilities.sum().item() == pytest.approx(1)
+    assert probabilities.tolist() == pytest.approx([probability(order) for order in orders])
 
 
 @pytest.mark.parametrize("at_once", [None, 3])
 def test_loss_and_scores_are_those_of_answers_read_alone(run, at_once) -> None:
-    """Each answer on its own through the model, token by token."""
     config = run(data={"window": 40, "kind": {"name": "rankings", "beta": 0.7}})
     part = joined(config).clients.host("poet")
     base = part.base
@@ -132,8 +131,7 @@ def test_methods_learn_it_and_are_scored_by_it(method, run, tmp_path) -> None:
     losses = [m["value"] for m in folder.metrics() if m["name"].startswith("loss/")]
     assert min(losses) < 0.8 * losses[0]
     assert "reward accuracy (%)" in str(done.table().title)
-    kept = [m["value"] for m in folder.metrics() if m["name"] == "kept"]
-    assert max(kept) > 0
+    assert max(m["value"] for m in folder.metrics() if m["name"] == "kept") > 0
     assert folder.description["config"]["data"]["kind"] == {"name": "rankings", "beta": 2.0}
     assert folder.description["plugins"]["data kind rankings"]["file"] == str(EXAMPLE)
 
@@ -186,24 +184,24 @@ RANKINGS = {"kind": "rankings"}
 NO_PUBLIC = "no method can learn rankings from a public set; remove data.public or data.kind"
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"data": {"kind": "ranking"}}, r"no data kind 'ranking'. Did you mean 'rankings'\?"),
-        ({"data": {"kind": "text"}}, "text is a built-in kind; leave data.kind out"),
-        ({"data": {"kind": "messages"}}, "messages is a built-in kind; set data.messages instead"),
-        ({"data": {"kind": {"name": "rankings", "beat": 1}}}, r"Did you mean 'data\.kind\.beta'"),
-        ({"data": {"kind": {"name": "rankings", "beta": -1}}}, r"data\.kind\.beta should be gre"),
-        ({"data": {"kind": 5}}, r"data\.kind should be"),
-        ({"data": {"kind": {}}}, r"data\.kind\.name is missing"),
-        ({"data": RANKINGS | {"messages": True}}, "data.messages and data.kind are mutually"),
-        ({"data": RANKINGS | {"public": "x.jsonl"}}, NO_PUBLIC),
-        ({"method": "pcl-3"}, r"'pcl-3' cannot train on rankings; remove data\.kind"),
-        ({"server": {}}, r"data\.kind` and `server` are mutually exclusive: clients' data can"),
-        ({"training": {"dpo": {"beta": 1}}}, "has no effect without data.preferences"),
-        ({"evaluation": {"generate": 3}}, "evaluation.generate` needs answers"),
-    ],
-)
+REFUSED_RUNS = [
+    ({"data": {"kind": "ranking"}}, r"no data kind 'ranking'. Did you mean 'rankings'\?"),
+    ({"data": {"kind": "text"}}, "text is a built-in kind; leave data.kind out"),
+    ({"data": {"kind": "messages"}}, "messages is a built-in kind; set data.messages instead"),
+    ({"data": {"kind": {"name": "rankings", "beat": 1}}}, r"Did you mean 'data\.kind\.beta'"),
+    ({"data": {"kind": {"name": "rankings", "beta": -1}}}, r"data\.kind\.beta should be gre"),
+    ({"data": {"kind": 5}}, r"data\.kind should be"),
+    ({"data": {"kind": {}}}, r"data\.kind\.name is missing"),
+    ({"data": RANKINGS | {"messages": True}}, "data.messages and data.kind are mutually"),
+    ({"data": RANKINGS | {"public": "x.jsonl"}}, NO_PUBLIC),
+    ({"method": "pcl-3"}, r"'pcl-3' cannot train on rankings; remove data\.kind"),
+    ({"server": {}}, r"data\.kind` and `server` are mutually exclusive: clients' data can"),
+    ({"training": {"dpo": {"beta": 1}}}, "has no effect without data.preferences"),
+    ({"evaluation": {"generate": 3}}, "evaluation.generate` needs answers"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), REFUSED_RUNS)
 def test_what_cannot_be_is_refused(changes, sentence, run, tmp_path) -> None:
     with pytest.raises(CoterieError, match=sentence):
         coterie.run(run(**changes), out=tmp_path / "run")

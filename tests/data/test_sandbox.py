@@ -24,6 +24,7 @@ import json, sys
 from pathlib import Path
 from hostile_templates import COSTLY, FORBIDDEN
 from coterie.bases import load_tokenizer
+from coterie.data import sandbox
 from coterie.data.chat import ChatTemplate
 from coterie.data.templates import inlined, render
 from coterie.errors import CoterieError
@@ -34,6 +35,7 @@ def refusal(work):
     except CoterieError as error:
         return str(error)
 
+sandbox.MAX_STEPS, sandbox.MAX_TOTAL = 200_000, 5  # lower than the defaults, to save time
 tokenizer = load_tokenizer("tiny-gpt2")
 for name, source in (COSTLY | FORBIDDEN).items():
     chat = refusal(lambda: ChatTemplate(tokenizer, source, "a base's"))

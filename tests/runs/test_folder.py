@@ -101,22 +101,22 @@ def test_a_torn_line_of_figures_is_left_out_and_then_gone(torn, folder) -> None:
     folder.append([line(0, 1.0), line(1, 2.0)])
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes() + torn.encode(errors="surrogateescape"))
-    assert [found["value"] for found in folder.metrics()] == [1.0, 2.0]
+    assert [metric["value"] for metric in folder.metrics()] == [1.0, 2.0]
     folder.forget_from(1)
     folder.append([line(1, 3.0)])
-    assert [found["value"] for found in folder.metrics()] == [1.0, 3.0]
+    assert [metric["value"] for metric in folder.metrics()] == [1.0, 3.0]
 
 
 def test_a_recorder_writes_a_round_at_once(folder) -> None:
     seen = []
-    recorder = Recorder(lambda *metric: seen.append(metric))
+    recorder = Recorder(lambda *figure: seen.append(figure))
     recorder.log("poet", "loss", 4.0)
     recorder.log(None, "loss", 3.0, 7)
     assert seen == [(0, "poet", "loss", 4.0), (7, None, "loss", 3.0)]
     assert list(folder.metrics()) == []
     folder.append(recorder.take())
     folder.append(recorder.take())
-    assert [found["value"] for found in folder.metrics()] == [4.0, 3.0]
+    assert [metric["value"] for metric in folder.metrics()] == [4.0, 3.0]
 
 
 def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
@@ -124,18 +124,18 @@ def test_figures_are_dropped_by_the_round_in_which_they_came_up(folder) -> None:
     folder.append([line(0, 1.0), late, line(1, 3.0), {**line(1, 4.0), "during": 2}, line(2, 5.0)])
     for round, left in ((3, [1, 2, 3, 4, 5]), (2, [1, 2, 3]), (1, [1]), (0, [])):
         folder.forget_from(round)
-        assert [found["value"] for found in folder.metrics()] == left
+        assert [metric["value"] for metric in folder.metrics()] == left
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, ["first"]),
-        ({"keep": None}, ["first"]),
-        ({"keep": "bytes"}, ["first", "bytes/up"]),
-        ({"keep": ""}, ["first", "nothing", "bytes/up"]),
-    ],
-)
+DELETIONS = [
+    ({}, ["first"]),
+    ({"keep": None}, ["first"]),
+    ({"keep": "bytes"}, ["first", "bytes/up"]),
+    ({"keep": ""}, ["first", "nothing", "bytes/up"]),
+]
+
+
+@pytest.mark.parametrize(("options", "names"), DELETIONS)
 def test_a_recorder_deletes_figures_except_those_with_a_prefix(options, names) -> None:
     recorder = Recorder(lambda *figure: None)
     recorder.log("poet", "first", 1.0)
@@ -189,18 +189,17 @@ def test_no_flipped_bit_of_a_checkpoint_is_read(folder, file) -> None:
     assert folder.read(file) == whole
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.with_name("checksums.json").unlink(),
-        lambda path: path.with_name("checksums.json").write_text("{}"),
-        lambda path: path.with_name("checksums.json").write_text("{"),
-        lambda path: path.unlink() or path.mkdir(),
-    ],
-    ids=["cut", "empty", "no checksums", "none of this file", "no JSON", "a folder"],
-)
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "no checksums": lambda path: path.with_name("checksums.json").unlink(),
+    "none of this file": lambda path: path.with_name("checksums.json").write_text("{}"),
+    "no JSON": lambda path: path.with_name("checksums.json").write_text("{"),
+    "a folder": lambda path: path.unlink() or path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_what_is_damaged_is_named(folder, damage) -> None:
     save(folder, 3)
     damage(folder.checkpoint(3) / "server.safetensors")
@@ -235,8 +234,6 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_kept(folder) -> None:
 
 @pytest.mark.parametrize("linked", [True, False])
 def test_a_state_that_is_as_before_is_not_written_again(linked, folder, monkeypatch) -> None:
-    """It is a second name of the file; a copy, where the file system has none."""
-
     def refuse(*_: object) -> None:
         raise OSError("no links here")
 
@@ -254,7 +251,6 @@ def test_a_state_that_is_as_before_is_not_written_again(linked, folder, monkeypa
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_a_killed_change_can_be_repeated(renamed, folder, monkeypatch) -> None:
-    """Killed before or after the new checkpoint has replaced the only one."""
     folder.save(3, [("anna", State()), ("ben", State(values={"x": 1}))])
     (folder.path / "checkpoints/.00004.tmp").mkdir()  # another process was killed in `save`
     rename = Path.rename  # on POSIX, the same as `replace`
@@ -347,7 +343,6 @@ METRICS = {value for name, value in vars(names).items() if name.isupper()}
 
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_a_metric_with_a_value_of_another_kind_is_refused(name: str, folder: RunFolder) -> None:
-    """Reports compute with the values of every metric that has a name of its own."""
     wrong = 1.5 if name == names.LEFT_OUT else "x"
     full = f"{name}1" if name.endswith("/") else name
     folder.append([{"round": 0, "client": "poet", "name": full, "value": wrong}])

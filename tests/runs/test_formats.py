@@ -24,7 +24,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "the next": ({"format": FORMAT + 1, "coterie": "9.8.7"}, str(FORMAT + 1), "9.8.7"),
     "nobody's": ({"format": 1}, "1", "another version"),
 }
-"""What a run.json is stamped with, and which format and version the sentence names."""
+"""The fields of a run.json, and the format and the version that the error names."""
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +33,26 @@ def done(config, tmp_path_factory) -> Path:
     return coterie.run(run, out=tmp_path_factory.mktemp("formats") / "run").path
 
 
+def copied(run: Path, path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy a run, change its description, and return the description's file."""
+    shutil.copytree(run, path)
+    described = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    change(described)
+    (path / "run.json").write_text(json.dumps(described), encoding="utf-8")
+    return path / "run.json"
+
+
 @pytest.fixture(params=OTHERS)
 def other(request, done, tmp_path) -> tuple[Path, str]:
     """A folder of another format, and the sentence about it."""
-    stamped, number, wrote = OTHERS[request.param]
+    fields, number, wrote = OTHERS[request.param]
     path = tmp_path / "run"
-    shutil.copytree(done, path)
-    file = path / "run.json"
-    described = json.loads(file.read_text(encoding="utf-8"))
-    kept = {key: value for key, value in described.items() if key not in ("format", "coterie")}
-    file.write_text(json.dumps(kept | stamped), encoding="utf-8")
+
+    def change(described: dict[str, Any]) -> None:
+        del described["format"], described["coterie"]
+        described.update(fields)
+
+    copied(done, path, change)
     return path, (
         f"The run in {path} has format {number} (written by Coterie {wrote}), but Coterie "
         f"{VERSION} reads format {FORMAT}. Use the version that wrote it, or start a "
@@ -105,11 +115,11 @@ UNKNOWN: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("key", UNKNOWN)
 def test_an_unknown_configuration_is_refused_with_file_and_version(key, done, tmp_path) -> None:
-    shutil.copytree(done, tmp_path / "run")
-    file = tmp_path / "run" / "run.json"
-    described = json.loads(file.read_text(encoding="utf-8")) | {"coterie": "9.8.7"}
-    UNKNOWN[key](described["config"])
-    file.write_text(json.dumps(described), encoding="utf-8")
+    def change(described: dict[str, Any]) -> None:
+        described["coterie"] = "9.8.7"
+        UNKNOWN[key](described["config"])
+
+    file = copied(done, tmp_path / "run", change)
     readers: list[Any] = [coterie.resume, lambda run: coterie.load(run, "poet")]
     if not key.startswith(("method", "There", "nobodys")):  # a tokenizer needs no method
         readers.append(coterie.tokenizer)
@@ -121,8 +131,17 @@ def test_an_unknown_configuration_is_refused_with_file_and_version(key, done, tm
             read(tmp_path / "run")
         assert key in str(error.value)
         assert str(error.value).endswith("or start a new run in another folder.")
-    if not key.startswith("base"):  # of other settings, a report needs only the names
-        write_report([tmp_path / "run"], tmp_path / "report")
+
+
+def test_a_report_needs_only_the_names_of_settings(done, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("coterie.report.style.Picture.render", lambda *_: b"")  # drawing is slow
+
+    def change(described: dict[str, Any]) -> None:
+        for key in UNKNOWN.keys() - {"base.colour"}:
+            UNKNOWN[key](described["config"])
+
+    copied(done, tmp_path / "run", change)
+    write_report([tmp_path / "run"], tmp_path / "report")
 
 
 def test_a_run_of_another_format_is_there_and_not_overwritten_unless_forced(other, config) -> None:

@@ -1,7 +1,6 @@
 """States on disk: what is written is what is read, also after gaps are closed or writes fail."""
 
 import errno
-import gc
 import os
 from typing import Any
 
@@ -29,7 +28,6 @@ def test_space_of_deleted_states_is_used_again(tmp_path) -> None:
     for number in range(4, 60):
         kept[number] = store.put(state(number))
         del kept[min(kept)]
-        gc.collect()
         largest = max(largest, os.fstat(store._file.fileno()).st_size)
     assert numbers(kept) == {number: float(number) for number in kept}
     assert largest <= 3 * 6 * len(state(0).encode())
@@ -43,12 +41,10 @@ def put_many(store: Store) -> None:
 
 @pytest.mark.parametrize("fails_at", range(1, 9))
 def test_a_failed_write_changes_no_other_state(fails_at, tmp_path, monkeypatch) -> None:
-    """Also while gaps are closed, and in the middle of a state."""
     store, write = Store(tmp_path), os.pwrite
     kept = {number: store.put(state(number, 50 * (number + 1))) for number in range(12)}
     for number in (0, 1, 2, 3, 5, 6, 8, 9):
         del kept[number]
-    gc.collect()
     calls = 0
 
     def full(descriptor: int, data: Any, start: int) -> int:
@@ -68,7 +64,6 @@ def test_a_failed_write_changes_no_other_state(fails_at, tmp_path, monkeypatch) 
 
 
 def test_an_unchanged_state_is_linked_and_a_changed_one_is_written(tmp_path) -> None:
-    """Names may change from one checkpoint to the next, also of the same number of turns."""
     folder, store = RunFolder(tmp_path / "run"), Store(tmp_path)
     x, y, z = (store.put(state(number)) for number in range(3))
     folder.save(1, [("p.0", x), ("p.1", y), ("q.0", y)])

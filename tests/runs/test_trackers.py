@@ -209,7 +209,7 @@ print(json.dumps([rows, sorted(runs)]))
 
 @pytest.mark.thorough
 def test_wandb_receives_the_same_numbers(secret, tmp_path) -> None:
-    """In an environment of its own, because wandb has many dependencies; without a network."""
+    # wandb has many dependencies, so it is installed in another environment.
     home = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     pip = [home / "bin" / "pip", "install", "--quiet", "wandb>=0.19,<1"]
