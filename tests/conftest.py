@@ -172,7 +172,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def values(bases: Path, texts: Path) -> Callable[..., dict[str, Any]]:
-    """A run as plain data, of seconds; keyword arguments replace its keys."""
+    """Return a function that makes a short run as plain data; named arguments replace its keys."""
 
     def make(**changes: Any) -> dict[str, Any]:
         method = {"name": "comigs-1g1s", "router": {"every": 2, "steps": 1}}
@@ -184,7 +184,7 @@ def values(bases: Path, texts: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def config(values: Callable[..., dict[str, Any]]) -> Callable[..., coterie.RunConfig]:
-    """The same, validated."""
+    """Return a function that makes such a run and validates it."""
 
     def make(**changes: Any) -> coterie.RunConfig:
         return parse(values(**changes))

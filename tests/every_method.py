@@ -69,7 +69,7 @@ def each_method(fast: Container[str] = frozenset(FEW)) -> list[Any]:
     """Return all methods as pytest parameters.
 
     Args:
-        fast: names of the methods to test in `make test`. Other methods in BEHAVIOURS are marked
+        fast: Names of the methods to test in `make test`. Other methods in BEHAVIOURS are marked
             slow, and the rest thorough.
     """
     kinds = {name: marks(name, fast, BEHAVIOURS) for name in METHODS}
@@ -80,9 +80,9 @@ def some(fast: Container[Any], values: Iterable[Any], slow: Any = None) -> list[
     """Return values as pytest parameters. Values outside `fast` are marked slow or thorough.
 
     Args:
-        fast: values to test in `make test`.
-        values: all values.
-        slow: values to test in `make slow`; default: all values outside `fast`.
+        fast: Values to test in `make test`.
+        values: All values.
+        slow: Values to test in `make slow`; default: all values outside `fast`.
     """
     values = list(values)
     return [pytest.param(v, marks=marks(v, fast, values if slow is None else slow)) for v in values]
@@ -96,7 +96,7 @@ def marks(value: Any, fast: Container[Any], slow: Container[Any]) -> Sequence[py
 
 
 def run_of(method: dict[str, Any], values: Any, teachers: Any, **changes: Any) -> RunConfig:
-    """A run of a method, with all that it needs; see the fixtures of conftest.py."""
+    """Return a run of a method, with all that it needs; see the fixtures of conftest.py."""
     if issubclass(available()[method["name"]], FedMKT):
         return teachers(method=method, **changes)
     whole = values(**{"method": method, "rounds": 2} | changes)

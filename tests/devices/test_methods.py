@@ -100,7 +100,7 @@ WITHOUT_MODEL = [n for n, m in METHODS.items() if not issubclass(available()[m["
     "method", some({"auto", "fedamole"}, WITHOUT_MODEL, BEHAVIOURS), indirect=True
 )
 def test_a_server_is_on_the_cpu_and_a_client_on_its_device(method, gpu) -> None:
-    """Messages and the server's tensors are on the CPU."""
+    """Check that messages and the server's tensors are on the CPU."""
     local = joined(placed(method[0], gpu))
     uploads = one_round(local, 0)
     one_round(local, 1)

@@ -118,7 +118,7 @@ def test_a_batch_of_an_evaluation_is_read_once(kind) -> None:
 
 @pytest.mark.parametrize("name", some({"comigs-1g1s", "pcl-1", "hetlora, ranks"}, TRAINED))
 def test_a_message_is_copied_at_once(name, values, teachers, gpu) -> None:
-    """An upload needs one transfer for each dtype, and the state of a checkpoint needs one."""
+    """Count one transfer for each dtype of an upload, and one for the state of a checkpoint."""
     local, client = opened(run_of(METHODS[name], values, teachers, device=gpu))
     part = local.clients.host(client)
     part.side.train(nth(0))
@@ -138,7 +138,7 @@ def test_a_download_is_read_on_the_host_alone(values, teachers, gpu) -> None:
 
 
 def test_a_trial_of_auto_reads_each_sample_once(values, teachers, gpu) -> None:
-    """A sample's gradients are copied once, and compared with the changes of all peers."""
+    """Copy a sample's gradients once, and compare them with the changes of all peers."""
     run = run_of(METHODS["auto"], values, teachers, device=gpu, rounds=4)
     local = joined(run)
     one_round(local, 0)

@@ -122,16 +122,16 @@ def test_a_deployment_ends_with_the_bits_of_the_cpu(name, make, tmp_path, monkey
 
 
 def test_bf16_autocast_gives_the_losses_of_the_cpu(make, tmp_path, monkeypatch) -> None:
-    """Only losses are compared: in bf16, the CPU uses another implementation of attention."""
+    """Compare losses alone: in bf16, the CPU uses another implementation of attention."""
     config = make("sgd")
     training = config.training.model_copy(update={"precision": "bf16"})
     config = config.model_copy(update={"training": training})
     expected = coterie.run(config, out=tmp_path / "cpu").results["comigs-1g1s"]["trained"]
     with using(monkeypatch):
         run = config.model_copy(update={"device": "cuda"})
-        found = coterie.run(run, out=tmp_path / "run").results["comigs-1g1s"]["trained"]
+        actual = coterie.run(run, out=tmp_path / "run").results["comigs-1g1s"]["trained"]
     for client, scores in expected.items():
-        assert found[client]["loss"] == pytest.approx(scores["loss"], rel=1e-3)
+        assert actual[client]["loss"] == pytest.approx(scores["loss"], rel=1e-3)
 
 
 def test_a_model_is_loaded_generates_and_is_exported(values, bases, tmp_path, gpu) -> None:
