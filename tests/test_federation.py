@@ -1,4 +1,4 @@
-"""Who takes part: what each client holds, is scored on, may see, and is recorded with."""
+"""Participants of a run: their data, their test texts, and their records."""
 
 import json
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def test_tokens_and_labels_are_recorded(config: Config, texts: Path) -> None:
 
 
 def asking(config: Config, folder: Path, **changes: Any) -> RunConfig:
-    """Three clients who ask of pieces of text who wrote them."""
+    """Return a run whose three clients are asked for the writers of pieces of text."""
     writers = {name: f"{name}.txt" for name in ("diarist", "poet", "whaler")}
     template = "{{ text | truncate(60, True, '') }}\nWho wrote this?"
     return config(
@@ -168,11 +168,13 @@ def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: C
     divide = {"source": source, "by": "label", "piece": 500, "public": 0.2}
     words = load_tokenizer("tiny-gpt2")
     run = config(clients=[], divide=divide, server={}, method="fedmkt")
-    who = gathered(run, words)
-    assert who.server.tests == {}
-    assert {id(p.public) for p in who.clients} == {id(who.server.data.train)}
-    assert isinstance(who.server.data.train, Tokens)
-    share = len(who.server.data.train.ids) / sum(len(words(t)["input_ids"]) for t in texts_of(run))
+    participants = gathered(run, words)
+    assert participants.server.tests == {}
+    assert {id(p.public) for p in participants.clients} == {id(participants.server.data.train)}
+    assert isinstance(participants.server.data.train, Tokens)
+    share = len(participants.server.data.train.ids) / sum(
+        len(words(t)["input_ids"]) for t in texts_of(run)
+    )
     assert share == pytest.approx(0.2, abs=0.03)
     scored = gathered(config(**{**run.as_dict(), "server": {"test": "poet.txt"}}), words)
     assert scored.server.tests.keys() == {"server"}

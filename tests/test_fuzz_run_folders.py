@@ -26,7 +26,7 @@ RAW = [
     *(b"", b"{", b"null", b"3", b'"x"', b"[]", b"{}", b"[" * 100_000, b"\xff\xfe{}", b"\0" * 50),
     *(b'{"a": ' * 3000 + b"1" + b"}" * 3000, b"9" * 5000, b'{"config": ' + b"9" * 5000 + b"}"),
 ]
-"""What a whole file may hold instead."""
+"""Damaged contents of a whole file."""
 
 
 def replaced(value: Any, rng: random.Random) -> Any:
@@ -43,7 +43,7 @@ def replaced(value: Any, rng: random.Random) -> Any:
 
 
 def damage(file: Path, rng: random.Random) -> str:
-    """Damage one file; what was done."""
+    """Overwrite a part of one file at random, and return a description of the change."""
     data = file.read_bytes()
     kinds = ["raw", "cut", "folder", "link", "pipe", "missing", "bit"]
     if file.suffix in (".json", ".jsonl"):
@@ -107,7 +107,7 @@ def finished(values, tmp_path_factory) -> Path:
     ],
 )
 def test_damaged_run_folders_are_read_or_refused(seed, count, finished, tmp_path) -> None:
-    rng, found = random.Random(seed), Counter[str]()
+    rng, outcomes = random.Random(seed), Counter[str]()
     files = sorted(p.relative_to(finished) for p in finished.rglob("*") if p.is_file())
     files = [p for p in files if p.name != ".lock"] + [Path("run.json"), Path("metrics.jsonl")] * 3
     for number in range(count):
@@ -123,14 +123,14 @@ def test_damaged_run_folders_are_read_or_refused(seed, count, finished, tmp_path
         where = f"{command} on {file} ({kind}): {text!r}"
         match result.exception:
             case None:
-                found["done"] += 1
+                outcomes["done"] += 1
             case CoterieError() | OSError() | SystemExit():
-                found["refused"] += 1
+                outcomes["refused"] += 1
                 assert "\n" not in str(result.exception).rstrip(), where
             case error:
                 raise AssertionError(f"{error!r}: {where}") from error
         shutil.rmtree(run)
-    assert min(found["done"], found["refused"]) > count / 20, found  # both happen
+    assert min(outcomes["done"], outcomes["refused"]) > count / 20, outcomes  # both happen
 
 
 def resealed(file: Path) -> None:

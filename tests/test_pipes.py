@@ -59,7 +59,7 @@ def read_pipes(folder: Path) -> None:
 
 
 def test_no_reader_waits_for_the_writer_of_a_pipe(tmp_path: Path) -> None:
-    """The reader is another process, which can be killed if it waits."""
+    """Read in another process, which can be killed if it waits."""
     code = "import pathlib, test_pipes; test_pipes.read_pipes(pathlib.Path.cwd())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]

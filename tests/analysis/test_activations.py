@@ -115,11 +115,11 @@ def test_a_step_and_scoring_need_what_tensors_hold(case, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_full_fine_tuning_needs_what_tensors_hold(kind, tmp_path) -> None:
-    """The measured peak includes some gradients, which a need counts with the adapter."""
     base = write(tmp_path / kind, kind, "bfloat16")
     config = run_on(base, method="local-full", data={"window": 64}, training={"batch": 8})
     step, _ = held(config)
     need = need_of(config, "anna")
+    # The measured peak includes some gradients, which a need counts with the adapter.
     assert 0.9 * need.step < step < 1.1 * (need.step + need.adapter / 4)
 
 
@@ -131,7 +131,6 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", some(("llama", "mixtral"), ARCHITECTURES, ()))
 def test_architectures_have_an_estimate_or_none(name) -> None:
-    """Two layers of width 32 have many small tensors, so the tolerance is larger."""
     made: Any = small_model(name)
     model = made.to(torch.bfloat16)
     assert is_known(model) == (name in KNOWN)
@@ -147,6 +146,7 @@ def test_architectures_have_an_estimate_or_none(name) -> None:
         loss.backward()
     size = Pass(8, 48, 2, 2, model.config._attn_implementation == "eager", "cpu")
     computed = training_bytes(model, size, checkpoints=False, stores=False)
+    # Two layers of width 32 have many small tensors, so the tolerance is larger.
     assert computed == pytest.approx(step.peak, rel=0.15)
 
 

@@ -29,8 +29,8 @@ def breaking(monkeypatch, value: float, when=lambda: True) -> None:
     original = loss.token_losses
 
     def token_losses(*args: Any) -> torch.Tensor:
-        found = original(*args)
-        return torch.full_like(found, value) if when() else found
+        losses = original(*args)
+        return torch.full_like(losses, value) if when() else losses
 
     monkeypatch.setattr("coterie.evaluation.evaluate.token_losses", token_losses)
     monkeypatch.setattr("coterie.evaluation.answers.token_losses", token_losses)
@@ -40,21 +40,20 @@ def breaking(monkeypatch, value: float, when=lambda: True) -> None:
 @pytest.mark.parametrize("kind", ["text", "instructions"])
 def test_scores_are_the_worst_there_are(kind, value, values, answering, monkeypatch) -> None:
     session = Session(parse(values(**answering if kind == "instructions" else {})))
-    [who] = [p for p in session.participants(session.config) if p.name == WHO]
-    assert who.base is not None
+    [participant] = [p for p in session.participants(session.config) if p.name == WHO]
+    assert participant.base is not None
     breaking(monkeypatch, value)
-    for text in who.tests.values():
-        score = evaluate(who.base, who.base.model, text, 16)
-        found = score.as_dict()
-        json.dumps(found, allow_nan=False)
+    for text in participant.tests.values():
+        score = evaluate(participant.base, participant.base.model, text, 16)
+        figures = score.as_dict()
+        json.dumps(figures, allow_nan=False)
         json.dumps(score.items(), allow_nan=False)
-        assert (found["loss"], found["perplexity"]) == (WORST, math.exp(700))
-        assert found.get("accuracy", 0) == 0
+        assert (figures["loss"], figures["perplexity"]) == (WORST, math.exp(700))
+        assert figures.get("accuracy", 0) == 0
 
 
 @pytest.mark.parametrize("value", BROKEN, ids=str)
 def test_a_run_with_infinite_losses_has_a_result(value, config, tmp_path, monkeypatch) -> None:
-    """Its training is sound, so its uploads count, in one process and in a deployment."""
     original, scoring = Tokens.measured, []
 
     def text(*args: Any) -> Any:
@@ -78,7 +77,6 @@ def test_a_run_with_infinite_losses_has_a_result(value, config, tmp_path, monkey
 
 
 def test_a_figure_that_is_not_finite_is_not_recorded(config, tmp_path, monkeypatch, caplog):
-    """By a run in one process, or by a client, which shares the others."""
     original = AdapterClient.train
 
     def train(self: AdapterClient, turn: Turn) -> None:

@@ -55,8 +55,8 @@ def naive(text: str) -> float | None:
 def test_it_counts_bigrams(loaded) -> None:
     texts = ["a b a b a", "one two three", "the the the the", "word", "", "x  y\nx y x"]
     none = torch.zeros(len(texts))
-    found = metric_named("distinct-2").score(Measured(none, none, texts, texts))
-    assert found == list(map(naive, texts)) == [2 / 4, 1, 1 / 3, None, None, 2 / 4]
+    scores = metric_named("distinct-2").score(Measured(none, none, texts, texts))
+    assert scores == list(map(naive, texts)) == [2 / 4, 1, 1 / 3, None, None, 2 / 4]
 
 
 def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> None:
@@ -85,9 +85,9 @@ def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> 
 
     comparison = Comparison("c", {"local": [outcome], "again": [outcome]}, asked="distinct-2")
     assert "distinct-2 (%)" in comparison.table().title
-    found = differences({"a": [outcome], "b": [outcome]}, "a", comparison.metric)["b"]
-    assert isinstance(found, Difference)
-    assert found.value == 0
+    difference = differences({"a": [outcome], "b": [outcome]}, "a", comparison.metric)["b"]
+    assert isinstance(difference, Difference)
+    assert difference.value == 0
 
     [experiment] = experiments([done.path])
     assert experiment.metric is metric_named("distinct-2")

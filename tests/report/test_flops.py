@@ -25,7 +25,7 @@ def side_of(config, base):
 
 
 def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
-    """Two per multiplication and addition, of n averaged experts and attention's pairs, rank r."""
+    """Return the operations of a step with n averaged experts and attention pairs of rank r."""
     w = 4 * d
     # Attention: frozen c_attn and c_proj, their pairs, and the two products of a head.
     attention, pairs, heads = T * d * 4 * d, T * r * (d + 3 * d) + T * r * (d + d), 2 * T * T * d
@@ -48,8 +48,8 @@ def test_a_step_is_what_a_count_by_hand_gives(config, rank) -> None:
     side = side_of(run, base)
     side.adapter.attach(base.model)
     (level,) = side.training.levels
-    found = step_flops(base, side.adapter, level, window=16)
-    assert found == by_hand(16, 32, base.model.config.vocab_size, layers=2, n=2, r=rank)
+    counted = step_flops(base, side.adapter, level, window=16)
+    assert counted == by_hand(16, 32, base.model.config.vocab_size, layers=2, n=2, r=rank)
 
 
 def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config) -> None:
