@@ -89,7 +89,7 @@ COMMANDS: list[Callable[[Path], list[str]]] = [
 
 @pytest.fixture(scope="module")
 def finished(values, tmp_path_factory) -> Path:
-    """The folder of a finished run of seconds, with a server's logs, as a deployment has them."""
+    """The folder of a short finished run, with the log and the lists of a deployed server."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     api.run(parse(values(rounds=2, method="fedavg", evaluation={"every": 1})), out=folder)
     (folder / "server.log").write_text("poet is here\n")
@@ -101,7 +101,7 @@ def finished(values, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        (0, 64),
+        (0, 16),
         pytest.param(1, 200, marks=pytest.mark.slow),
         pytest.param(2, 1000, marks=pytest.mark.thorough),
     ],
