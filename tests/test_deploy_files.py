@@ -39,10 +39,8 @@ USAGE: Any = typer.BadParameter.__mro__[1]
 
 def blocks(language: str) -> list[str]:
     """Return the pages' code blocks in a language; blocks may be indented."""
-    code_blocks = re.findall(
-        rf"^( *)```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE
-    )
-    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in code_blocks]
+    fenced = re.findall(rf"^( *)```{language}\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", code, flags=re.MULTILINE) for indent, code in fenced]
 
 
 def unit(path: Path) -> configparser.ConfigParser:

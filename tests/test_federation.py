@@ -168,13 +168,12 @@ def test_a_public_mix_is_everybodys_and_the_servers_score_needs_a_text(config: C
     divide = {"source": source, "by": "label", "piece": 500, "public": 0.2}
     words = load_tokenizer("tiny-gpt2")
     run = config(clients=[], divide=divide, server={}, method="fedmkt")
-    participants = gathered(run, words)
-    assert participants.server.tests == {}
-    assert {id(p.public) for p in participants.clients} == {id(participants.server.data.train)}
-    assert isinstance(participants.server.data.train, Tokens)
-    share = len(participants.server.data.train.ids) / sum(
-        len(words(t)["input_ids"]) for t in texts_of(run)
-    )
+    parties = gathered(run, words)
+    assert parties.server.tests == {}
+    assert {id(p.public) for p in parties.clients} == {id(parties.server.data.train)}
+    assert isinstance(parties.server.data.train, Tokens)
+    tokens = sum(len(words(text)["input_ids"]) for text in texts_of(run))
+    share = len(parties.server.data.train.ids) / tokens
     assert share == pytest.approx(0.2, abs=0.03)
     scored = gathered(config(**{**run.as_dict(), "server": {"test": "poet.txt"}}), words)
     assert scored.server.tests.keys() == {"server"}

@@ -59,7 +59,7 @@ MAY_IMPORT = {
 }
 """The extras whose packages a part of the source may import."""
 DISTRIBUTIONS = metadata.packages_distributions()
-"""The distributions of modules whose names differ from their distribution's."""
+"""The installed distributions, by module."""
 PARTS = {"pydantic-core": "pydantic"}
 """Distributions that belong to another, which asks for one version of them."""
 

@@ -5,31 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from outcomes import outcome
 
 from coterie.analysis import significance
 from coterie.analysis.significance import DRAWS, Difference, Unpaired, differences
 from coterie.evaluation.accuracy import ACCURACY
 from coterie.evaluation.metrics import Metric
 from coterie.evaluation.perplexity import PERPLEXITY
-
-
-def perplexity(items: dict[str, Any]) -> float:
-    return math.exp(sum(items["nats"]) / sum(items["tokens"]))
-
-
-def accuracy(items: dict[str, Any]) -> float:
-    asked = [value for value in items["accuracy"] if value is not None]
-    return sum(asked) / len(asked)
-
-
-def outcome(seed: int, **clients: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a run, from the losses of the windows of its clients' texts."""
-    scores = {
-        name: {"perplexity": perplexity(items)}
-        | ({"accuracy": accuracy(items)} if "accuracy" in items else {})
-        for name, items in clients.items()
-    }
-    return {"reports": "trained", "trained": scores, "seed": seed, "items": {"trained": clients}}
 
 
 def difference(row: list[Any], other: list[Any], metric: Metric) -> Difference:
@@ -97,9 +79,8 @@ def test_the_difference_is_that_of_naive_loops(monkeypatch) -> None:
     assert (result.low, result.high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
     rarer = min(sum(n <= 0 for n in naive), sum(n >= 0 for n in naive))
     assert result.p == pytest.approx(min(1, 2 * (rarer + 1) / (DRAWS + 1)))
-    scores = (
-        [s["perplexity"] for r in row for s in r["trained"].values()] for row in (better, other)
-    )
+    rows = (better, other)
+    scores = ([s["perplexity"] for r in row for s in r["trained"].values()] for row in rows)
     first, second = map(np.mean, scores)
     assert result.value == pytest.approx(first - second)
 

@@ -38,9 +38,7 @@ def naive_pairs(records: Sequence[Record]) -> list[tuple[int, int]]:
         (a, b)
         for a, b in combinations(range(len(records)), 2)
         if len(parts[a]) == len(parts[b])
-        and all(
-            are_near(part, other, counts) for part, other in zip(parts[a], parts[b], strict=True)
-        )
+        and all(are_near(x, y, counts) for x, y in zip(parts[a], parts[b], strict=True))
     ]
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from test_answers import adapted as randomly_adapted
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -66,13 +65,9 @@ def test_any_batch_writes_what_the_plain_loop_writes(bases, family) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_soft_prompt_stands_right_before_each_prompt(bases, family) -> None:
+def test_a_soft_prompt_stands_right_before_each_prompt(bases, family, soft_prompted) -> None:
     base = load_base(str(bases / family), "fp32", 16)
-    torch.manual_seed(3)
-    tuning = PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
-    )
-    model: Any = get_peft_model(base.model, tuning).eval()
+    model = soft_prompted(base.model)
     end: Any = base.tokenizer.eos_token_id
     expected = [slowly(model, prompt, 5, end) for prompt in prompts()]
     for batch in (1, 3, 16):

@@ -139,12 +139,8 @@ def test_what_is_held_out_leaves_training() -> None:
 
 
 def test_instructions_that_are_held_out_leave_training() -> None:
-    first, second, third = (
-        Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three")
-    )
-    left, removed = without_held_out(
-        Texts([first, second, third, second], [second], [third]), "Ann"
-    )
-    assert (left.train, removed) == ([first], 3)
+    a, b, c = (Instruction(f"What is {n}?", "a number") for n in ("one", "two", "three"))
+    left, removed = without_held_out(Texts([a, b, c, b], [b], [c]), "Ann")
+    assert (left.train, removed) == ([a], 3)
     with pytest.raises(CoterieError, match=r"^Ann: data\.dedup.* removes the whole train .*\(2 "):
-        without_held_out(Texts([second, third], [second], [third]), "Ann")
+        without_held_out(Texts([b, c], [b], [c]), "Ann")

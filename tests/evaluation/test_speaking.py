@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig, PromptTuningInit, get_peft_model
 from torch import Tensor
 
 from coterie.bases import Base, load_base
@@ -61,13 +60,9 @@ def test_streams_what_the_plain_loop_writes_and_remembers_it(base) -> None:
     assert talk.answer("Name a sea.", lambda piece: None) == turns[2].content
 
 
-def test_behind_a_soft_prompt() -> None:
+def test_behind_a_soft_prompt(soft_prompted) -> None:
     base = load_base("tiny-gpt2", "fp32", 16)
-    torch.manual_seed(3)
-    tuning = PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init=PromptTuningInit.RANDOM
-    )
-    model: Any = get_peft_model(base.model, tuning).eval()
+    model = soft_prompted(base.model)
     reply = speaker(base, model=model).answer("Name a sea.", lambda piece: None)
     assert reply == slowly(base, [Turn("user", "Name a sea.")], model)
 

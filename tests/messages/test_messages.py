@@ -85,13 +85,11 @@ def test_every_dtype_keeps_its_bits() -> None:
 
 
 def test_groups_peers_and_tensors_are_found_by_their_names() -> None:
-    ones, zeros = torch.ones(2), torch.zeros(3)
-    message = Message(
-        4, {"a": {"x": ones}, "b": {"y": zeros}}, {"n": 1}, {"bob": {"a": {"x": zeros}}}
-    )
-    assert message["a"]["x"] is ones
+    x, y = torch.ones(2), torch.zeros(3)
+    message = Message(4, {"a": {"x": x}, "b": {"y": y}}, {"n": 1}, {"bob": {"a": {"x": y}}})
+    assert message["a"]["x"] is x
     assert message["nothing"] == {}
-    assert message.from_peer("bob")["a"]["x"] is zeros
+    assert message.from_peer("bob")["a"]["x"] is y
     assert message.from_peer("bob").exchange == 4
     entries = [(peer, group, name) for peer, group, name, _ in message.tensors()]
     assert entries == [(None, "a", "x"), (None, "b", "y"), ("bob", "a", "x")]

@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from coterie.report.assignment import Assignment, holdings, shared
 from coterie.report.cost import Traffic
 from coterie.report.curves import Curves, Sweep, smooth
 from coterie.report.division import Division
-from coterie.report.figures import FIGURES
+from coterie.report.figures import FIGURES, ReportFigure
 from coterie.report.plots import of_pairs
 from coterie.report.routing import Routing
 from coterie.report.style import FIXED, THEMES, Canvas, LeftOut, Picture, looks
@@ -32,6 +33,11 @@ COMIGS = {"name": "comigs-1g1s", "mlp": {"generalists": 1, "specialists": {"anna
 def only(path) -> Experiment:
     (experiment,) = experiments([path])
     return experiment
+
+
+def shown(figure: type[ReportFigure], folder: Path) -> Table:
+    """Return the table of a figure with one picture."""
+    return table_of(figure().pictures(only(folder)))
 
 
 def table_of(pictures) -> Table:
@@ -161,7 +167,7 @@ def test_expert_scores_have_a_panel_per_client_and_expert(written) -> None:
         for round, row in enumerate(rows)
     ]
     folder = written("run", COMIGS, figures=figures)
-    table = table_of(Routing().pictures(only(folder)))
+    table = shown(Routing, folder)
     assert [row[:3] for row in table.rows] == [
         ["anna", "generalist", "0.100"],
         ["anna", "specialist 1", "0.600"],
@@ -179,7 +185,7 @@ def test_clients_of_different_bases_have_layers_of_their_own(written) -> None:
         for client, layers in (("anna", ["h.0.mlp", "h.1.mlp"]), ("ben", ["layers.0.mlp"]))
         for layer in layers
     ]
-    table = table_of(Routing().pictures(only(written("run", COMIGS, figures=figures))))
+    table = shown(Routing, written("run", COMIGS, figures=figures))
     assert table.columns == ["client", "expert", "1", "2"]
     rows = [["0.250", "0.250"], ["0.750", "0.750"], ["0.250", ""], ["0.750", ""]]
     assert [row[2:] for row in table.rows] == rows
@@ -248,7 +254,7 @@ def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> Non
     for every, steps, score in ((5, 1, 10), (5, 2, 20), (9, 1, 30)):
         method = COMIGS | {"router": {"every": every, "steps": steps}}
         written(f"cmp/{every}-{steps}", method, perplexities=(score, score + 2))
-    table = table_of(Sweep().pictures(only(tmp_path / "cmp")))
+    table = shown(Sweep, tmp_path / "cmp")
     assert table.columns[1:] == ["5", "9"]
     assert table.rows == [["1", "11.00", "31.00"], ["2", "21.00", ""]]
 
@@ -256,10 +262,10 @@ def test_a_sweep_of_the_routers_schedule_is_a_heat_map(written, tmp_path) -> Non
 def test_division_shows_labels_or_else_tokens(written) -> None:
     sizes = {"train": 900, "validation": 50, "test": 1200}
     tokens = {"anna": {"tokens": sizes}, "ben": {"tokens": sizes}}
-    table = table_of(Division().pictures(only(written("a", LOCAL, clients=tokens))))
+    table = shown(Division, written("a", LOCAL, clients=tokens))
     assert (table.columns, table.rows[0]) == (["client", *sizes], ["anna", "900", "50", "1,200"])
     labels = {"anna": {"labels": {"b": 3}}, "ben": {"labels": {"a": 4, "b": 1}}}
-    table = table_of(Division().pictures(only(written("b", LOCAL, clients=labels))))
+    table = shown(Division, written("b", LOCAL, clients=labels))
     assert table.rows == [["anna", "0", "3"], ["ben", "4", "1"]]
 
 
@@ -271,7 +277,7 @@ def test_traffic_counts_the_first_download_of_a_round(written) -> None:
         for client, size in (("anna", 1000), ("ben", 3000))
         for name in ("bytes/down", "bytes/up", "bytes/down")
     ]
-    table = table_of(Traffic().pictures(only(written("run", LOCAL, figures=figures))))
+    table = shown(Traffic, written("run", LOCAL, figures=figures))
     assert table.rows == [["local", "2,000", "3,000", "2,000", "3,000"]]
 
 
@@ -290,8 +296,7 @@ def test_uploads_have_a_ratio_per_client_and_excluded_ones_are_named(written) ->
         *changes(3, anna=1.0),
         (3, "ben", "left out", "its loss or its upload is not finite"),
     ]
-    folder = written("run", LOCAL, figures=figures, perplexities=None)
-    table = table_of(Uploads().pictures(only(folder)))
+    table = shown(Uploads, written("run", LOCAL, figures=figures, perplexities=None))
     rows = [["anna", "1", "0.00", ""], ["ben", "9,000", "-0.50", "2, 4"]]
     assert table.rows == [["local", *row] for row in rows]
 
@@ -301,8 +306,7 @@ def test_a_client_that_never_uploaded_has_a_line_in_the_table(written) -> None:
         (0, "anna", "change", {"ratio": 1.0, "cosine": None}),
         (0, "ben", "left out", "its loss or its upload is not finite"),
     ]
-    folder = written("run", LOCAL, figures=figures, perplexities=None)
-    table = table_of(Uploads().pictures(only(folder)))
+    table = shown(Uploads, written("run", LOCAL, figures=figures, perplexities=None))
     assert table.rows == [["local", "anna", "1", "", ""], ["local", "ben", "", "", "1"]]
 
 

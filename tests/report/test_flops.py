@@ -18,10 +18,13 @@ CLIENTS = ["diarist", "poet", "whaler"]
 APART = {client: [client] for client in CLIENTS}
 
 
-def side_of(config, base):
+def prepared(config):
+    base = counting_base(config)
     nothing = Tokens(torch.zeros(0, dtype=torch.int32), 0)
     participant = Participant("poet", ClientData(nothing, nothing, nothing), {"poet": nothing})
-    return config.method.client(client_context(config, base, participant, lambda *_: None))
+    side = config.method.client(client_context(config, base, participant, lambda *_: None))
+    side.adapter.attach(base.model)
+    return base, side
 
 
 def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
@@ -44,9 +47,7 @@ def by_hand(T: int, d: int, V: int, layers: int, n: int, r: int) -> int:
 @pytest.mark.parametrize("rank", [2, 4])
 def test_a_step_is_what_a_count_by_hand_gives(config, rank) -> None:
     run = config(method={"name": "fedavg", "mlp": {"rank": rank}, "attention": {"rank": rank}})
-    base = counting_base(run)
-    side = side_of(run, base)
-    side.adapter.attach(base.model)
+    base, side = prepared(run)
     (level,) = side.training.levels
     counted = step_flops(base, side.adapter, level, window=16)
     assert counted == by_hand(16, 32, base.model.config.vocab_size, layers=2, n=2, r=rank)
@@ -58,9 +59,7 @@ def test_a_round_counts_every_clients_steps_and_the_routers_in_their_turn(config
         training={"steps": 2, "batch": 5, "precision": "fp32"},
         rounds=5,
     )
-    base = counting_base(run)
-    side = side_of(run, base)
-    side.adapter.attach(base.model)
+    base, side = prepared(run)
     experts, routers = (step_flops(base, side.adapter, x, 16) for x in side.training.levels)
     cost = round_cost(run, base, APART)
     assert cost is not None

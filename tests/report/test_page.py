@@ -64,8 +64,8 @@ def test_a_page_needs_nothing_but_itself(runs, tmp_path) -> None:
 
 def test_the_same_runs_give_the_same_page(runs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(FIGURES, "builtin", {"traffic": lambda: Traffic})
-    page, other = (write_report([runs / "fedavg"], tmp_path / name) for name in "ab")
-    assert page.page.read_bytes() == other.page.read_bytes()
+    first, other = (write_report([runs / "fedavg"], tmp_path / name) for name in "ab")
+    assert first.page.read_bytes() == other.page.read_bytes()
 
 
 def test_a_page_lists_who_learns_with_whom(written, tmp_path, monkeypatch) -> None:
@@ -111,11 +111,9 @@ def test_a_model_reads_only_texts_in_its_own_tokens(values, other, tmp_path) -> 
     coterie.run(run, out=tmp_path / "run")
     (experiment,) = experiments([tmp_path / "run"])
     shown = [p for p in texts(coloured_texts(experiment, "first")) if isinstance(p, TextPicture)]
-    readings = [
-        reading for picture in shown for row in picture.texts.values() for reading in row.values()
-    ]
-    read = {(reading.model_of, reading.text_of): reading for reading in readings}
-    assert len(read) == len(readings)
+    all_read = [r for picture in shown for row in picture.texts.values() for r in row.values()]
+    read = {(each.model_of, each.text_of): each for each in all_read}
+    assert len(read) == len(all_read)
     assert read.keys() == {
         ("diarist", "diarist"), ("diarist", "whaler"), ("poet", "poet"),
         ("whaler", "diarist"), ("whaler", "whaler"),

@@ -45,10 +45,9 @@ def test_a_samples_relevance_is_that_of_its_mean_token_embedding(run: Path) -> N
     value = server.initial().restored(state)
     for client in gathered(config, coterie.tokenizer(run)).clients:
         samples = spaced_samples(client.data.train, window)
-        assert isinstance(client.data.train, Tokens)
-        pieces = (
-            client.data.train.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()
-        )
+        text = client.data.train
+        assert isinstance(text, Tokens)
+        pieces = text.ids[: len(samples.ids) * (window + 1)].view(-1, window + 1).long()
         assert torch.equal(samples.ids, pieces)  # there are fewer than SAMPLES: all of them
         base, side = relevance.Loader().side(folder, config, client.name)
         assert isinstance(side, FedAMoLEClient)

@@ -25,16 +25,13 @@ def test_the_page_documents_every_key_as_it_is() -> None:
 
 
 def test_every_key_has_a_meaning_and_sections_are_taken_apart() -> None:
-    described = {key: (default, meaning) for key, default, meaning in keys(RunFile)}
-    assert all(meaning for _, meaning in described.values())
-    assert described["training.batch"][0] == "64"
+    rows = {key: (default, meaning) for key, default, meaning in keys(RunFile)}
+    assert all(meaning for _, meaning in rows.values())
+    assert rows["training.batch"][0] == "64"
     adamw = "{name: adamw, betas: [0.9, 0.95], eps: 1.0e-08, weight_decay: 0.01}"
-    assert (described["training.optimiser"][0], described["clients[].name"][0]) == (
-        adamw,
-        "required",
-    )
-    assert described["method"][0] == "auto"
-    assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= described.keys()
+    assert (rows["training.optimiser"][0], rows["clients[].name"][0]) == (adamw, "required")
+    assert rows["method"][0] == "auto"
+    assert {"data.limits.train", "divide.by", "evaluation.every", "seed"} <= rows.keys()
 
 
 @pytest.mark.parametrize("name", available())

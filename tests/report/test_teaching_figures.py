@@ -13,14 +13,8 @@ FEDMKT = {"name": "fedmkt"}
 
 
 def lesson(after: int, samples: int, positions: float = 0.5, mass: float = 0.25, **by: int):
-    recorded = {
-        "after": after,
-        "loss": 1.0,
-        "samples": samples,
-        "positions": positions,
-        "mass": mass,
-    }
-    return recorded | ({"by": by} if by else {})
+    values = {"loss": 1.0, "samples": samples, "positions": positions, "mass": mass}
+    return {"after": after, **values} | ({"by": by} if by else {})
 
 
 FIGURES = [
@@ -52,25 +46,18 @@ def heights(picture: Picture):
     """Return the bottoms and tops of bars, and the points of lines, by client."""
     bars, lines = picture.draw(Canvas(THEMES[0])).axes
     pieces = {
-        str(drawn_line.get_label()): [
-            (bar.get_y(), bar.get_y() + bar.get_height()) for bar in drawn_line
-        ]
-        for drawn_line in bars.containers
+        str(group.get_label()): [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in group]
+        for group in bars.containers
     }
     named = [line for line in lines.lines if not str(line.get_label()).startswith("_")]
-    return pieces, {
-        str(drawn_line.get_label()): np.asarray(drawn_line.get_xydata()).tolist()
-        for drawn_line in named
-    }
+    return pieces, {str(line.get_label()): np.asarray(line.get_xydata()).tolist() for line in named}
 
 
 def test_rounds_are_those_whose_predictions_were_learnt(mutual) -> None:
     taught = lessons(mutual().all[0])
     assert (taught.clients, taught.public, taught.rounds) == (["anna", "ben"], 8, [1, 2])
     assert {r: rounds["samples"] for r, rounds in taught.server.items()} == {1: 5, 2: 1}
-    learnt = {
-        c: {r: s["samples"] for r, s in rounds.items()} for c, rounds in taught.learnt.items()
-    }
+    learnt = {c: {r: s["samples"] for r, s in v.items()} for c, v in taught.learnt.items()}
     assert learnt == {"anna": {1: 4, 2: 6}, "ben": {1: 0, 2: 7}}  # the later of anna's first
 
 
