@@ -17,6 +17,8 @@ from coterie.config.run import parse
 from coterie.data.measured import Measured
 from coterie.evaluation import evaluate as evaluation
 from coterie.evaluation.metrics import METRICS, metric_named
+from coterie.report.curves import Curves
+from coterie.report.figures import FIGURES
 from coterie.report.page import write_report
 from coterie.runs import RunFolder
 
@@ -91,6 +93,7 @@ def test_runs_tables_and_reports_show_it(loaded, run, tmp_path, monkeypatch) -> 
 
     [experiment] = experiments([done.path])
     assert experiment.metric is metric_named("distinct-2")
+    monkeypatch.setattr(FIGURES, "builtin", {"curves": lambda: Curves})
     page = write_report([done.path], tmp_path / "report").page.read_text(encoding="utf-8")
     assert "distinct-2" in page
 
